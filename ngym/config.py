@@ -1,0 +1,303 @@
+"""global_config.yaml -> one frozen tree: YAML files and `key=value` overrides, interpolated, checked, each error with its line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ngym.errors import ConfigError
+from ngym.schema import Kind
+
+Model = TypeVar("Model", bound=BaseModel)
+
+SETTINGS_KEY = "ngym"
+KINDS: tuple[str, ...] = get_args(Kind)
+COMMAND_LINE = "command line"
+
+
+def shipped() -> Path:
+    """The folder that holds the services, recipes and data that travel with ngym (wheel or checkout)."""
+    package = Path(__file__).resolve().parent
+    bundled = package / "_shipped"
+    return bundled if bundled.is_dir() else package.parent
+
+
+class HeadSettings(BaseModel):
+    """Where `ng_run` answers for the whole run. 11000 is the port at which NeMo Gym's tools look."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    host: str = "127.0.0.1"
+    port: int = Field(default=11000, ge=0, le=65535)
+
+
+class Settings(BaseModel):
+    """What holds for the whole run: the `ngym:` key of the global config."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    head: HeadSettings = HeadSettings()
+    host: str = Field(default="127.0.0.1", description="The address that services are bound to.")
+    ready_timeout_s: float = Field(default=120, gt=0, description="For gym servers and agents.")
+    model_ready_timeout_s: float = Field(default=600, gt=0, description="For model servers.")
+    max_restarts: int = Field(default=5, ge=0, description="Deaths in a row before the run gives up.")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A resolved configuration and where each of its keys was written.
+
+    values: plain dicts, lists and scalars. lines: dotted key -> `file.yaml:12`. root: the first file's folder.
+    """
+
+    values: dict[str, Any]
+    lines: Mapping[str, str] = field(default_factory=dict)
+    root: Path = Path()
+    default_where: str = "config"
+
+    def where(self, key: str) -> str:
+        """`file.yaml:12` of this key, or of the nearest key above it that was written."""
+        while key:
+            if key in self.lines:
+                return self.lines[key]
+            key = key.rpartition(".")[0]
+        return self.default_where
+
+
+class Stanza(BaseModel):
+    """One service of the config: what the house needs to know, and the service's own options, unread."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    kind: Kind
+    app: str | None = None
+    url: str | None = None
+    urls: tuple[str, ...] = ()
+    replicas: int = Field(default=1, ge=1, le=1024)
+    port: int | None = Field(default=None, ge=1, le=65535)
+    options: dict[str, Any] = {}
+    where: str = ""
+    key_where: dict[str, str] = {}
+
+    @property
+    def external(self) -> bool:
+        """Whether somebody else runs this service."""
+        return bool(self.url or self.urls)
+
+    @property
+    def external_urls(self) -> list[str]:
+        return [self.url] if self.url else list(self.urls)
+
+
+class Config(BaseModel):
+    """The whole of global_config.yaml."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    services: dict[str, Stanza]
+    settings: Settings
+    root: Path
+    files: tuple[Path, ...]
+
+    def stanza(self, name: str) -> Stanza:
+        """The stanza of a service, or a ConfigError that names the nearest one."""
+        if name not in self.services:
+            raise ConfigError(f"{self.files[0].name}: no service named {name!r}{did_you_mean(name, self.services)}")
+        return self.services[name]
+
+
+def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """Read the global config. Files win over earlier files, then `key=value` overrides from left to right."""
+    tree = load_tree(paths, overrides)
+    written = set(load_tree(paths, ()).values) if overrides else set(tree.values)
+    for key in tree.values:
+        if key not in written and key != SETTINGS_KEY and tree.where(key) == COMMAND_LINE:
+            raise ConfigError(f"{COMMAND_LINE}: no service named {key!r}{did_you_mean(key, written)}")
+    settings = parse(Settings, _subtree(tree, SETTINGS_KEY))
+    services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}
+    if not services:
+        raise ConfigError(f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`")
+    return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
+
+
+def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
+    """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    lines: dict[str, str] = {}
+    merged: DictConfig = OmegaConf.create({})
+    for path in paths:
+        data, file_lines = _read_yaml(path)
+        lines |= file_lines
+        merged = cast(DictConfig, OmegaConf.merge(merged, data))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
+        if not equals or not key:
+            raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, such as policy.port=8000")
+        try:
+            parsed = yaml.safe_load(value) if value else None
+            OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
+        lines[key] = COMMAND_LINE
+    root = paths[0].resolve().parent if paths else Path.cwd()
+    unresolved = Tree({}, lines, root, str(paths[0]) if paths else COMMAND_LINE)
+    try:
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
+    return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where)
+
+
+def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
+    """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake."""
+    part = _subtree(tree, prefix) if prefix else tree
+    try:
+        return model.model_validate(part.values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(model, part, item) for item in error.errors())) from None
+
+
+def app_file(app: str, root: Path, where: str = "config") -> Path:
+    """The Python file of `gym_servers/math`: in the user's folder first, then among the shipped services."""
+    for base in (root, shipped()):
+        for candidate in (base / app, base / f"{app}.py", base / app / "app.py"):
+            if candidate.is_file():
+                return candidate.resolve()
+    known = [f"{p.parent.name}/{p.name}" for base in (root, shipped()) for p in base.glob("*/*") if (p / "app.py").is_file()]
+    raise ConfigError(f"{where}: no service at {app!r}: neither {app}.py nor {app}/app.py exists in {root}{did_you_mean(app, known)}")
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that the writer most likely meant, or None."""
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """` (did you mean 'policy'?)`, or a list of the choices when none is near and there are few."""
+    choices = sorted(set(choices))
+    near = nearest(word, choices)
+    if near:
+        return f" (did you mean {near!r}?)"
+    return f" (known: {', '.join(choices)})" if 0 < len(choices) <= 12 else ""
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """One YAML file as plain data, and the line of each of its keys."""
+    shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{shown}: no such file; name one with --config, or make a project with ng_init") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{shown}: cannot be read: {_one_line(error)}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{shown}: not valid YAML: {_one_line(error)}") from None
+    if node is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{shown}:1: a config is a mapping of names to services, not a {type(data).__name__}")
+    lines: dict[str, str] = {}
+    _collect_lines(node, "", shown, lines)
+    return data, lines
+
+
+def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, str], depth: int = 0) -> None:
+    if depth > 64:
+        raise ConfigError(f"{shown}:{node.start_mark.line + 1}: nested more than 64 levels deep")
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        key = f"{prefix}{key_node.value}"
+        where = f"{shown}:{key_node.start_mark.line + 1}"
+        if key in lines:
+            raise ConfigError(f"{where}: {key!r} stands twice in this file (first at {lines[key]}); keep one")
+        lines[key] = where
+        _collect_lines(value_node, f"{key}.", shown, lines, depth + 1)
+
+
+def _subtree(tree: Tree, prefix: str) -> Tree:
+    values: Any = tree.values
+    for part in prefix.split("."):
+        values = values.get(part, {}) if isinstance(values, dict) else {}
+    lines = {key[len(prefix) + 1 :]: line for key, line in tree.lines.items() if key.startswith(prefix + ".")}
+    return Tree(values if values is not None else {}, lines, tree.root, tree.where(prefix))
+
+
+def _stanza(name: str, tree: Tree) -> Stanza:
+    part = _subtree(tree, name)
+    if not isinstance(part.values, dict) or not part.values:
+        raise ConfigError(f"{tree.where(name)}: {name!r} is no service: write `{name}: {{kind: ..., app: ...}}`")
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise ConfigError(f"{tree.where(name)}: {name!r} is no service name; use letters, digits, '_' and '-'")
+    own = {"kind", "app", "url", "urls", "replicas", "port"}
+    options = {key: value for key, value in part.values.items() if key not in own}
+    fields = {key: value for key, value in part.values.items() if key in own}
+    if "kind" not in fields:
+        hint = next((f" (is {key!r} a misspelt 'kind'?)" for key in options if nearest(key, ["kind"])), "")
+        raise ConfigError(f"{tree.where(name)}: service {name!r} has no kind{hint}; kinds: {', '.join(KINDS)}")
+    if fields["kind"] not in KINDS:
+        raise ConfigError(f"{part.where('kind')}: {fields['kind']!r} is no kind of service{did_you_mean(str(fields['kind']), KINDS)}")
+    stanza = parse(Stanza, Tree({**fields, "name": name}, part.lines, part.root, part.default_where))
+    _check_stanza(stanza, part, tree.root)
+    return stanza.model_copy(update={"options": options, "where": tree.where(name), "key_where": dict(part.lines)})
+
+
+def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
+    if stanza.url and stanza.urls:
+        raise ConfigError(f"{part.where('urls')}: service {stanza.name!r} has both url and urls; keep one")
+    for url in stanza.external_urls:
+        if not url.startswith(("http://", "https://")) or "@" in url.split("/")[2]:
+            raise ConfigError(f"{part.where('url')}: {url!r} is no service URL; write http://host:port or https://host:port")
+    if not stanza.app and not stanza.external:
+        raise ConfigError(f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url")
+    if stanza.app:
+        app_file(stanza.app, root, part.where("app"))
+
+
+def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
+    """One pydantic error as `file:line: key: what is wrong`."""
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        fields = _fields_at(model, item["loc"][:-1])
+        return f"{tree.where(key)}: unknown key {key!r}{did_you_mean(path[-1], fields)}"
+    if item["type"] == "missing":
+        return f"{tree.where(key)}: {key!r} is missing"
+    shown = repr(item["input"])
+    return f"{tree.where(key)}: {key}: {item['msg']}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
+
+
+def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
+    """The keys that are allowed at a place in a model; unions and lists are looked through."""
+    models = [model]
+    for part in loc:
+        found: list[Any] = []
+        for current in models:
+            info = getattr(current, "model_fields", {}).get(part)
+            found += _models_in(info.annotation) if info else [current]
+        models = found
+    return [name for current in models for name in getattr(current, "model_fields", {})]
+
+
+def _models_in(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models_in(part)]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split("\n")[0].split())

@@ -1,0 +1,56 @@
+"""Which rollout does this request belong to, and until when is its answer wanted? Ids and deadline that go through every hop."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from ngym.schema import DEADLINE_HEADER, ROLLOUT_HEADER
+
+TRACEPARENT = "traceparent"
+
+
+class Correlation(NamedTuple):
+    """rollout_id, W3C traceparent, and the deadline in seconds of `time.monotonic()`; None where the caller said nothing."""
+
+    rollout_id: str | None = None
+    traceparent: str | None = None
+    deadline: float | None = None
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline, at least 0; None without one."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+
+current: ContextVar[Correlation] = ContextVar("ngym_correlation", default=Correlation())  # noqa: B039  (immutable)
+
+
+def begin(rollout_id: str, timeout_s: float | None = None) -> Correlation:
+    """A fresh correlation for a rollout that starts here."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    return Correlation(rollout_id, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", deadline)
+
+
+def from_headers(headers: Mapping[str, str]) -> Correlation:
+    """The correlation that a caller sent; a deadline that is no number is ignored."""
+    deadline_ms = headers.get(DEADLINE_HEADER)
+    deadline = None
+    if deadline_ms is not None and deadline_ms.isdigit() and len(deadline_ms) < 16:
+        deadline = time.monotonic() + int(deadline_ms) / 1000
+    return Correlation(headers.get(ROLLOUT_HEADER), headers.get(TRACEPARENT), deadline)
+
+
+def to_headers(correlation: Correlation) -> dict[str, str]:
+    """The headers that carry a correlation to the next hop."""
+    headers = {}
+    if correlation.rollout_id:
+        headers[ROLLOUT_HEADER] = correlation.rollout_id
+    if correlation.traceparent:
+        headers[TRACEPARENT] = correlation.traceparent
+    remaining = correlation.remaining_s()
+    if remaining is not None:
+        headers[DEADLINE_HEADER] = str(int(remaining * 1000))
+    return headers

@@ -1,0 +1,163 @@
+"""What can go wrong, as one tree; every error's message is one line that says what, where and how to mend it.
+
+NgymError
+├── UsageError            the user's command, config or data is wrong     -> exit code 2, never retried
+│   └── ConfigError       ... and it stands in a config file
+└── ServiceError          something failed while serving a request        -> a problem document (RFC 9457)
+    ├── BadRequest        the caller's body is wrong                      422
+    ├── NotFound          no such tool, session or model                  404
+    ├── Unauthorized      a token is missing or wrong                     401
+    ├── Overloaded        a bound was reached; try later                  429
+    ├── NotReady          the service cannot serve yet                    503
+    ├── Unreachable       a peer could not be connected to                502
+    ├── PeerTimeout       a peer did not answer before the deadline       504
+    └── UpstreamError     a peer answered with an error                   502
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+FailureClass = Literal[
+    "config",
+    "connect",
+    "timeout",
+    "model_error",
+    "context_length",
+    "tool_error",
+    "agent_error",
+    "verify_error",
+    "judge_error",
+    "cancelled",
+]
+
+
+class NgymError(Exception):
+    """Base of every error that ngym raises on purpose."""
+
+
+class UsageError(NgymError):
+    """The user's command, config or data is wrong; the message says how to mend it."""
+
+
+class ConfigError(UsageError):
+    """A config file is wrong: `path:line: what is wrong (did you mean ...?)`."""
+
+
+class ServiceError(NgymError):
+    """A failure while serving a request; crosses the wire as a problem document.
+
+    Args:
+        detail: one line for the reader.
+        failure: the failure class that a rollout gets when this error ends it; None lets the
+            stage decide (an error in `/verify` is a `verify_error`, and so on).
+        upstream: `{"service", "url", "status"}` of the peer that caused it.
+        extra: members added to the problem document (for example `errors` with field names).
+    """
+
+    status = 500
+    title = "Internal error"
+    retryable = False
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        failure: FailureClass | None = None,
+        upstream: dict[str, Any] | None = None,
+        retryable: bool | None = None,
+        status: int | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.failure = failure
+        self.upstream = upstream
+        self.retryable = type(self).retryable if retryable is None else retryable
+        self.status = type(self).status if status is None else status
+        self.extra = extra or {}
+
+    def problem(self, service: str | None = None, rollout_id: str | None = None) -> dict[str, Any]:
+        """This error as an RFC 9457 problem document (wire.md, section 1)."""
+        return {
+            "type": f"urn:ngym:{self.failure or type(self).__name__}",
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            "service": service,
+            "upstream": self.upstream,
+            "rollout_id": rollout_id,
+            "retryable": self.retryable,
+            "failure": self.failure,
+            **self.extra,
+        }
+
+
+class BadRequest(ServiceError):
+    status = 422
+    title = "The request is not valid"
+
+
+class NotFound(ServiceError):
+    status = 404
+    title = "Not found"
+
+
+class Unauthorized(ServiceError):
+    status = 401
+    title = "Not authorized"
+
+
+class Overloaded(ServiceError):
+    status = 429
+    title = "Too many requests"
+    retryable = True
+
+
+class NotReady(ServiceError):
+    status = 503
+    title = "Not ready"
+    retryable = True
+
+
+class Unreachable(ServiceError):
+    status = 502
+    title = "A service could not be reached"
+    retryable = True
+
+    def __init__(self, detail: str, **kwargs: Any) -> None:
+        kwargs.setdefault("failure", "connect")
+        super().__init__(detail, **kwargs)
+
+
+class PeerTimeout(ServiceError):
+    status = 504
+    title = "A service did not answer in time"
+    retryable = True
+
+    def __init__(self, detail: str, **kwargs: Any) -> None:
+        kwargs.setdefault("failure", "timeout")
+        super().__init__(detail, **kwargs)
+
+
+class UpstreamError(ServiceError):
+    """A peer answered with an error. `upstream["status"]` is its HTTP status."""
+
+    status = 502
+    title = "A service answered with an error"
+
+
+@contextmanager
+def boundary(failure: FailureClass, what: str) -> Iterator[None]:
+    """Give an error that passes here its failure class, once; a bug becomes a ServiceError with its cause kept."""
+    try:
+        yield
+    except ServiceError as error:
+        error.failure = error.failure or failure
+        raise
+    except UsageError:
+        raise
+    except Exception as error:
+        raise ServiceError(f"{what}: {type(error).__name__}: {error}", failure=failure) from error

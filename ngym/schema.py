@@ -1,0 +1,94 @@
+"""The records of wire.md: Task -> Rollout -> Segment. They only grow."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+import orjson
+
+from ngym.errors import FailureClass
+
+SCHEMA_VERSION = 1
+
+Json = dict[str, Any]
+Kind = Literal["gym_server", "agent", "model"]
+Status = Literal["ok", "truncated", "unscored"]
+StopReason = Literal["answer", "max_steps", "context", "length", "user_done"]
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+SESSION_HEADER = "x-ng-session"
+SESSION_COOKIE = "ng_session"
+ROLLOUT_HEADER = "x-ng-rollout-id"
+DEADLINE_HEADER = "x-ng-deadline-ms"
+
+
+class Segment(TypedDict):
+    """The token ids of one unbroken context, and which of them the policy sampled.
+
+    token_ids: [T] every token, prompt and tool outputs included.
+    mask: spans [start, end) of the tokens that the policy sampled.
+    logprobs: [number of masked tokens] the sampler's own, in order.
+    policy_version: spans [start, end, version] over token_ids.
+    """
+
+    token_ids: list[int]
+    mask: list[list[int]]
+    logprobs: list[float]
+    policy_version: list[list[int]]
+
+
+Failure = TypedDict(
+    "Failure",
+    {
+        "class": FailureClass,
+        "stage": str,
+        "service": str | None,
+        "http_status": int | None,
+        "message": str,
+        "retryable": bool,
+    },
+)
+"""Why an attempt failed; the `failure` of a row in `*_failures.jsonl`."""
+
+
+class Trace(TypedDict, total=False):
+    """The `ng` record of an output row (wire.md, section 3)."""
+
+    schema_version: int
+    run_id: str
+    task_id: str
+    rollout_id: str
+    attempt: int
+    status: Status
+    policy_version: list[int]
+    segments: list[Segment]
+    reward_components: dict[str, float]
+    stop_reason: StopReason
+    turns: int
+    tool_calls: int
+    tool_errors: int
+    timings: dict[str, float]
+    started_at: str
+
+
+class AgentRef(TypedDict):
+    """Which agent runs a row; `type` is NeMo Gym's."""
+
+    name: str
+    type: NotRequired[str]
+
+
+class RolloutKey(NamedTuple):
+    """What makes a rollout the same rollout on resume."""
+
+    task_id: str
+    task_index: int
+    rollout_index: int
+
+
+def task_id(row: Json) -> str:
+    """The task's identity: sha256 over the row without our own indices, 16 hex digits."""
+    content = {key: value for key, value in row.items() if not key.startswith("_ng_")}
+    return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]

@@ -1,0 +1,18 @@
+"""FastAPI factories: an author writes functions, the house makes the service."""
+
+from ngym.services.agent import AgentOptions, RolloutContext, agent
+from ngym.services.gym import VerifyRequest, gym_server
+from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.sessions import Session
+
+__all__ = [
+    "AgentOptions",
+    "RolloutContext",
+    "ServiceContext",
+    "ServiceName",
+    "ServiceOptions",
+    "Session",
+    "VerifyRequest",
+    "agent",
+    "gym_server",
+]

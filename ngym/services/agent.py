@@ -1,0 +1,219 @@
+"""agent(): a way of driving a model through a task, as an application; `/run` is one whole rollout."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from ngym import correlation
+from ngym.errors import ServiceError, boundary
+from ngym.peers import Reply
+from ngym.schema import SCHEMA_VERSION, Json, Segment, StopReason, Trace
+from ngym.segments import extend, tokens_of, versions_in, without_tokens
+from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app
+from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
+
+TOKEN_FORMAT_HEADER = "x-ng-token-format"  # "ng": segments only; otherwise NeMo Gym's fields stay on the items, too
+MAX_TOOL_ERROR_CHARS = 2000
+
+
+class AgentOptions(ServiceOptions):
+    """Which gym server scores, and which model acts."""
+
+    gym: ServiceName
+    model: ServiceName
+    model_timeout_s: float = 600
+    tool_timeout_s: float = 120
+    verify_timeout_s: float = 120
+
+
+class RolloutContext:
+    """One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way."""
+
+    def __init__(self, context: ServiceContext, rollout_id: str) -> None:
+        self.options = context.options
+        self.rollout_id = rollout_id
+        self.gym = context.peers[self.options.gym].session()
+        self.model = context.peers[self.options.model].session()
+        self.tools: list[Json] = []
+        self.segments: list[Segment] = []
+        self.turns = 0
+        self.tool_calls = 0
+        self.tool_errors = 0
+        self.stop_reason: StopReason = "answer"
+        self.seconds = {"model_s": 0.0, "tools_s": 0.0, "verify_s": 0.0}
+        self.started_at = datetime.now(UTC)
+        self._started = time.perf_counter()
+        self._usage: Json | None = None
+        self._declared: set[str] | None = None
+
+    async def sample(self, request: Json) -> Json:
+        """One model call -> its Response. Token data, usage and time are recorded."""
+        started = time.perf_counter()
+        if self._declared is None:
+            self._declared = {tool.get("name") for tool in request.get("tools") or [] if tool.get("type") == "function"}
+        with boundary("model_error", "the model call failed"):
+            reply = await self.model.request("/v1/responses", request, timeout=self.options.model_timeout_s, idempotent=True)
+            response: Json = reply.json()
+            call = tokens_of(response)
+        if call is not None:
+            extend(self.segments, call)
+        self.turns += 1
+        self._usage = _add_usage(self._usage, response.get("usage"), first=self.turns == 1)
+        self.seconds["model_s"] += time.perf_counter() - started
+        return response
+
+    async def call_tool(self, call: Json) -> Json:
+        """One function_call item -> its function_call_output item. What goes wrong becomes a text that the model sees."""
+        started = time.perf_counter()
+        self.tool_calls += 1
+        text, failed = await self._tool_text(call)
+        self.tool_errors += failed
+        self.seconds["tools_s"] += time.perf_counter() - started
+        return {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
+
+    async def _tool_text(self, call: Json) -> tuple[str, bool]:
+        name = call.get("name")
+        declared = self._declared or set()
+        if name not in declared:  # checked before a name that the model wrote becomes a path
+            return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(declared)) or 'none'}.", True
+        try:
+            arguments = orjson.loads(call.get("arguments") or "{}")
+        except orjson.JSONDecodeError as error:
+            return f"Error: the arguments of {name} are no JSON: {error}", True
+        if not isinstance(arguments, dict):
+            return f"Error: the arguments of {name} must be a JSON object, not {type(arguments).__name__}.", True
+        try:
+            reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
+        except ServiceError as error:
+            if error.status not in (400, 404, 409, 422) and error.failure != "tool_error":
+                raise  # the environment is broken: the rollout failed, the model did nothing wrong
+            return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
+        return reply.body.decode("utf-8", "replace"), False
+
+    def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:
+        """The last response with the whole trajectory as its output and the usage of all turns."""
+        self.stop_reason = stop_reason
+        return {**response, "output": output, "usage": self._usage}
+
+    def trace(self, reward: float | None, components: dict[str, float] | None) -> Trace:
+        """The `ng` record of the row (wire.md, section 3)."""
+        seconds = {name: round(value, 6) for name, value in self.seconds.items()}
+        truncated = self.stop_reason in ("max_steps", "context", "length")
+        return Trace(
+            schema_version=SCHEMA_VERSION,
+            rollout_id=self.rollout_id,
+            status="unscored" if reward is None else "truncated" if truncated else "ok",
+            policy_version=versions_in(self.segments),
+            segments=self.segments,
+            reward_components=components or {},
+            stop_reason=self.stop_reason,
+            turns=self.turns,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            timings={**seconds, "total_s": round(time.perf_counter() - self._started, 6)},
+            started_at=self.started_at.isoformat(),
+        )
+
+
+Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
+
+
+def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifespan: Lifespan | None = None) -> FastAPI:
+    """An agent as an application.
+
+    Args:
+        respond: `(request, rollout)` -> a Response whose output is the whole trajectory. `request` is a Responses
+            create params object; `rollout.sample`, `rollout.call_tool` and `rollout.finish` do the work.
+        options: the record of the stanza's own keys; derives from AgentOptions.
+    """
+    app = service_app("agent", options=options, lifespan=lifespan)
+
+    async def run(request: Request) -> Response:
+        row = await json_body(request)
+        rollout = _rollout(context_of(request))
+        seeded = await _seed(rollout, row)
+        response = await _respond(respond, rollout, _params(row, seeded))
+        shown = {**response, "output": without_tokens(response["output"])}
+        scored = await _verify(rollout, {**row, "response": shown})
+        if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
+            scored["response"] = response
+        scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
+        return JsonResponse(scored)
+
+    async def responses(request: Request) -> Response:
+        params = await json_body(request)
+        return JsonResponse(await _respond(respond, _rollout(context_of(request)), params))
+
+    async def aggregate(request: Request) -> Response:
+        context = context_of(request)
+        peer = context.peers[context.options.gym]
+        return JsonResponse(await peer.post("/aggregate_metrics", await request.body()))
+
+    row_schema = {"type": "object", "required": ["responses_create_params"], "properties": {"responses_create_params": {"type": "object"}}}
+    add_route(app, "POST", "/run", run, summary="One whole rollout: seed, act, verify", body=row_schema)
+    add_route(app, "POST", "/v1/responses", responses, summary="The trajectory, unscored", body={"type": "object"})
+    add_route(app, "POST", "/aggregate_metrics", aggregate, summary="Passed to the gym server", body={"type": "object"})
+    return app
+
+
+def _rollout(context: ServiceContext) -> RolloutContext:
+    here = correlation.current.get()
+    if here.rollout_id is None:
+        here = correlation.begin(secrets.token_hex(16))._replace(deadline=here.deadline)
+        correlation.current.set(here)
+    return RolloutContext(context, cast(str, here.rollout_id))
+
+
+async def _seed(rollout: RolloutContext, row: Json) -> Json:
+    with boundary("config", "the task could not be started"):
+        reply: Reply = await rollout.gym.request("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
+        seeded = reply.json()
+    return seeded if isinstance(seeded, dict) else {}
+
+
+def _params(row: Json, seeded: Json) -> Json:
+    """The row's create params; the gym server's own tools when the row declares none."""
+    params: Json = row.get("responses_create_params") or {}
+    if not params.get("tools") and seeded.get("tools"):
+        return {**params, "tools": seeded["tools"]}
+    return params
+
+
+async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> Json:
+    with boundary("agent_error", "the agent failed"):
+        return await respond(params, rollout)
+
+
+async def _verify(rollout: RolloutContext, body: Json) -> Json:
+    started = time.perf_counter()
+    with boundary("verify_error", "the rollout could not be verified"):
+        scored: Json = (await rollout.gym.request("/verify", body, timeout=rollout.options.verify_timeout_s)).json()
+    if not isinstance(scored, dict) or "reward" not in scored:
+        raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
+    rollout.seconds["verify_s"] += time.perf_counter() - started
+    return scored
+
+
+def _add_usage(total: Json | None, usage: Json | None, *, first: bool) -> Json | None:
+    """The sum over turns; what one turn does not know is unknown for the whole (null), never 0."""
+    if first:
+        return usage
+    if total is None or usage is None:
+        return None
+    return {key: _add(total.get(key), usage.get(key)) for key in total.keys() | usage.keys()}
+
+
+def _add(left: Any, right: Any) -> Any:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {key: _add(left.get(key), right.get(key)) for key in left.keys() | right.keys()}
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return left + right
+    return None

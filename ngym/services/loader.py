@@ -1,0 +1,39 @@
+"""A service's file -> its module, under a private name: services are programs, and nothing of theirs goes on sys.path."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from ngym.errors import ConfigError
+
+
+def load(file: Path) -> ModuleType:
+    """The module in this file. `app.py` is the face of its folder: relative imports reach the files beside it.
+
+    Raises:
+        ConfigError: the file cannot be imported, or is no service.
+    """
+    file = file.resolve()
+    name = f"_ngym_{file.parent.name if file.name == 'app.py' else file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = [str(file.parent)] if file.name == "app.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ImportError):
+            raise ConfigError(f"{file}: {error}; install what it needs (its README names the extra)") from error
+        raise
+    if not hasattr(module, "app") and not hasattr(module, "serve"):
+        raise ConfigError(f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`")
+    return module

@@ -1,0 +1,62 @@
+"""A service's typed options, and what else a service process is given."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from ngym.config import Tree, did_you_mean, parse
+from ngym.errors import ConfigError
+from ngym.peers import Peers
+from ngym.schema import Kind
+
+
+class _Reference:
+    """Marks an option that names another service."""
+
+
+ServiceName = Annotated[str, _Reference()]
+
+
+class ServiceOptions(BaseModel):
+    """The options that a stanza may carry beside kind, app and url. Derive from it; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Options = TypeVar("Options", bound=ServiceOptions)
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """What a service process knows: itself, its options, its sockets (bound and listening) and its peers.
+
+    root is the folder of the config file: relative paths in options are relative to it.
+    """
+
+    name: str
+    kind: Kind
+    options: Any
+    peers: Peers
+    sockets: list[socket.socket] = field(default_factory=list)
+    root: Path = Path()
+    admin_token: str | None = None
+
+
+def parse_options(
+    model: type[Options], values: Mapping[str, Any], lines: Mapping[str, str], where: str, services: Iterable[str]
+) -> Options:
+    """A stanza's options as the service's own record; ConfigError for unknown keys and unknown service names."""
+    tree = Tree(dict(values), lines, default_where=where)
+    options = parse(model, tree)
+    services = list(services)
+    for name, info in model.model_fields.items():
+        value = getattr(options, name)
+        if any(isinstance(mark, _Reference) for mark in info.metadata) and value is not None and value not in services:
+            raise ConfigError(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
+    return options
