@@ -113,9 +113,9 @@ class Config(BaseModel):
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     """Read the global config. Files win over earlier files, then `key=value` overrides from left to right."""
     tree = load_tree(paths, overrides)
-    written = set(load_tree(paths, ()).values) if overrides else set(tree.values)
+    written = {key.partition(".")[0] for key, line in tree.lines.items() if line != COMMAND_LINE} | {SETTINGS_KEY}
     for key in tree.values:
-        if key not in written and key != SETTINGS_KEY and tree.where(key) == COMMAND_LINE:
+        if key not in written:  # only an override names it: more likely a typo than a whole service
             raise ConfigError(f"{COMMAND_LINE}: no service named {key!r}{did_you_mean(key, written)}")
     settings = parse(Settings, _subtree(tree, SETTINGS_KEY))
     services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ngym.answers import last_text
 from ngym.errors import ServiceError, boundary
-from ngym.metrics import aggregate
+from ngym.services.aggregate import aggregate
 from ngym.peers import Peers
 from ngym.schema import SESSION_COOKIE, SESSION_HEADER, Json
 from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app, validated

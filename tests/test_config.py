@@ -1,0 +1,115 @@
+"""The global config: every mistake is one line that says where, what and how to mend it."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from ngym.config import load_config, load_tree, parse
+from ngym.errors import ConfigError
+from ngym.services.options import ServiceName, ServiceOptions, parse_options
+
+GYM = "kind: gym_server\n  app: gym_servers/env"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "gym_servers").mkdir()
+    (tmp_path / "gym_servers" / "env.py").write_text("app = None\n")
+    return tmp_path
+
+
+def config_at(project: Path, text: str, *overrides: str):
+    file = project / "global_config.yaml"
+    file.write_text(text)
+    return load_config([file], overrides)
+
+
+def test_a_stanza_keeps_what_the_house_knows_apart_from_the_services_own_options(project: Path):
+    stanza = config_at(project, f"env:\n  {GYM}\n  replicas: 2\n  level: hard\n").services["env"]
+    assert (stanza.kind, stanza.replicas, stanza.options) == ("gym_server", 2, {"level": "hard"})
+    assert stanza.key_where["level"].endswith("global_config.yaml:5")
+
+
+def test_later_files_and_then_overrides_win(project: Path):
+    (project / "b.yaml").write_text("env: {level: b}\n")
+    (project / "a.yaml").write_text(f"env:\n  {GYM}\n  level: a\n")
+    files = [project / "a.yaml", project / "b.yaml"]
+    assert load_config(files).services["env"].options["level"] == "b"
+    assert load_config(files, ["env.level=c"]).services["env"].options["level"] == "c"
+    assert load_config(files, ["+env.level=3"]).services["env"].options["level"] == 3
+
+
+def test_interpolation_reaches_other_keys_and_the_environment(project: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NGYM_TEST_LEVEL", "deep")
+    text = f"env:\n  {GYM}\n  level: ${{oc.env:NGYM_TEST_LEVEL}}\n  again: ${{env.level}}\n"
+    assert config_at(project, text).services["env"].options == {"level": "deep", "again": "deep"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("env:\n  kind: gym_sever\n  app: gym_servers/env\n", "global_config.yaml:2: 'gym_sever' is no kind of service (did you mean 'gym_server'?)"),
+        ("env:\n  kind: gym_server\n  app: gym_servers/enw\n", "global_config.yaml:3: no service at 'gym_servers/enw'"),
+        ("env:\n  kind: gym_server\n", "global_config.yaml:1: service 'env' needs an app"),
+        (f"env:\n  {GYM}\n  replicas: none\n", "global_config.yaml:4: replicas: "),
+        ("env: 3\n", "global_config.yaml:1: 'env' is no service"),
+        ("env:\n  app: gym_servers/env\n", "global_config.yaml:1: service 'env' has no kind"),
+        ("env:\n  kind: model\n  url: ftp://x\n", "global_config.yaml:3: 'ftp://x' is no service URL"),
+        ("env: [\n", "global_config.yaml:2: not valid YAML"),
+        (f"env:\n  {GYM}\nenv:\n  {GYM}\n", "global_config.yaml:4: 'env' stands twice in this file"),
+        (f"env:\n  {GYM}\n  level: ${{nowhere.x}}\n", "global_config.yaml:4: env.level: "),
+        (f"env:\n  {GYM}\n  level: ${{oc.env:NGYM_NOT_SET}}\n", "global_config.yaml:4: env.level: "),
+        (f"env:\n  {GYM}\nngym:\n  head: {{prot: 1}}\n", "global_config.yaml:5: unknown key 'head.prot' (did you mean 'port'?)"),
+        ("env: !!python/object/apply:os.system [id]\n", "not valid YAML"),
+        ("", "no services"),
+        ("- a\n", "a config is a mapping"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_place(project: Path, text: str, wanted: str):
+    with pytest.raises(ConfigError) as caught:
+        config_at(project, text)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_bad_override_are_told(project: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load_config([Path("nowhere.yaml")])
+    with pytest.raises(ConfigError, match="'level' is not of the form key=value"):
+        config_at(project, f"env:\n  {GYM}\n", "level")
+    with pytest.raises(ConfigError, match=r"no service named 'enw' \(did you mean 'env'\?\)"):
+        config_at(project, f"env:\n  {GYM}\n", "enw.level=3")
+
+
+def test_a_services_own_options_are_checked_against_its_record():
+    class Options(ServiceOptions):
+        model: ServiceName
+        steps: int = 3
+
+    lines = {"modle": "c.yaml:7", "model": "c.yaml:8", "steps": "c.yaml:9"}
+    services = ["policy", "env"]
+    assert parse_options(Options, {"model": "policy"}, lines, "c.yaml:5", services).model == "policy"
+    with pytest.raises(ConfigError, match=r"c.yaml:8: no service named 'polcy' \(did you mean 'policy'\?\)"):
+        parse_options(Options, {"model": "polcy"}, lines, "c.yaml:5", services)
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Options, {"modle": "policy", "steps": "many"}, {"modle": "c.yaml:7", "steps": "c.yaml:9"}, "c.yaml:5", services)
+    assert str(caught.value).splitlines() == [
+        "c.yaml:5: 'model' is missing",
+        "c.yaml:9: steps: Input should be a valid integer, unable to parse string as an integer; got 'many'",
+        "c.yaml:7: unknown key 'modle' (did you mean 'model'?)",
+    ]
+
+
+def test_a_typed_tree_names_nested_unknown_keys(tmp_path: Path):
+    class Inner(BaseModel, extra="forbid"):
+        rate: float = 1.0
+
+    class Outer(BaseModel, extra="forbid"):
+        optimizer: Inner = Inner()
+
+    file = tmp_path / "t.yaml"
+    file.write_text("optimizer:\n  rat: 3\n")
+    with pytest.raises(ConfigError, match=r"t.yaml:2: unknown key 'optimizer.rat' \(did you mean 'rate'\?\)"):
+        parse(Outer, load_tree([file]))
+    assert parse(Outer, load_tree([], ["optimizer.rate=2"])).optimizer.rate == 2.0

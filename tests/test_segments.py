@@ -1,0 +1,66 @@
+"""Token segments: each token once, and a new segment exactly where the context was broken."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ngym.segments import ModelCall, extend, tokens_of, versions_in, without_tokens
+
+ids = st.lists(st.integers(0, 9), max_size=6)
+
+
+def call(prompt: list[int], generated: list[int], version: int = 0) -> ModelCall:
+    return ModelCall(prompt, generated, [-0.5] * len(generated), [[0, len(generated), version]])
+
+
+def test_a_call_that_continues_the_context_extends_its_segment():
+    segments = []
+    extend(segments, call([1, 2], [3, 4]))
+    extend(segments, call([1, 2, 3, 4, 5, 6], [7], version=1))
+    assert segments == [
+        {
+            "token_ids": [1, 2, 3, 4, 5, 6, 7],
+            "mask": [[2, 4], [6, 7]],
+            "logprobs": [-0.5] * 3,
+            "policy_version": [[2, 4, 0], [6, 7, 1]],
+        }
+    ]
+    assert versions_in(segments) == [0, 1]
+
+
+def test_a_broken_prefix_starts_a_new_segment():
+    segments = []
+    extend(segments, call([1, 2], [3]))
+    extend(segments, call([1, 9, 3, 4], [5]))
+    assert [segment["token_ids"] for segment in segments] == [[1, 2, 3], [1, 9, 3, 4, 5]]
+
+
+@given(ids, st.lists(st.tuples(ids, ids), max_size=5))
+def test_an_unbroken_rollout_is_one_segment_whose_masked_tokens_are_the_sampled_ones(prompt, turns):
+    segments, context, sampled = [], list(prompt), []
+    for generated, observation in turns:
+        extend(segments, call(context, generated))
+        context = context + generated + observation
+        sampled += generated
+    assert len(segments) == min(1, len(turns))
+    for segment in segments:
+        masked = [token for start, end in segment["mask"] for token in segment["token_ids"][start:end]]
+        assert masked == sampled
+        assert len(segment["logprobs"]) == len(masked)
+        assert context[: len(segment["token_ids"])] == segment["token_ids"]
+
+
+def test_token_data_is_all_or_nothing():
+    whole = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    assert tokens_of({"output": [{"type": "message"}, whole], "ng": {"policy_version": [[0, 1, 7]]}}).versions == [[0, 1, 7]]
+    assert tokens_of({"output": [{"type": "message"}]}) is None
+    assert tokens_of({"output": []}) is None
+    with pytest.raises(ValueError, match="all or nothing"):
+        tokens_of({"output": [{"prompt_token_ids": [1], "generation_token_ids": [2]}]})
+    with pytest.raises(ValueError, match="1 generated tokens but 2 logprobs"):
+        tokens_of({"output": [{**whole, "generation_log_probs": [-1.0, -2.0]}]})
+
+
+def test_items_are_shown_to_verifiers_without_their_token_data():
+    item = {"type": "message", "prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    assert without_tokens([item, {"type": "reasoning"}]) == [{"type": "message"}, {"type": "reasoning"}]

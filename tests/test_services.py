@@ -1,0 +1,322 @@
+"""Gym servers and agents over real sockets: what an author writes is what a caller gets."""
+
+import asyncio
+import math
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+from pydantic import BaseModel
+
+from house import house
+from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
+from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
+from ngym.peers import Peers, rendezvous
+from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.loader import load
+from ngym.services.sessions import SessionStore
+from pathlib import Path
+
+SIMPLE_AGENT = Path(__file__).parent.parent / "agents" / "simple" / "app.py"
+
+
+class Add(BaseModel):
+    amount: int
+
+
+class Task(VerifyRequest):
+    target: int
+
+
+async def add(body: Add, session: Session) -> dict[str, int]:
+    """Add to this rollout's counter."""
+    if body.amount == 13:
+        raise ServiceError("13 is unlucky", status=422)
+    if body.amount == 14:
+        raise RuntimeError("a bug of the author's")
+    session["total"] = session.get("total", 0) + body.amount
+    return {"total": session["total"]}
+
+
+async def verify(task: Task, session: Session) -> dict[str, Any]:
+    return {"reward": float(session.get("total") == task.target), "total": session.get("total"), "said": task.text}
+
+
+def counter():
+    return gym_server(tools=[add], verify=verify)
+
+
+def scripted(*turns: list[dict[str, Any]], **response: Any):
+    """A model that says these output items, one list a turn (by the number of assistant turns so far)."""
+    app = service_app("model", options=ServiceOptions)
+    seen: list[dict[str, Any]] = []
+    app.state.seen = seen
+
+    async def responses(request: Request):
+        body = await json_body(request)
+        seen.append(body)
+        turn = sum(1 for item in body["input"] if item.get("type") in ("function_call", "message"))
+        output = turns[min(turn, len(turns) - 1)]
+        usage = {"input_tokens": 10, "output_tokens": 2, "total_tokens": 12, "input_tokens_details": {"cached_tokens": None}}
+        return JsonResponse({"id": "resp_1", "object": "response", "status": "completed", "output": output, "usage": usage, **response})
+
+    add_route(app, "POST", "/v1/responses", responses)
+    return app
+
+
+def calls(name: str, arguments: str) -> list[dict[str, Any]]:
+    return [{"type": "function_call", "call_id": "c1", "name": name, "arguments": arguments}]
+
+
+def says(text: str) -> list[dict[str, Any]]:
+    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+
+
+def simple_house(model):
+    return house({"agent": {"gym": "gym", "model": "model", "max_steps": 3}}, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app)
+
+
+ROW = {"responses_create_params": {"input": "add 7"}, "target": 7, "_ng_task_index": 4, "colour": "red"}
+
+
+async def test_a_rollout_calls_the_tool_and_is_scored():
+    async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 1.0 and row["said"] == "done" and row["colour"] == "red"
+    assert [item["type"] for item in row["response"]["output"]] == ["function_call", "function_call_output", "message"]
+    assert row["response"]["output"][1]["output"] == '{"total":7}'
+    assert row["response"]["usage"] == {
+        "input_tokens": 20, "output_tokens": 4, "total_tokens": 24, "input_tokens_details": {"cached_tokens": None},
+    }
+    ng = row["ng"]
+    assert (ng["status"], ng["stop_reason"], ng["turns"], ng["tool_calls"], ng["tool_errors"]) == ("ok", "answer", 2, 1, 0)
+    assert set(ng["timings"]) == {"model_s", "tools_s", "verify_s", "total_s"}
+
+
+async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
+    model = scripted(says("done"))
+    async with simple_house(model) as peers:
+        await peers["agent"].post("/run", ROW)
+    assert [tool["name"] for tool in model.state.seen[0]["tools"]] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "shown"),
+    [
+        ("verify", "{}", "there is no tool 'verify'. Tools: add."),
+        ("../verify", "{}", "there is no tool '../verify'"),
+        ("add", "{amount: 7", "the arguments of add are no JSON"),
+        ("add", "[7]", "must be a JSON object, not list"),
+        ("add", '{"amount": "x"}', "field 'amount'"),
+        ("add", '{"amount": 13}', "13 is unlucky"),
+        ("add", '{"amount": 14}', "add failed: RuntimeError: a bug of the author's"),
+    ],
+)
+async def test_a_failing_tool_is_shown_to_the_model(name: str, arguments: str, shown: str):
+    async with simple_house(scripted(calls(name, arguments), says("sorry"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert shown in row["response"]["output"][1]["output"]
+    assert row["reward"] == 0.0
+    assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
+
+
+async def test_a_model_that_never_answers_is_stopped_and_still_scored():
+    async with simple_house(scripted(calls("add", '{"amount": 1}'))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert (row["ng"]["stop_reason"], row["ng"]["status"], row["ng"]["turns"]) == ("max_steps", "truncated", 3)
+    assert row["response"]["output"][-1]["type"] == "function_call"
+
+
+@pytest.mark.parametrize(("tokens", "stop"), [(5, "length"), (0, "context")])
+async def test_an_incomplete_response_tells_length_from_context(tokens: int, stop: str):
+    model = scripted(says("half"), status="incomplete", incomplete_details={"reason": "max_output_tokens"}, usage={"output_tokens": tokens})
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert (row["ng"]["stop_reason"], row["ng"]["status"]) == (stop, "truncated")
+
+
+async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_called():
+    model = scripted(says("done"))
+    async with simple_house(model) as peers:
+        with pytest.raises(UpstreamError, match=r"row 4: field 'target': Field required") as caught:
+            await peers["agent"].post("/run", {key: value for key, value in ROW.items() if key != "target"})
+    assert (caught.value.status, caught.value.failure, caught.value.retryable) == (422, "config", False)
+    assert model.state.seen == []
+
+
+async def test_a_model_server_that_is_down_is_a_connect_failure_that_names_it():
+    async with house({"agent": {"gym": "gym", "model": "model"}}, gym=counter(), agent=load(SIMPLE_AGENT).app) as peers:
+        load(SIMPLE_AGENT).app.state.context.peers.urls["model"] = ["http://127.0.0.1:9"]
+        with pytest.raises(UpstreamError, match=r"model cannot be reached at http://127.0.0.1:9") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert (caught.value.failure, caught.value.retryable, caught.value.upstream["service"]) == ("connect", True, "model")
+
+
+async def test_an_error_of_the_model_server_is_a_model_error_with_its_words():
+    async def refuse(request: Request):
+        raise ServiceError("401 from upstream: set OPENAI_API_KEY", status=502, retryable=False)
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", refuse)
+    async with simple_house(model) as peers:
+        with pytest.raises(UpstreamError, match="401 from upstream: set OPENAI_API_KEY") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert (caught.value.failure, caught.value.retryable) == ("model_error", False)
+
+
+async def test_token_data_becomes_segments_and_verifiers_never_see_it():
+    first = [{**calls("add", '{"amount": 7}')[0], "prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.1]}]
+    second = [{**says("done")[0], "prompt_token_ids": [1, 2, 3, 4], "generation_token_ids": [5], "generation_log_probs": [-0.2]}]
+    model = scripted(first, second, ng={"policy_version": [[0, 1, 6]]})
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["ng"]["segments"] == [
+        {"token_ids": [1, 2, 3, 4, 5], "mask": [[2, 3], [4, 5]], "logprobs": [-0.1, -0.2], "policy_version": [[2, 3, 6], [4, 5, 6]]}
+    ]
+    assert row["ng"]["policy_version"] == [6]
+    assert model.state.seen[1]["input"][1]["generation_token_ids"] == [3]  # sent back unchanged
+    assert row["response"]["output"][-1]["generation_token_ids"] == [5]  # NeMo Gym's readers find them
+
+
+async def test_two_hundred_rollouts_at_once_do_not_mix_their_sessions():
+    async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
+        rows = await asyncio.gather(*(peers["agent"].post("/run", {**ROW, "target": 7 if i % 2 else 8}) for i in range(200)))
+    assert [row["reward"] for row in rows] == [float(i % 2) for i in range(200)]
+
+
+async def test_a_session_ends_with_verify_and_is_not_started_afresh():
+    async with house(gym=counter()) as peers:
+        session = peers["gym"].session()
+        await session.post("/seed_session", ROW)
+        await session.post("/add", {"amount": 7})
+        scored = await session.post("/verify", {**ROW, "response": {"output": []}})
+        assert scored["reward"] == 1.0
+        with pytest.raises(UpstreamError, match="no such session"):
+            await session.post("/add", {"amount": 7})
+
+
+async def test_a_caller_that_keeps_only_cookies_keeps_its_session():
+    async with house(gym=counter()) as peers:
+        async with httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+            await client.post("/seed_session", json=ROW)
+            await client.post("/add", json={"amount": 7})
+            scored = (await client.post("/verify", json={**ROW, "response": {"output": []}})).json()
+    assert scored["reward"] == 1.0 and scored["target"] == 7
+
+
+async def test_every_service_answers_health_readiness_metrics_and_its_schema():
+    async with house(gym=counter()) as peers:
+        assert await peers["gym"].get("/") == {"status": "ok"}
+        assert await peers["gym"].get("/ready") == {"status": "ready"}
+        schema = await peers["gym"].get("/openapi.json")
+        assert {"/verify", "/seed_session", "/add", "/tools"} <= set(schema["paths"])
+        metrics = (await peers["gym"].request("GET", "/metrics", None)).body.decode()
+    assert 'ngym_requests_total{route="/ready",status="200"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"[]", 422), (b"", 400), (b'{"a": NaN}', 400), (b"\xff", 400)])
+async def test_a_bad_body_is_a_problem_document(body: bytes, status: int):
+    async with house(gym=counter()) as peers:
+        async with httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+            answer = await client.post("/verify", content=body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["service"] == "gym" and "Traceback" not in answer.text
+
+
+async def outcome_of(result: Any) -> dict[str, Any]:
+    async def verify_(task: VerifyRequest) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async with house(gym=gym_server(verify=verify_)) as peers:
+        return await peers["gym"].post("/verify", {"responses_create_params": {}, "response": {}})
+
+
+async def test_verify_may_return_a_number_none_or_a_record():
+    assert (await outcome_of(1))["reward"] == 1.0
+    assert (await outcome_of(None))["reward"] is None
+    scored = await outcome_of({"reward": 0.75, "reward_components": {"right": 1.0, "length": -0.25}, "why": "long"})
+    assert (scored["reward"], scored["why"]) == (0.75, "long")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (math.nan, "must be a finite number or None"),
+        ("1.0", "verify must return a number, None, or a record"),
+        ({"reward": 1.0, "reward_components": {"a": 0.5}}, "reward_components sum to 0.5"),
+        (ZeroDivisionError("division by zero"), "verify failed: ZeroDivisionError: division by zero"),
+    ],
+)
+async def test_a_verifier_that_fails_is_an_error_and_never_a_zero(result: Any, message: str):
+    with pytest.raises(UpstreamError, match=message) as caught:
+        await outcome_of(result)
+    assert caught.value.failure == "verify_error"
+
+
+def test_an_author_is_told_at_load_what_is_missing():
+    with pytest.raises(TypeError, match="verify"):
+        gym_server(tools=[add])  # type: ignore[call-arg]
+
+    async def untyped(task):
+        return 1.0
+
+    with pytest.raises(TypeError, match="parameter 'task' needs a type"):
+        gym_server(verify=untyped)
+
+    async def seed_session(body: Add) -> int:
+        return 1
+
+    with pytest.raises(TypeError, match="cannot be called 'seed_session'"):
+        gym_server(verify=verify, tools=[seed_session])
+
+
+def test_sessions_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch):
+    store = SessionStore(ttl_s=0.0, limit=2)
+    first = store.start()
+    with pytest.raises(NotFound):
+        store.get(first.id)  # its time is over
+    store = SessionStore(limit=2)
+    store.start(), store.start()
+    with pytest.raises(Overloaded):
+        store.start()
+
+
+async def test_a_peer_that_nobody_runs_is_unreachable_within_its_retries():
+    peers = Peers({"gone": ["http://127.0.0.1:9"]})
+    with pytest.raises(Unreachable, match="gone cannot be reached"):
+        await peers["gone"].post("/x", {})
+    with pytest.raises(NotFound, match="no service named 'gon'"):
+        peers["gon"]
+    await peers.close()
+
+
+async def test_429_and_503_are_retried_and_500_is_not():
+    seen: list[str] = []
+
+    async def answer(request: Request):
+        seen.append(request.url.path)
+        if len(seen) < 3:
+            raise Overloaded("later") if request.url.path == "/busy" else ServiceError("broken")
+        return JsonResponse({"ok": True})
+
+    app = service_app("model", options=ServiceOptions)
+    add_route(app, "POST", "/busy", answer)
+    add_route(app, "POST", "/broken", answer)
+    async with house(model=app) as peers:
+        with pytest.raises(UpstreamError, match="broken"):
+            await peers["model"].post("/broken", {})
+        assert len(seen) == 1
+        assert await peers["model"].post("/busy", {}) == {"ok": True}
+    assert len(seen) == 3
+
+
+def test_a_session_sticks_to_its_replica_and_a_lost_replica_moves_only_its_own():
+    urls = [f"http://10.0.0.{i}" for i in range(4)]
+    before = {f"s{i}": rendezvous(f"s{i}", urls) for i in range(400)}
+    after = {session: rendezvous(session, urls[:-1]) for session in before}
+    assert all(after[s] == before[s] for s in before if before[s] != urls[-1])
+    assert all(60 < sum(1 for url in before.values() if url == one) < 140 for one in urls)
