@@ -1,16 +1,168 @@
-"""What did the model finally say? The last answer's text, and answers read out of it by a stated policy."""
+r"""Where is the answer in what a model wrote? The last one counts, and a hedge ("A or B") is no answer.
+
+One policy for all functions here: text up to `</think>` is reasoning and holds no answer; among several answers of one
+kind the last wins; a `\boxed{...}` outranks an "answer is ..." phrase, which outranks everything unmarked. Boxes are
+looked for in the last BOX_WINDOW characters, all else in the last WINDOW. Time is linear in the text, whatever it is.
+"""
 
 from __future__ import annotations
 
-from ngym.schema import Json
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+WINDOW = 2000
+BOX_WINDOW = 50_000
+RELATIVE_TOLERANCE = Decimal("1e-6")
+
+_BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+_PHRASE = re.compile(
+    r"answer\b[^\n:.=]{0,60}?(?:\bis\b|[:=：])[*_]*:?[*_]*[ \t]*\n?[ \t]*([^\n]+)|####[ \t]*([^\n]+)", re.IGNORECASE
+)
+_DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<![)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?"
+)
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
+_ANOTHER = re.compile(r"[\s)\].:]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])")
+_LABEL = re.compile(r"\s*(?:[):.\]\-–—]|,?\s*(?:because|since|as|for|which)\b)")
+_CLOSERS = " \t\n()[]{}.:;,!*$_`"
 
 
-def last_text(response: Json) -> str:
-    """The text of the response's last assistant message; empty when there is none."""
+def last_text(response: Mapping[str, Any]) -> str:
+    """The text of the last assistant message of a Responses-API response; "" if it has none."""
     for item in reversed(response.get("output") or []):
-        if item.get("type", "message") == "message" and item.get("role", "assistant") == "assistant":
-            content = item.get("content")
+        if item.get("type", "message") == "message" and item.get("role") == "assistant":
+            content = item.get("content") or ""
             if isinstance(content, str):
                 return content
-            return "".join(part.get("text") or "" for part in content or [] if part.get("type") in ("output_text", "text"))
+            return "".join(part.get("text") or "" for part in content if part.get("type") == "output_text")
     return ""
+
+
+def without_reasoning(text: str) -> str:
+    """What follows the last `</think>`; nothing, if a `<think>` was opened and never closed."""
+    _, _, rest = text.rpartition("</think>")
+    return rest.partition("<think>")[0] if "<think>" in rest else rest
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}`; of boxes in boxes, the innermost that is all there is."""
+    text = text[-BOX_WINDOW:]
+    found: tuple[int, int] | None = None
+    opened: list[tuple[bool, int]] = []
+    for token in _BOX_TOKENS.finditer(text):
+        mark = token.group()
+        if mark.startswith("\\boxed") or mark == "{":
+            opened.append((mark != "{", token.end()))
+        elif mark == "}" and opened:
+            is_box, start = opened.pop()
+            if is_box:
+                found = start, token.start()
+    if found is None:
+        return None
+    content = text[found[0] : found[1]].strip()
+    inner = re.fullmatch(r"\\boxed\s*\{([^{}]*)\}", content)
+    return inner.group(1).strip() if inner else content
+
+
+def phrased(text: str) -> str | None:
+    """The rest of the line after the last "answer is", "answer:" or "####"."""
+    last = None
+    for last in _PHRASE.finditer(text[-WINDOW:]):
+        pass
+    return None if last is None else (last.group(1) or last.group(2)).strip()
+
+
+def number(text: str) -> Decimal | None:
+    """The last number: that of the last box if there is a box, else of the whole text. `1,234` and `-3.5e2` are numbers."""
+    text = without_reasoning(text)
+    box = boxed(text)
+    numbers = _NUMBER.findall(_plain(text[-WINDOW:] if box is None else box))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def same_number(found: Decimal, expected: Decimal) -> bool:
+    """Whole numbers must be equal; others may differ by a millionth, as a float that was printed does."""
+    if expected == expected.to_integral_value():
+        return found == expected
+    return abs(found - expected) <= RELATIVE_TOLERANCE * abs(expected)
+
+
+def formula(text: str) -> str | None:
+    r"""The final formula as LaTeX: the last box, else what the last "answer is" names, else the last `$...$`, else the last number."""
+    text = without_reasoning(text)
+    box = boxed(text)
+    if box is not None:
+        return box
+    phrase = phrased(text)
+    if phrase is not None:
+        return _delimited(phrase) or re.split(r"[.;!](?:\s|$)", phrase, maxsplit=1)[0].strip(" *_`") or None
+    last = _delimited(text[-WINDOW:])
+    if last is not None:
+        return last
+    numbers = _NUMBER.findall(_plain(text[-WINDOW:]))
+    return numbers[-1] if numbers else None
+
+
+def lettered(text: str, options: Mapping[str, str]) -> str | None:
+    """The chosen option's letter: by the last box, else the last "answer is" phrase, else the last line alone.
+
+    Each of the three may hold the letter (`B`, `(B)`, `B: Paris`, `B because ...`) or exactly one option's text.
+    Where the first of them that is there names no single option, there is no answer.
+
+    Args:
+        options: letter -> text of the option.
+    """
+    text = without_reasoning(text)
+    marked = boxed(text)
+    if marked is None:
+        marked = phrased(text)
+    if marked is not None:
+        return letter_of(marked, options) or option_of(marked, options)
+    line = text[-WINDOW:].rstrip().rpartition("\n")[2]
+    return option_of(line, options)
+
+
+def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
+    """The one letter that a short text consists of or begins with as a label; None for a word, a list or a hedge."""
+    match = _LETTER.match(unwrapped(fragment))
+    if match is None or _ANOTHER.match(match.group(2)):
+        return None
+    letter, rest = match.groups()
+    alone = not rest.strip(_CLOSERS)
+    labels = letter.isupper() and _LABEL.match(rest) is not None
+    return letter.upper() if (alone or labels) and letter.upper() in letters else None
+
+
+def option_of(fragment: str, options: Mapping[str, str]) -> str | None:
+    """The letter of the one option that a short text says, with or without its letter: `Paris`, `B`, `(B) Paris.`"""
+    said = canonical(fragment)
+    hits = [
+        letter
+        for letter, text in options.items()
+        if said and said in (canonical(text), canonical(letter), canonical(f"{letter} {text}"))
+    ]
+    return hits[0] if len(hits) == 1 else None
+
+
+def canonical(text: str) -> str:
+    """Lower case, without LaTeX and Markdown wrapping, brackets and end marks, single spaces: for comparing short texts."""
+    return " ".join(re.sub(r"[()\[\]*_`$]|[.:;,!](?=\s|$)", " ", unwrapped(text)).casefold().split())
+
+
+def unwrapped(text: str) -> str:
+    r"""`\text{B}` -> `B`."""
+    return _WRAPPER.sub(r"\1", text)
+
+
+def _delimited(text: str) -> str | None:
+    formulas = [next(part for part in parts if part) for parts in _DELIMITED.findall(text)]
+    return formulas[-1].strip() if formulas else None
+
+
+def _plain(text: str) -> str:
+    r"""Signs and separators as ASCII: `−5` -> `-5`, `1{,}234` -> `1,234`."""
+    return text.replace("−", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")

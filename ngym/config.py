@@ -120,7 +120,9 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     settings = parse(Settings, _subtree(tree, SETTINGS_KEY))
     services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}
     if not services:
-        raise ConfigError(f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`")
+        raise ConfigError(
+            f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
+        )
     return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
 
 
@@ -171,8 +173,12 @@ def app_file(app: str, root: Path, where: str = "config") -> Path:
         for candidate in (base / app, base / f"{app}.py", base / app / "app.py"):
             if candidate.is_file():
                 return candidate.resolve()
-    known = [f"{p.parent.name}/{p.name}" for base in (root, shipped()) for p in base.glob("*/*") if (p / "app.py").is_file()]
-    raise ConfigError(f"{where}: no service at {app!r}: neither {app}.py nor {app}/app.py exists in {root}{did_you_mean(app, known)}")
+    known = [
+        f"{p.parent.name}/{p.name}" for base in (root, shipped()) for p in base.glob("*/*") if (p / "app.py").is_file()
+    ]
+    raise ConfigError(
+        f"{where}: no service at {app!r}: neither {app}.py nor {app}/app.py exists in {root}{did_you_mean(app, known)}"
+    )
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -250,7 +256,9 @@ def _stanza(name: str, tree: Tree) -> Stanza:
         hint = next((f" (is {key!r} a misspelt 'kind'?)" for key in options if nearest(key, ["kind"])), "")
         raise ConfigError(f"{tree.where(name)}: service {name!r} has no kind{hint}; kinds: {', '.join(KINDS)}")
     if fields["kind"] not in KINDS:
-        raise ConfigError(f"{part.where('kind')}: {fields['kind']!r} is no kind of service{did_you_mean(str(fields['kind']), KINDS)}")
+        raise ConfigError(
+            f"{part.where('kind')}: {fields['kind']!r} is no kind of service{did_you_mean(str(fields['kind']), KINDS)}"
+        )
     stanza = parse(Stanza, Tree({**fields, "name": name}, part.lines, part.root, part.default_where))
     _check_stanza(stanza, part, tree.root)
     return stanza.model_copy(update={"options": options, "where": tree.where(name), "key_where": dict(part.lines)})
@@ -261,9 +269,13 @@ def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
         raise ConfigError(f"{part.where('urls')}: service {stanza.name!r} has both url and urls; keep one")
     for url in stanza.external_urls:
         if not url.startswith(("http://", "https://")) or "@" in url.split("/")[2]:
-            raise ConfigError(f"{part.where('url')}: {url!r} is no service URL; write http://host:port or https://host:port")
+            raise ConfigError(
+                f"{part.where('url')}: {url!r} is no service URL; write http://host:port or https://host:port"
+            )
     if not stanza.app and not stanza.external:
-        raise ConfigError(f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url")
+        raise ConfigError(
+            f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"
+        )
     if stanza.app:
         app_file(stanza.app, root, part.where("app"))
 

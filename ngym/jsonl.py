@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Hashable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,16 +75,17 @@ def read(path: Path) -> Iterator[Line]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def checked(path: Path, check: Callable[[Line], str | None]) -> Iterator[Line]:
+def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:
     """The good lines of a file, streamed; at its end, one UsageError with every bad line (the first 20 by name).
 
     Args:
-        check: what is wrong with a line that is a JSON object, or None.
+        check: what is wrong with a row, or None.
+        limit: look at the first lines only.
     """
     bad: list[str] = []
     count = 0
-    for line in read(path):
-        problem = line.problem or check(line)
+    for line in islice(read(path), limit):
+        problem = line.problem or check(line.row)
         if problem is None:
             yield line
             continue
@@ -101,7 +103,9 @@ def _line(number: int, start: int, end: int, text: bytes, complete: bool) -> Lin
         row = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         utf16 = "; the file looks like UTF-16, save it as UTF-8" if text[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        return Line(number, start, end, {}, f"not JSON: {_reason(error)}{utf16}; the line begins {_begin(text)}", complete)
+        return Line(
+            number, start, end, {}, f"not JSON: {_reason(error)}{utf16}; the line begins {_begin(text)}", complete
+        )
     if not isinstance(row, dict):
         return Line(number, start, end, {}, f"not a JSON object but {type(row).__name__}: {_begin(text)}", complete)
     return Line(number, start, end, row, None, complete)
@@ -180,11 +184,14 @@ class RowLog:
                 continue
             seen.add(key)
             yield line
-        if last is not None and not last.complete:
-            self._mend_tail(last)
         self.duplicates = len(again)
-        if again:
-            self._cut_out(again)
+        try:
+            if last is not None and not last.complete:
+                self._mend_tail(last)
+            if again:
+                self._cut_out(again)
+        except OSError as error:
+            raise WriteFailed(f"{self.path}: cannot be mended: {error.strerror}") from error
 
     async def append(self, row: bytes) -> None:
         """Add one row (JSON without a newline); returns once it is on the disk, in the order of the calls.
@@ -204,17 +211,17 @@ class RowLog:
         await written
 
     async def close(self) -> None:
-        """Write what waits, and let go of the file."""
+        """Write what waits, and let go of the file; an empty one is removed."""
         try:
-            if self._committer is not None and not self._committer.done():
-                while self._waiting:
-                    self._many.set()
-                    await asyncio.wait([self._waiting[-1][1], self._committer], return_when=asyncio.FIRST_COMPLETED)
-                    if self._committer.done():
-                        break
-                self._committer.cancel()
-                await asyncio.wait([self._committer])
+            while self._waiting and self._committer is not None and not self._committer.done():
+                self._many.set()
+                await asyncio.wait([self._waiting[-1][1], self._committer], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if self._committer is not None:
+                self._committer.cancel()
+                await asyncio.gather(self._committer, return_exceptions=True)  # appenders were told what ended it
+            if self.empty:
+                self.path.unlink(missing_ok=True)
             os.close(self._fd)
 
     async def _commit_forever(self) -> None:
@@ -235,7 +242,7 @@ class RowLog:
                 for _, written in batch:
                     if not written.done():
                         written.set_result(None)
-        except NgymError as error:
+        except Exception as error:
             for _, written in self._waiting:
                 if not written.done():
                     written.set_exception(error)
@@ -371,5 +378,4 @@ def _lock_holder(inode: int) -> str:
 def _copy(source: int, target: int, start: int, end: int) -> None:
     while start < end:
         part = os.pread(source, min(READ_BYTES, end - start), start)
-        os.write(target, part)
-        start += len(part)
+        start += os.write(target, part)

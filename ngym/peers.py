@@ -57,7 +57,11 @@ class Peers:
     """
 
     def __init__(
-        self, urls: Mapping[str, list[str]], head_url: str | None = None, token: str | None = None, owner: str | None = None
+        self,
+        urls: Mapping[str, list[str]],
+        head_url: str | None = None,
+        token: str | None = None,
+        owner: str | None = None,
     ) -> None:
         self.urls = {name: list(addresses) for name, addresses in urls.items()}
         self.head_url = head_url
@@ -68,7 +72,10 @@ class Peers:
     def __getitem__(self, name: str) -> Peer:
         if name not in self.urls:
             known = ", ".join(sorted(self.urls)) or "none"
-            raise NotFound(f"no service named {name!r} is known to {self.owner or 'this process'} (known: {known})", failure="config")
+            raise NotFound(
+                f"no service named {name!r} is known to {self.owner or 'this process'} (known: {known})",
+                failure="config",
+            )
         return Peer(name, self)
 
     @property
@@ -105,15 +112,21 @@ class Peers:
         for server in reply.json() if reply.status == 200 else []:
             self.urls[server["name"]] = server.get("urls") or [server["url"]]
 
-    async def send(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float) -> Reply:
+    async def send(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> Reply:
         """One request, no retries. Raises OSError (connection) or TimeoutError."""
         import aiohttp
 
         try:
             async with asyncio.timeout(timeout_s):
-                async with self.client.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
+                async with self.client.request(
+                    method, url, data=body, headers=headers, allow_redirects=False
+                ) as response:
                     content = await response.read()
-                    cookies = {name: morsel.value for name, morsel in response.cookies.items()} if response.cookies else {}
+                    cookies = (
+                        {name: morsel.value for name, morsel in response.cookies.items()} if response.cookies else {}
+                    )
                     return Reply(response.status, response.headers, content, cookies)
         except aiohttp.ServerTimeoutError as error:
             raise ConnectionRefusedError(str(error)) from error  # sock_connect: it was never sent
@@ -167,19 +180,23 @@ class Peer:
             url = self._url(affinity, attempt)
             left = ends - loop.time()
             if left <= 0:
-                raise PeerTimeout(f"{self.name} at {url} did not answer {method} {path} in time", upstream=self._upstream(url))
+                raise PeerTimeout(
+                    f"{self.name} at {url} did not answer {method} {path} in time", upstream=self._upstream(url)
+                )
             sent = {**correlation.to_headers(here), **(headers or {})}
             try:
                 reply = await self._peers.send(method, url + path, payload, sent, left)
             except TimeoutError:
                 raise PeerTimeout(
-                    f"{self.name} at {url} did not answer {method} {path} within {timeout:.0f} s", upstream=self._upstream(url)
+                    f"{self.name} at {url} did not answer {method} {path} within {timeout:.0f} s",
+                    upstream=self._upstream(url),
                 ) from None
             except OSError as error:
                 safe = idempotent or isinstance(error, ConnectionRefusedError)
                 if not safe or attempt + 1 >= MAX_ATTEMPTS:
                     raise Unreachable(
-                        f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)", upstream=self._upstream(url)
+                        f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
+                        upstream=self._upstream(url),
                     ) from None
                 pause = _jittered(attempt)
                 if attempt:
@@ -213,10 +230,17 @@ class Peer:
             problem = {}
         if not isinstance(problem, dict):
             problem = {"detail": problem}
-        detail = problem.get("detail") or problem.get("error") or reply.body[:300].decode("utf-8", "replace") or "no reason given"
+        detail = (
+            problem.get("detail")
+            or problem.get("error")
+            or reply.body[:300].decode("utf-8", "replace")
+            or "no reason given"
+        )
         if not isinstance(detail, str):
             detail = orjson.dumps(detail)[:300].decode()
-        upstream = problem.get("upstream") if isinstance(problem.get("upstream"), dict) else self._upstream(url, reply.status)
+        upstream = (
+            problem.get("upstream") if isinstance(problem.get("upstream"), dict) else self._upstream(url, reply.status)
+        )
         prefix = "" if problem.get("service") else f"{self.name} answered {reply.status} to {method} {path}: "
         return UpstreamError(
             prefix + detail,
@@ -236,7 +260,13 @@ class PeerSession:
         self._cookies: dict[str, str] = {}
 
     async def request(
-        self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False, method: str = "POST"
+        self,
+        path: str,
+        body: Any,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        idempotent: bool = False,
+        method: str = "POST",
     ) -> Reply:
         headers = {SESSION_HEADER: self.id}
         foreign = {name: value for name, value in self._cookies.items() if name != SESSION_COOKIE}

@@ -49,7 +49,10 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("env:\n  kind: gym_sever\n  app: gym_servers/env\n", "global_config.yaml:2: 'gym_sever' is no kind of service (did you mean 'gym_server'?)"),
+        (
+            "env:\n  kind: gym_sever\n  app: gym_servers/env\n",
+            "global_config.yaml:2: 'gym_sever' is no kind of service (did you mean 'gym_server'?)",
+        ),
         ("env:\n  kind: gym_server\n  app: gym_servers/enw\n", "global_config.yaml:3: no service at 'gym_servers/enw'"),
         ("env:\n  kind: gym_server\n", "global_config.yaml:1: service 'env' needs an app"),
         (f"env:\n  {GYM}\n  replicas: none\n", "global_config.yaml:4: replicas: "),
@@ -60,7 +63,10 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
         (f"env:\n  {GYM}\nenv:\n  {GYM}\n", "global_config.yaml:4: 'env' stands twice in this file"),
         (f"env:\n  {GYM}\n  level: ${{nowhere.x}}\n", "global_config.yaml:4: env.level: "),
         (f"env:\n  {GYM}\n  level: ${{oc.env:NGYM_NOT_SET}}\n", "global_config.yaml:4: env.level: "),
-        (f"env:\n  {GYM}\nngym:\n  head: {{prot: 1}}\n", "global_config.yaml:5: unknown key 'head.prot' (did you mean 'port'?)"),
+        (
+            f"env:\n  {GYM}\nngym:\n  head: {{prot: 1}}\n",
+            "global_config.yaml:5: unknown key 'head.prot' (did you mean 'port'?)",
+        ),
         ("env: !!python/object/apply:os.system [id]\n", "not valid YAML"),
         ("", "no services"),
         ("- a\n", "a config is a mapping"),
@@ -93,7 +99,13 @@ def test_a_services_own_options_are_checked_against_its_record():
     with pytest.raises(ConfigError, match=r"c.yaml:8: no service named 'polcy' \(did you mean 'policy'\?\)"):
         parse_options(Options, {"model": "polcy"}, lines, "c.yaml:5", services)
     with pytest.raises(ConfigError) as caught:
-        parse_options(Options, {"modle": "policy", "steps": "many"}, {"modle": "c.yaml:7", "steps": "c.yaml:9"}, "c.yaml:5", services)
+        parse_options(
+            Options,
+            {"modle": "policy", "steps": "many"},
+            {"modle": "c.yaml:7", "steps": "c.yaml:9"},
+            "c.yaml:5",
+            services,
+        )
     assert str(caught.value).splitlines() == [
         "c.yaml:5: 'model' is missing",
         "c.yaml:9: steps: Input should be a valid integer, unable to parse string as an integer; got 'many'",

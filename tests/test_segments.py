@@ -52,7 +52,9 @@ def test_an_unbroken_rollout_is_one_segment_whose_masked_tokens_are_the_sampled_
 
 def test_token_data_is_all_or_nothing():
     whole = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
-    assert tokens_of({"output": [{"type": "message"}, whole], "ng": {"policy_version": [[0, 1, 7]]}}).versions == [[0, 1, 7]]
+    assert tokens_of({"output": [{"type": "message"}, whole], "ng": {"policy_version": [[0, 1, 7]]}}).versions == [
+        [0, 1, 7]
+    ]
     assert tokens_of({"output": [{"type": "message"}]}) is None
     assert tokens_of({"output": []}) is None
     with pytest.raises(ValueError, match="all or nothing"):

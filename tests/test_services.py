@@ -2,21 +2,21 @@
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import Request
+from house import house
 from pydantic import BaseModel
 
-from house import house
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
 from ngym.peers import Peers, rendezvous
 from ngym.services.app import JsonResponse, add_route, json_body, service_app
 from ngym.services.loader import load
 from ngym.services.sessions import SessionStore
-from pathlib import Path
 
 SIMPLE_AGENT = Path(__file__).parent.parent / "agents" / "simple" / "app.py"
 
@@ -58,8 +58,15 @@ def scripted(*turns: list[dict[str, Any]], **response: Any):
         seen.append(body)
         turn = sum(1 for item in body["input"] if item.get("type") in ("function_call", "message"))
         output = turns[min(turn, len(turns) - 1)]
-        usage = {"input_tokens": 10, "output_tokens": 2, "total_tokens": 12, "input_tokens_details": {"cached_tokens": None}}
-        return JsonResponse({"id": "resp_1", "object": "response", "status": "completed", "output": output, "usage": usage, **response})
+        usage = {
+            "input_tokens": 10,
+            "output_tokens": 2,
+            "total_tokens": 12,
+            "input_tokens_details": {"cached_tokens": None},
+        }
+        return JsonResponse(
+            {"id": "resp_1", "object": "response", "status": "completed", "output": output, "usage": usage, **response}
+        )
 
     add_route(app, "POST", "/v1/responses", responses)
     return app
@@ -74,7 +81,12 @@ def says(text: str) -> list[dict[str, Any]]:
 
 
 def simple_house(model):
-    return house({"agent": {"gym": "gym", "model": "model", "max_steps": 3}}, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app)
+    return house(
+        {"agent": {"gym": "gym", "model": "model", "max_steps": 3}},
+        gym=counter(),
+        model=model,
+        agent=load(SIMPLE_AGENT).app,
+    )
 
 
 ROW = {"responses_create_params": {"input": "add 7"}, "target": 7, "_ng_task_index": 4, "colour": "red"}
@@ -87,10 +99,19 @@ async def test_a_rollout_calls_the_tool_and_is_scored():
     assert [item["type"] for item in row["response"]["output"]] == ["function_call", "function_call_output", "message"]
     assert row["response"]["output"][1]["output"] == '{"total":7}'
     assert row["response"]["usage"] == {
-        "input_tokens": 20, "output_tokens": 4, "total_tokens": 24, "input_tokens_details": {"cached_tokens": None},
+        "input_tokens": 20,
+        "output_tokens": 4,
+        "total_tokens": 24,
+        "input_tokens_details": {"cached_tokens": None},
     }
     ng = row["ng"]
-    assert (ng["status"], ng["stop_reason"], ng["turns"], ng["tool_calls"], ng["tool_errors"]) == ("ok", "answer", 2, 1, 0)
+    assert (ng["status"], ng["stop_reason"], ng["turns"], ng["tool_calls"], ng["tool_errors"]) == (
+        "ok",
+        "answer",
+        2,
+        1,
+        0,
+    )
     assert set(ng["timings"]) == {"model_s", "tools_s", "verify_s", "total_s"}
 
 
@@ -130,7 +151,12 @@ async def test_a_model_that_never_answers_is_stopped_and_still_scored():
 
 @pytest.mark.parametrize(("tokens", "stop"), [(5, "length"), (0, "context")])
 async def test_an_incomplete_response_tells_length_from_context(tokens: int, stop: str):
-    model = scripted(says("half"), status="incomplete", incomplete_details={"reason": "max_output_tokens"}, usage={"output_tokens": tokens})
+    model = scripted(
+        says("half"),
+        status="incomplete",
+        incomplete_details={"reason": "max_output_tokens"},
+        usage={"output_tokens": tokens},
+    )
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert (row["ng"]["stop_reason"], row["ng"]["status"]) == (stop, "truncated")
@@ -150,7 +176,11 @@ async def test_a_model_server_that_is_down_is_a_connect_failure_that_names_it():
         load(SIMPLE_AGENT).app.state.context.peers.urls["model"] = ["http://127.0.0.1:9"]
         with pytest.raises(UpstreamError, match=r"model cannot be reached at http://127.0.0.1:9") as caught:
             await peers["agent"].post("/run", ROW)
-    assert (caught.value.failure, caught.value.retryable, caught.value.upstream["service"]) == ("connect", True, "model")
+    assert (caught.value.failure, caught.value.retryable, caught.value.upstream["service"]) == (
+        "connect",
+        True,
+        "model",
+    )
 
 
 async def test_an_error_of_the_model_server_is_a_model_error_with_its_words():
@@ -166,13 +196,32 @@ async def test_an_error_of_the_model_server_is_a_model_error_with_its_words():
 
 
 async def test_token_data_becomes_segments_and_verifiers_never_see_it():
-    first = [{**calls("add", '{"amount": 7}')[0], "prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.1]}]
-    second = [{**says("done")[0], "prompt_token_ids": [1, 2, 3, 4], "generation_token_ids": [5], "generation_log_probs": [-0.2]}]
+    first = [
+        {
+            **calls("add", '{"amount": 7}')[0],
+            "prompt_token_ids": [1, 2],
+            "generation_token_ids": [3],
+            "generation_log_probs": [-0.1],
+        }
+    ]
+    second = [
+        {
+            **says("done")[0],
+            "prompt_token_ids": [1, 2, 3, 4],
+            "generation_token_ids": [5],
+            "generation_log_probs": [-0.2],
+        }
+    ]
     model = scripted(first, second, ng={"policy_version": [[0, 1, 6]]})
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["ng"]["segments"] == [
-        {"token_ids": [1, 2, 3, 4, 5], "mask": [[2, 3], [4, 5]], "logprobs": [-0.1, -0.2], "policy_version": [[2, 3, 6], [4, 5, 6]]}
+        {
+            "token_ids": [1, 2, 3, 4, 5],
+            "mask": [[2, 3], [4, 5]],
+            "logprobs": [-0.1, -0.2],
+            "policy_version": [[2, 3, 6], [4, 5, 6]],
+        }
     ]
     assert row["ng"]["policy_version"] == [6]
     assert model.state.seen[1]["input"][1]["generation_token_ids"] == [3]  # sent back unchanged
@@ -181,7 +230,9 @@ async def test_token_data_becomes_segments_and_verifiers_never_see_it():
 
 async def test_two_hundred_rollouts_at_once_do_not_mix_their_sessions():
     async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
-        rows = await asyncio.gather(*(peers["agent"].post("/run", {**ROW, "target": 7 if i % 2 else 8}) for i in range(200)))
+        rows = await asyncio.gather(
+            *(peers["agent"].post("/run", {**ROW, "target": 7 if i % 2 else 8}) for i in range(200))
+        )
     assert [row["reward"] for row in rows] == [float(i % 2) for i in range(200)]
 
 
@@ -197,11 +248,10 @@ async def test_a_session_ends_with_verify_and_is_not_started_afresh():
 
 
 async def test_a_caller_that_keeps_only_cookies_keeps_its_session():
-    async with house(gym=counter()) as peers:
-        async with httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
-            await client.post("/seed_session", json=ROW)
-            await client.post("/add", json={"amount": 7})
-            scored = (await client.post("/verify", json={**ROW, "response": {"output": []}})).json()
+    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        await client.post("/seed_session", json=ROW)
+        await client.post("/add", json={"amount": 7})
+        scored = (await client.post("/verify", json={**ROW, "response": {"output": []}})).json()
     assert scored["reward"] == 1.0 and scored["target"] == 7
 
 
@@ -215,11 +265,12 @@ async def test_every_service_answers_health_readiness_metrics_and_its_schema():
     assert 'ngym_requests_total{route="/ready",status="200"} 1.0' in metrics
 
 
-@pytest.mark.parametrize(("body", "status"), [(b"{", 400), (b"[]", 422), (b"", 400), (b'{"a": NaN}', 400), (b"\xff", 400)])
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"{", 400), (b"[]", 422), (b"", 400), (b'{"a": NaN}', 400), (b"\xff", 400)]
+)
 async def test_a_bad_body_is_a_problem_document(body: bytes, status: int):
-    async with house(gym=counter()) as peers:
-        async with httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
-            answer = await client.post("/verify", content=body)
+    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        answer = await client.post("/verify", content=body)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["service"] == "gym" and "Traceback" not in answer.text

@@ -1,6 +1,6 @@
 """FastAPI factories: an author writes functions, the house makes the service."""
 
-from ngym.services.agent import AgentOptions, RolloutContext, agent
+from ngym.services.agents import AgentOptions, RolloutContext, agent
 from ngym.services.gym import VerifyRequest, gym_server
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.sessions import Session

@@ -28,9 +28,13 @@ def aggregate(rows: Sequence[Json]) -> Json:
     if k:
         overall[f"pass@{k}/reward"] = fmean(best_at_k(rewards, k) for rewards in scored if rewards)
     return {
-        "group_level_metrics": [{"_ng_task_index": index, "rollouts": len(group), **_numbers(group)} for index, group in groups.items()],
+        "group_level_metrics": [
+            {"_ng_task_index": index, "rollouts": len(group), **_numbers(group)} for index, group in groups.items()
+        ],
         "agent_metrics": overall,
-        "key_metrics": {key: value for key, value in overall.items() if key == "mean/reward" or key.startswith("pass@")},
+        "key_metrics": {
+            key: value for key, value in overall.items() if key == "mean/reward" or key.startswith("pass@")
+        },
     }
 
 
@@ -42,7 +46,12 @@ def _numbers(rows: Iterable[Json]) -> dict[str, float]:
                 values[key].append(float(value))
     out: dict[str, float] = {}
     for key, numbers in values.items():
-        out |= {f"mean/{key}": fmean(numbers), f"min/{key}": min(numbers), f"max/{key}": max(numbers), f"median/{key}": median(numbers)}
+        out |= {
+            f"mean/{key}": fmean(numbers),
+            f"min/{key}": min(numbers),
+            f"max/{key}": max(numbers),
+            f"median/{key}": median(numbers),
+        }
         if len(numbers) > 1:
             out[f"std/{key}"] = stdev(numbers)
     return out

@@ -79,7 +79,9 @@ def add_route(
 ) -> None:
     """A route whose handler reads the raw request itself; `body` is its JSON Schema for /openapi.json."""
     extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}} if body else None
-    app.add_api_route(path, handler, methods=[method], summary=summary or None, openapi_extra=extra, response_model=None)
+    app.add_api_route(
+        path, handler, methods=[method], summary=summary or None, openapi_extra=extra, response_model=None
+    )
 
 
 async def json_body(request: Request) -> Json:
@@ -192,7 +194,9 @@ async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     if error.status >= 500:
         rollout = correlation.current.get().rollout_id
-        log.warning("%s %s [rollout %s]: %s", request.method, request.url.path, rollout, error.detail, exc_info=error.__cause__)
+        log.warning(
+            "%s %s [rollout %s]: %s", request.method, request.url.path, rollout, error.detail, exc_info=error.__cause__
+        )
     return _problem(request, error)
 
 

@@ -14,15 +14,30 @@ from starlette.responses import Response
 
 from ngym.answers import last_text
 from ngym.errors import ServiceError, boundary
-from ngym.services.aggregate import aggregate
 from ngym.peers import Peers
 from ngym.schema import SESSION_COOKIE, SESSION_HEADER, Json
+from ngym.services.aggregate import aggregate
 from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app, validated
 from ngym.services.options import ServiceOptions
 from ngym.services.sessions import Session, SessionStore
 
 RESERVED = frozenset(
-    "verify seed_session aggregate_metrics tools session mcp reset step health ready metrics openapi.json docs redoc".split()
+    [
+        "verify",
+        "seed_session",
+        "aggregate_metrics",
+        "tools",
+        "session",
+        "mcp",
+        "reset",
+        "step",
+        "health",
+        "ready",
+        "metrics",
+        "openapi.json",
+        "docs",
+        "redoc",
+    ]
 )
 EMPTY_RESPONSE: Json = {"output": []}
 
@@ -114,13 +129,29 @@ def gym_server(
         body = await json_body(request)
         return JsonResponse(aggregate(body.get("verify_responses") or []))
 
-    add_route(app, "POST", "/seed_session", seed_session, summary="Start a rollout's session", body=_row_schema(verifier.body))
+    add_route(
+        app, "POST", "/seed_session", seed_session, summary="Start a rollout's session", body=_row_schema(verifier.body)
+    )
     add_route(app, "POST", "/verify", verify_route, summary="Score a rollout", body=verifier.body.model_json_schema())
     add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
     add_route(app, "DELETE", "/session", end_session, summary="End a session")
-    add_route(app, "POST", "/aggregate_metrics", aggregate_route, summary="Metrics over verify responses", body={"type": "object"})
+    add_route(
+        app,
+        "POST",
+        "/aggregate_metrics",
+        aggregate_route,
+        summary="Metrics over verify responses",
+        body={"type": "object"},
+    )
     for name, tool in by_name.items():
-        add_route(app, "POST", f"/{name}", _tool_route(name, tool, store), summary=f"Tool {name}", body=tool.body.model_json_schema())
+        add_route(
+            app,
+            "POST",
+            f"/{name}",
+            _tool_route(name, tool, store),
+            summary=f"Tool {name}",
+            body=tool.body.model_json_schema(),
+        )
     return app
 
 
@@ -148,18 +179,35 @@ def _inspect(function: Callable[..., Any], base: type[BaseModel]) -> _Author:
     for parameter in inspect.signature(function).parameters:
         kind = hints.get(parameter)
         if not isinstance(kind, type):
-            raise TypeError(f"{name}: parameter {parameter!r} needs a type: a pydantic model, Session, ServiceOptions or Peers")
-        role = next((r for r, t in (("session", Session), ("options", ServiceOptions), ("peers", Peers)) if issubclass(kind, t)), None)
+            raise TypeError(
+                f"{name}: parameter {parameter!r} needs a type: a pydantic model, Session, ServiceOptions or Peers"
+            )
+        role = next(
+            (
+                r
+                for r, t in (("session", Session), ("options", ServiceOptions), ("peers", Peers))
+                if issubclass(kind, t)
+            ),
+            None,
+        )
         if role:
             found[role] = parameter
         elif issubclass(kind, base) and body is None:
             body = (parameter, kind)
         else:
-            raise TypeError(f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, Session, ServiceOptions or Peers")
+            raise TypeError(
+                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, Session, ServiceOptions or Peers"
+            )
     if body is None:
         raise TypeError(f"{name}: no parameter is a {base.__name__}; its body is where the arguments arrive")
     return _Author(
-        function, body[1], body[0], found.get("session"), found.get("options"), found.get("peers"), inspect.iscoroutinefunction(function)
+        function,
+        body[1],
+        body[0],
+        found.get("session"),
+        found.get("options"),
+        found.get("peers"),
+        inspect.iscoroutinefunction(function),
     )
 
 
@@ -196,7 +244,9 @@ def _reward_fields(outcome: Any) -> Json:
         components = {name: _finite(value, f"reward component {name!r}") for name, value in components.items()}
         total = math.fsum(value for value in components.values() if value is not None)
         if fields["reward"] is not None and not math.isclose(total, fields["reward"], abs_tol=1e-6):
-            raise ServiceError(f"reward_components sum to {total}, not to the reward {fields['reward']}", failure="verify_error")
+            raise ServiceError(
+                f"reward_components sum to {total}, not to the reward {fields['reward']}", failure="verify_error"
+            )
         fields["reward_components"] = components
     return fields
 
@@ -205,7 +255,9 @@ def _finite(value: Any, what: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise ServiceError(f"verify returned {value!r} as {what}; it must be a finite number or None", failure="verify_error")
+        raise ServiceError(
+            f"verify returned {value!r} as {what}; it must be a finite number or None", failure="verify_error"
+        )
     return float(value)
 
 
@@ -234,5 +286,3 @@ def _with_session(response: Response, session: Session) -> Response:
     response.headers[SESSION_HEADER] = session.id
     response.set_cookie(SESSION_COOKIE, session.id, httponly=True, samesite="strict")
     return response
-
-

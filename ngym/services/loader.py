@@ -35,5 +35,7 @@ def load(file: Path) -> ModuleType:
             raise ConfigError(f"{file}: {error}; install what it needs (its README names the extra)") from error
         raise
     if not hasattr(module, "app") and not hasattr(module, "serve"):
-        raise ConfigError(f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`")
+        raise ConfigError(
+            f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`"
+        )
     return module

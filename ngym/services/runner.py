@@ -50,7 +50,9 @@ class ServiceSpec:
 
 def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or EXIT_CONFIG after one line on stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
+    )
     _raise_file_limit()
     try:
         module = load(Path(spec.app_file))
@@ -111,6 +113,7 @@ async def serve_app(app: Any, sockets: list[socket.socket]) -> None:
         timeout_graceful_shutdown=int(GRACE_S),
         backlog=BACKLOG,
         server_header=False,
+        proxy_headers=False,  # nobody stands between our services
         date_header=False,
     )
     server = _Server(config)

@@ -60,7 +60,9 @@ class RolloutContext:
         if self._declared is None:
             self._declared = {tool.get("name") for tool in request.get("tools") or [] if tool.get("type") == "function"}
         with boundary("model_error", "the model call failed"):
-            reply = await self.model.request("/v1/responses", request, timeout=self.options.model_timeout_s, idempotent=True)
+            reply = await self.model.request(
+                "/v1/responses", request, timeout=self.options.model_timeout_s, idempotent=True
+            )
             response: Json = reply.json()
             call = tokens_of(response)
         if call is not None:
@@ -157,7 +159,11 @@ def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifes
         peer = context.peers[context.options.gym]
         return JsonResponse(await peer.post("/aggregate_metrics", await request.body()))
 
-    row_schema = {"type": "object", "required": ["responses_create_params"], "properties": {"responses_create_params": {"type": "object"}}}
+    row_schema = {
+        "type": "object",
+        "required": ["responses_create_params"],
+        "properties": {"responses_create_params": {"type": "object"}},
+    }
     add_route(app, "POST", "/run", run, summary="One whole rollout: seed, act, verify", body=row_schema)
     add_route(app, "POST", "/v1/responses", responses, summary="The trajectory, unscored", body={"type": "object"})
     add_route(app, "POST", "/aggregate_metrics", aggregate, summary="Passed to the gym server", body={"type": "object"})
@@ -174,7 +180,9 @@ def _rollout(context: ServiceContext) -> RolloutContext:
 
 async def _seed(rollout: RolloutContext, row: Json) -> Json:
     with boundary("config", "the task could not be started"):
-        reply: Reply = await rollout.gym.request("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
+        reply: Reply = await rollout.gym.request(
+            "/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True
+        )
         seeded = reply.json()
     return seeded if isinstance(seeded, dict) else {}
 

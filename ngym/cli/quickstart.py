@@ -1,0 +1,124 @@
+"""`ng_quickstart`: from nothing to scored rollouts of a policy that it made itself; every step is a command shown on the screen."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from ngym.cli.main import command
+from ngym.schema import Json
+
+CONFIG = """\
+# Written by ng_quickstart. `ng_run --config {file}` starts these three services.
+policy: {{kind: model, app: models/vllm, model: policy}}
+calculator: {{kind: gym_server, app: gym_servers/calculator}}
+calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
+"""
+NEXT = """\
+What to try next
+  ng_run --config {config}
+      the same services, with a status page; then in a second terminal, from the folder {folder}:
+  ng_collect_rollouts --agent calculator_agent --input {tasks} --output more.jsonl --repeats 16 --temperature 0.7
+  ng_init my_env
+      an environment of your own: two functions and a stanza"""
+
+
+@command("ng_quickstart")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default="runs/quickstart",
+    show_default=True,
+    help="Where everything goes.",
+)
+@click.option(
+    "--tasks", "limit", type=click.IntRange(1, 256), default=32, show_default=True, help="Held-out tasks to run."
+)
+@click.option("--repeats", type=click.IntRange(1), default=8, show_default=True, help="Rollouts of each task.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
+    """Make a tiny policy, serve it with vLLM, and collect scored rollouts with tool calls.
+
+    Takes about a minute and a half on two cores. What is in the folder is made anew.
+
+    \b
+    Example: ng_quickstart --repeats 16
+    """
+    from ngym.config import shipped
+
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    data = shipped() / "data" / "calculator"
+    config, demonstrations, rollouts = (
+        folder / "global_config.yaml",
+        folder / "demonstrations.jsonl",
+        folder / "rollouts.jsonl",
+    )
+    config.write_text(CONFIG.format(file=config))
+    tasks = data / "validation.jsonl"
+
+    _step(1, "word problems, and demonstrations of how (and how not) to solve them")
+    _run(str(data / "generate.py"), "demonstrations", "--output", str(demonstrations), "--seed", str(seed))
+    _step(2, "supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
+    recipe = shipped() / "trainer" / "recipes" / "sft.yaml"
+    _ng("train", str(recipe), f"data={demonstrations}", f"output={folder / 'policy'}", f"seed={seed}")
+    _step(3, f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
+    where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(tasks), "--output", str(rollouts))
+    _ng("collect_rollouts", *where, "--limit", str(limit), "--repeats", str(repeats), "--overwrite")
+    _step(4, "three of the rollouts")
+    from ngym.transcript import transcript
+
+    for row in _telling(rollouts):
+        click.echo(transcript(row) + "\n")
+    click.echo(
+        f"Done in {time.monotonic() - started:.0f} s. Everything is in {folder}: the policy (a Hugging Face folder), {rollouts.name}, logs.\n"
+    )
+    click.echo(NEXT.format(config=config, folder=folder, tasks=tasks))
+
+
+def _step(number: int, what: str) -> None:
+    click.secho(f"\n[{number}/4] {what}", bold=True)
+
+
+def _ng(name: str, *arguments: str) -> None:
+    click.secho(f"$ ng_{name} {shlex.join(arguments)}", dim=True)
+    _call([sys.executable, "-m", "ngym", name, *arguments], f"ng_{name}")
+
+
+def _run(*arguments: str) -> None:
+    click.secho(f"$ python {shlex.join(arguments)}", dim=True)
+    _call([sys.executable, *arguments], arguments[0])
+
+
+def _call(arguments: list[str], name: str) -> None:
+    """Run a step; its own words say what went wrong, so a failure only ends this command with the same exit code."""
+    code = subprocess.run(arguments, check=False).returncode
+    if code:
+        click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
+        sys.exit(code if code > 0 else 1)
+
+
+def _telling(rollouts: Path) -> list[Json]:
+    """A rollout that used the tool and was right, one that guessed wrong, and the longest of the others."""
+    rows = list(_rows(rollouts))
+    right = next((row for row in rows if row["reward"] == 1 and row["ng"]["tool_calls"]), None)
+    wrong = next((row for row in rows if row["reward"] == 0 and not row["ng"]["tool_calls"]), None)
+    others = sorted(
+        (row for row in rows if row is not right and row is not wrong), key=lambda row: -row["ng"]["tool_calls"]
+    )
+    chosen = [row for row in (right, wrong) if row is not None]
+    return (chosen + [row for row in others if row["reward"] == 0] + others)[:3]
+
+
+def _rows(path: Path) -> Iterator[Json]:
+    import orjson
+
+    with path.open("rb") as file:
+        for line in file:
+            yield orjson.loads(line)

@@ -1,0 +1,70 @@
+"""A rollout as text that a person can read: who said what, which tool answered what, and the reward."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from ngym.schema import Json
+
+LABEL_WIDTH = 11
+
+
+def transcript(row: Json, width: int = 100) -> str:
+    """An output row (wire.md, section 3) as lines of at most `width` characters. Control characters are shown, not sent."""
+    lines = [_headline(row)]
+    for label, text in _turns(row):
+        wrapped = [
+            part
+            for line in _printable(text).splitlines() or [""]
+            for part in textwrap.wrap(line, width - LABEL_WIDTH - 2) or [""]
+        ]
+        lines += [f"  {label if i == 0 else '':<{LABEL_WIDTH}}{part}" for i, part in enumerate(wrapped)]
+    return "\n".join(lines)
+
+
+def _headline(row: Json) -> str:
+    trace = row.get("ng") or {}
+    reward = row.get("reward")
+    parts = [
+        f"task {row.get('_ng_task_index', '?')}, rollout {row.get('_ng_rollout_index', '?')}",
+        "not scored" if reward is None else f"reward {reward:g}",
+    ]
+    if trace.get("stop_reason") not in (None, "answer"):
+        parts.append(f"stopped: {trace['stop_reason']}")
+    if "expected_answer" in row:
+        parts.append(f"expected {row['expected_answer']}")
+    return _printable(" | ".join(parts))
+
+
+def _turns(row: Json) -> Iterator[tuple[str, str]]:
+    prompt = (row.get("responses_create_params") or {}).get("input")
+    items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+    for item in items + list((row.get("response") or {}).get("output") or []):
+        yield from _turn(item)
+
+
+def _turn(item: Json) -> Iterator[tuple[str, str]]:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        yield "assistant", f"-> {item.get('name')}({item.get('arguments')})"
+    elif kind == "function_call_output":
+        yield "tool", f"<- {_text(item.get('output'))}"
+    elif kind == "reasoning":
+        yield "reasoning", "\n".join(_text([part]) for part in item.get("summary") or item.get("content") or [])
+    elif kind == "message":
+        yield item.get("role", "assistant"), _text(item.get("content"))
+    else:
+        yield kind, ""
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or f"[{part.get('type')}]" for part in content or [] if isinstance(part, dict))
+
+
+def _printable(text: str) -> str:
+    """Model text is hostile: an escape sequence must not reach the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,0 +1,177 @@
+"""The container files, as far as that goes without a Docker engine: valid, and everything that they name exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from ngym.config import Config, load_config
+
+PORT = 8000
+
+
+@pytest.fixture(scope="module")
+def compose(root: Path) -> dict[str, Any]:
+    """docker-compose.yml with its anchors and merges resolved."""
+    content: dict[str, Any] = yaml.safe_load((root / "docker-compose.yml").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def stages(root: Path) -> dict[str, list[tuple[str, str]]]:
+    """The Dockerfile: stage -> its instructions and those of the stages that it is built from, first to last."""
+    text = re.sub(r"\\\n", " ", (root / "Dockerfile").read_text())
+    found: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            origin, _, name = rest.split()
+            current = found[name] = list(found.get(origin, []))
+        elif word and not word.startswith("#"):
+            current.append((word, rest.strip()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(root: Path) -> Config:
+    return load_config([root / "docker" / "global_config.yaml"])
+
+
+def command(service: dict[str, Any]) -> list[str]:
+    words: list[str] = service["command"]
+    return words
+
+
+def test_the_compose_file_is_valid_by_the_compose_specification(root: Path) -> None:
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"]
+    result = subprocess.run(check, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+
+
+def test_every_image_is_a_stage_of_the_dockerfile(compose: dict[str, Any], stages: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        assert service["build"]["target"] in stages
+        assert service["image"] == f"ngym-{service['build']['target']}"
+
+
+def test_every_container_runs_a_command_that_the_package_installs(root: Path, compose: dict[str, Any]) -> None:
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    for service in compose["services"].values():
+        assert command(service)[0] in scripts
+
+
+def test_every_container_serves_a_service_of_the_mounted_config(compose: dict[str, Any], config: Config) -> None:
+    serving = [words for words in map(command, compose["services"].values()) if words[0] == "ng_serve"]
+    assert {words[1] for words in serving} == set(config.services)
+    for words in serving:
+        assert words[2:] == ["--config", "/app/global_config.yaml", "--host", "0.0.0.0", "--port", str(PORT)]
+
+
+def test_the_others_find_each_service_under_the_name_of_its_container(compose: dict[str, Any], config: Config) -> None:
+    for stanza in config.services.values():
+        address = urlsplit(stanza.url or "")
+        assert (address.hostname, address.port) == (stanza.name, PORT)
+        for name, service in compose["services"].items():
+            if command(service)[:2] == ["ng_serve", stanza.name]:
+                aliases = service.get("networks", {}).get("default", {}).get("aliases", [])
+                assert stanza.name in (name, *aliases)
+
+
+def test_the_mounted_config_passes_ng_validate(root: Path) -> None:
+    validate = [Path(sys.executable).with_name("ng_validate"), "--config", "docker/global_config.yaml"]
+    result = subprocess.run(validate, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_dependency_is_a_service_that_shares_a_profile_and_has_a_health_check(
+    compose: dict[str, Any], stages: dict[str, list[tuple[str, str]]]
+) -> None:
+    services = compose["services"]
+    for service in services.values():
+        for name, dependency in service.get("depends_on", {}).items():
+            assert dependency["condition"] == "service_healthy"
+            assert "HEALTHCHECK" in dict(stages[services[name]["build"]["target"]])
+            always_there = set(service["profiles"]) <= set(services[name]["profiles"])
+            assert always_there or not dependency.get("required", True) or service["profiles"] == ["collect"]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_each_profile_starts_exactly_one_policy(compose: dict[str, Any], profile: str) -> None:
+    started = [service for service in compose["services"].values() if profile in service["profiles"]]
+    assert sum(command(service)[1] == "policy" for service in started) == 1
+
+
+def test_only_the_gpu_profile_asks_for_a_gpu(compose: dict[str, Any]) -> None:
+    asking = {name for name, service in compose["services"].items() if "deploy" in service}
+    assert asking == {"policy-gpu"}
+
+
+def test_the_files_that_containers_mount_are_in_the_project(root: Path, compose: dict[str, Any]) -> None:
+    mounts = [mount for service in compose["services"].values() for mount in service["volumes"]]
+    for mount in mounts:
+        if isinstance(mount, str) and mount.startswith("./"):
+            assert (root / mount.split(":")[0]).is_file()
+        elif isinstance(mount, str):
+            assert mount.split(":")[0] in compose["volumes"]
+        else:
+            assert mount["bind"] == {"create_host_path": False}
+
+
+def test_the_collector_reads_a_file_that_the_image_has(root: Path, compose: dict[str, Any]) -> None:
+    words = command(compose["services"]["collect"])
+    source = words[words.index("--input") + 1]
+    assert source.startswith("data/")
+    assert (root / source).is_file()
+
+
+def test_no_secret_stands_in_the_compose_file(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        for name, value in service.get("environment", {}).items():
+            assert value is None or name == "NGYM_MODEL"
+
+
+def test_every_image_runs_as_a_user_without_privileges(
+    compose: dict[str, Any], stages: dict[str, list[tuple[str, str]]]
+) -> None:
+    for service in compose["services"].values():
+        users = [rest for word, rest in stages[service["build"]["target"]] if word == "USER"]
+        assert users[-1] == "ngym"
+        assert service["cap_drop"] == ["ALL"]
+
+
+def test_what_the_dockerfile_copies_exists_and_is_sent_to_the_builder(
+    root: Path, stages: dict[str, list[tuple[str, str]]]
+) -> None:
+    ignore = (root / ".dockerignore").read_text().split()
+    sent = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    assert ignore[0] == "*"
+    assert all((root / name).exists() for name in sent)
+    copied = {
+        source
+        for instructions in stages.values()
+        for word, rest in instructions
+        if word == "COPY" and not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    }
+    for source in copied - {"."}:
+        assert (root / source).exists()
+        assert Path(source).parts[0] in sent
+
+
+def test_what_a_build_from_the_sources_needs_is_sent_to_the_builder(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    shipped = runpy.run_path(str(root / "hatch_build.py"))["SHIPPED"]
+    metadata = {project["project"]["readme"], *project["project"]["license-files"]}
+    needed = {"ngym", "pyproject.toml", "hatch_build.py", *shipped, *metadata}
+    sent = {line.removeprefix("!") for line in (root / ".dockerignore").read_text().split() if line.startswith("!")}
+    assert needed <= sent

@@ -1,0 +1,42 @@
+"""A rollout as readable text."""
+
+from ngym.transcript import transcript
+
+
+def row(**changes):
+    return {
+        "responses_create_params": {"input": "Tom has 37 coins and buys 58 more."},
+        "response": {
+            "output": [
+                {"type": "function_call", "name": "calculator", "arguments": '{"expression": "37+58"}', "call_id": "c"},
+                {"type": "function_call_output", "call_id": "c", "output": "95"},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "The answer is 95."}]},
+            ]
+        },
+        "reward": 1.0,
+        "_ng_task_index": 3,
+        "_ng_rollout_index": 5,
+        "expected_answer": "95",
+        **changes,
+    }
+
+
+def test_a_rollout_reads_from_top_to_bottom():
+    assert transcript(row()).splitlines() == [
+        "task 3, rollout 5 | reward 1 | expected 95",
+        "  user       Tom has 37 coins and buys 58 more.",
+        '  assistant  -> calculator({"expression": "37+58"})',
+        "  tool       <- 95",
+        "  assistant  The answer is 95.",
+    ]
+
+
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal():
+    hostile = row(response={"output": [{"type": "message", "role": "assistant", "content": "\x1b[2Jgone\u202e"}]})
+    assert "\x1b" not in transcript(hostile) and "\u202e" not in transcript(hostile)
+
+
+def test_an_unscored_rollout_says_so_and_long_text_is_wrapped():
+    text = transcript(row(reward=None, response={"output": [{"type": "message", "content": "word " * 100}]}), width=60)
+    assert "not scored" in text
+    assert max(map(len, text.splitlines())) <= 60
