@@ -1,8 +1,9 @@
 r"""Where is the answer in what a model wrote? The last one counts, and a hedge ("A or B") is no answer.
 
 One policy for all functions here: text up to `</think>` is reasoning and holds no answer; among several answers of one
-kind the last wins; a `\boxed{...}` outranks an "answer is ..." phrase, which outranks everything unmarked. Boxes are
-looked for in the last BOX_WINDOW characters, all else in the last WINDOW. Time is linear in the text, whatever it is.
+kind the last wins; a `\boxed{...}` outranks an "answer is ..." phrase, which outranks everything unmarked; a box that
+was opened and never closed was cut off, and is no answer. Boxes are looked for in the last BOX_WINDOW characters, all
+else in the last WINDOW. Time is linear in the text, whatever it is.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 WINDOW = 2000
 BOX_WINDOW = 50_000
-RELATIVE_TOLERANCE = Decimal("1e-6")
+RELATIVE_TOLERANCE = Decimal("1e-5")
 
 _BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 _PHRASE = re.compile(
-    r"answer\b[^\n:.=]{0,60}?(?:\bis\b|[:=：])[*_]*:?[*_]*[ \t]*\n?[ \t]*([^\n]+)|####[ \t]*([^\n]+)", re.IGNORECASE
+    r"answer\b[^\n:.=]{0,60}?(?:\bis\b|[:=\uff1a])[*_]*:?[*_]*[ \t]*\n?[ \t]*([^\n]+)|####[ \t]*([^\n]+)", re.IGNORECASE
 )
 _DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
 _NUMBER = re.compile(
@@ -27,7 +28,7 @@ _NUMBER = re.compile(
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
 _ANOTHER = re.compile(r"[\s)\].:]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])")
-_LABEL = re.compile(r"\s*(?:[):.\]\-–—]|,?\s*(?:because|since|as|for|which)\b)")
+_LABEL = re.compile(r"\s*(?:[):.\]\-\u2013\u2014]|,?\s*(?:because|since|as|for|which)\b)")
 _CLOSERS = " \t\n()[]{}.:;,!*$_`"
 
 
@@ -70,30 +71,28 @@ def boxed(text: str) -> str | None:
 
 def phrased(text: str) -> str | None:
     """The rest of the line after the last "answer is", "answer:" or "####"."""
-    last = None
-    for last in _PHRASE.finditer(text[-WINDOW:]):
-        pass
-    return None if last is None else (last.group(1) or last.group(2)).strip()
+    found = _PHRASE.findall(text[-WINDOW:])
+    return "".join(found[-1]).strip() if found else None
 
 
 def number(text: str) -> Decimal | None:
-    """The last number: that of the last box if there is a box, else of the whole text. `1,234` and `-3.5e2` are numbers."""
-    text = without_reasoning(text)
+    """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers."""
+    text = _answering(text)
     box = boxed(text)
     numbers = _NUMBER.findall(_plain(text[-WINDOW:] if box is None else box))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def same_number(found: Decimal, expected: Decimal) -> bool:
-    """Whole numbers must be equal; others may differ by a millionth, as a float that was printed does."""
+    """Whole numbers must be equal; others may differ in the sixth digit, as printed floats do."""
     if expected == expected.to_integral_value():
         return found == expected
     return abs(found - expected) <= RELATIVE_TOLERANCE * abs(expected)
 
 
 def formula(text: str) -> str | None:
-    r"""The final formula as LaTeX: the last box, else what the last "answer is" names, else the last `$...$`, else the last number."""
-    text = without_reasoning(text)
+    r"""The final formula: the last box, else what the last "answer is" names, else the last `$...$`, else a number."""
+    text = _answering(text)
     box = boxed(text)
     if box is not None:
         return box
@@ -116,7 +115,7 @@ def lettered(text: str, options: Mapping[str, str]) -> str | None:
     Args:
         options: letter -> text of the option.
     """
-    text = without_reasoning(text)
+    text = _answering(text)
     marked = boxed(text)
     if marked is None:
         marked = phrased(text)
@@ -149,7 +148,7 @@ def option_of(fragment: str, options: Mapping[str, str]) -> str | None:
 
 
 def canonical(text: str) -> str:
-    """Lower case, without LaTeX and Markdown wrapping, brackets and end marks, single spaces: for comparing short texts."""
+    """For comparing short texts: lower case, single spaces, no LaTeX or Markdown wrapping, brackets and end marks."""
     return " ".join(re.sub(r"[()\[\]*_`$]|[.:;,!](?=\s|$)", " ", unwrapped(text)).casefold().split())
 
 
@@ -158,11 +157,17 @@ def unwrapped(text: str) -> str:
     return _WRAPPER.sub(r"\1", text)
 
 
+def _answering(text: str) -> str:
+    """The text after the reasoning; nothing, if all that it has is a box that was cut off."""
+    text = without_reasoning(text)
+    return "" if "\\boxed" in text[-BOX_WINDOW:] and boxed(text) is None else text
+
+
 def _delimited(text: str) -> str | None:
     formulas = [next(part for part in parts if part) for parts in _DELIMITED.findall(text)]
     return formulas[-1].strip() if formulas else None
 
 
 def _plain(text: str) -> str:
-    r"""Signs and separators as ASCII: `−5` -> `-5`, `1{,}234` -> `1,234`."""
-    return text.replace("−", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    r"""Signs and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`."""
+    return text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")

@@ -1,0 +1,115 @@
+"""Questions about the weather of a city; no city of validation stands in training. The same seed gives the same bytes.
+
+python data/weather/generate.py        # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ngym.jsonl import write_whole
+
+HERE = Path(__file__).resolve().parent
+SEED = 2026
+TRAIN, VALIDATION, EXAMPLES = 200, 50, 5
+
+GET_WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": False,
+}
+CITIES = [
+    "Accra",
+    "Ankara",
+    "Athens",
+    "Auckland",
+    "Bangkok",
+    "Beirut",
+    "Bergen",
+    "Bogota",
+    "Boston",
+    "Brussels",
+    "Cairo",
+    "Chicago",
+    "Dakar",
+    "Delhi",
+    "Dublin",
+    "Geneva",
+    "Hamburg",
+    "Hanoi",
+    "Havana",
+    "Helsinki",
+    "Istanbul",
+    "Jakarta",
+    "Kyoto",
+    "Lagos",
+    "Lima",
+    "Lisbon",
+    "London",
+    "Madrid",
+    "Manila",
+    "Milan",
+    "Montreal",
+    "Nairobi",
+    "Oslo",
+    "Paris",
+    "Prague",
+    "Quito",
+    "Riga",
+    "Rome",
+    "Seoul",
+    "Sofia",
+    "Sydney",
+    "Tallinn",
+    "Tokyo",
+    "Toronto",
+    "Tunis",
+    "Vienna",
+    "Warsaw",
+    "Zagreb",
+]
+PHRASINGS = (
+    "What is the weather in {city}?",
+    "How is the weather in {city} right now?",
+    "I am going to {city} today. What weather should I expect?",
+    "Do I need a coat in {city}? Tell me the weather.",
+    "Tell me the current weather of {city}.",
+    "What's it like outside in {city}?",
+)
+
+
+def task(city: str, words: str) -> dict[str, Any]:
+    return {
+        "responses_create_params": {"input": words.format(city=city), "tools": [GET_WEATHER]},
+        "agent_ref": {"type": "responses_api_agents", "name": "weather_agent"},
+        "expected_city": city,
+    }
+
+
+def main() -> None:
+    rng = random.Random(SEED)
+    cities = rng.sample(CITIES, len(CITIES))
+    held_out = -(-VALIDATION // len(PHRASINGS))
+    validation = [task(*pair) for pair in product(cities[:held_out], PHRASINGS)]
+    train = [task(*pair) for pair in product(cities[held_out:], PHRASINGS)]
+    rng.shuffle(validation)
+    rng.shuffle(train)
+    files = {"train": train[:TRAIN], "validation": validation[:VALIDATION], "example": validation[:EXAMPLES]}
+    for name, part in files.items():
+        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+
+
+if __name__ == "__main__":
+    main()

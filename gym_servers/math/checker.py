@@ -1,0 +1,137 @@
+r"""Is this answer the expected one? Runs in the worker processes: math-verify reads both as LaTeX and compares them.
+
+`correct` and `wrong` are verdicts. `unverifiable` means that no verdict was reached, with the reason; it is never a
+wrong answer in disguise. Only the LaTeX grammar is used: math-verify's reader for plain expressions ends in SymPy's
+`parse_expr`, which is `eval`, and model text must not come near it. `1/2` and `1,234` are LaTeX as well.
+"""
+
+import logging
+import math
+import re
+import sys
+
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, MatrixBase
+
+from ngym.answers import boxed
+
+MAX_CHARS = 20_000
+MAX_DIGITS = 5_000
+MAX_DEPTH = 100
+MAX_FACTORIAL = 10_000
+
+LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
+THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\})(?=\d{3})")
+FLOAT = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([-+]?\d{1,3})")
+# What may go so that powers stand as `10^10^10`; a space or sign between two factors stays.
+LOOSE = re.compile(r"\\left|\\right|\s+(?=[\^{}!])|(?<=[\^{])\s+|[{(]|(?<=\d),(?=\d{3}(?!\d))|(?<=\d)}(?=\s*\^)")
+POWER = re.compile(r"(?<![\d.])(\d+)\)*\^(\d+)(?:\^(\d+))?(\^)?")
+FACTORIAL = re.compile(r"(\d+)\)*!")
+OPERATION = re.compile(r"\\(?!left|right|text|pi|infty|circ)[a-z]+|[+*/^!(\[]|(?<=[\w)}])\s*-")
+CONJUNCTION = re.compile(r"\b(?:and|or)\b")
+POWER_FACTORIAL = re.compile(r"\^\d+\)+!")
+
+# One expression for each part of the grammar: ANTLR builds its tables at first use, up to 0.8 s each.
+WARM_UP = (
+    (r"\frac{1}{2}", "0.5"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"50\%", "0.5"),
+    (r"\{1, 2\}", r"\{2,1\}"),
+    ("1,2", "1 and 2"),
+    ("[1,2)", r"[1,2) \cup (3,\infty)"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    ("x=3", "3"),
+    (r"x \le 3", r"3 \ge x"),
+    ("y=2x+1", "2x-y=-1"),
+    (r"\sin^2(x)+\cos^2 x", "1"),
+    (r"\log_2 8 + \ln(e)", "4"),
+    ("e^{i\\pi}", "-1"),
+    ("10!", r"\binom{10}{3}"),
+    (r"\int_0^1 x dx", r"\sum_{n=1}^{3} n"),
+    (r"\lim_{x\to 0} x", r"\frac{d}{dx} x^2"),
+    (r"\text{yes}", "no"),
+    ("1234", "((1,234))"),
+    ("|x-2|", r"\lfloor 2.5 \rfloor"),
+)
+
+
+def warm() -> None:
+    """Build every table once, before the workers are forked."""
+    logging.disable(logging.CRITICAL)  # math-verify warns on every call that its own timeouts are off
+    sys.set_int_max_str_digits(2 * MAX_DIGITS)
+    for _ in range(2):
+        for expected, answer in WARM_UP:
+            check(expected, answer)
+
+
+def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str | None]:
+    """`{"outcome": "correct" | "wrong" | "unverifiable", "reason"}` for an answer without its surrounding text.
+
+    simplified: an answer that has more operations left to do than the expected one is wrong.
+    """
+    expected, answer = bare(boxed(expected) or expected), bare(answer)
+    if expected and expected == answer:
+        return {"outcome": "correct", "reason": None}
+    if simplified and operations(answer) > operations(expected):
+        return {"outcome": "wrong", "reason": "the answer is not simplified"}
+    for name, text in (("expected_answer", expected), ("the answer", answer)):
+        heavy = too_heavy(text)
+        if heavy:
+            return {"outcome": "unverifiable", "reason": f"{name} {heavy}"}
+    gold = read(expected)
+    if not any(isinstance(candidate, Basic | MatrixBase) for candidate in gold):
+        return {"outcome": "unverifiable", "reason": "expected_answer is no formula that can be read"}
+    correct = verify(gold, read(answer), timeout_seconds=None)
+    return {"outcome": "correct" if correct else "wrong", "reason": None}
+
+
+def read(text: str) -> list[Basic | MatrixBase | str]:
+    parsed: list[Basic | MatrixBase | str] = parse(f"\\boxed{{{text}}}", extraction_config=LATEX, parsing_timeout=None)
+    return parsed
+
+
+def bare(text: str) -> str:
+    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; `1\,000`, `2**3` and `1e3` as LaTeX."""
+    text = " ".join(text.split())
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
+            text = text[len(opening) : -len(closing)].strip()
+    text = THIN_SPACE.sub("", text.removesuffix(".").strip().replace("**", "^"))
+    return FLOAT.sub(r"\1 \\times 10^{\2}", text) if FLOAT.fullmatch(text) else text
+
+
+def operations(text: str) -> int:
+    """How many operations are left to do: signs between terms, fractions, powers, brackets, named functions."""
+    return len(OPERATION.findall(CONJUNCTION.sub(",", text)))
+
+
+def too_heavy(text: str) -> str | None:
+    """Why not even to try, or None. This saves time on the usual bombs; whatever it lets through meets the deadline."""
+    if len(text) > MAX_CHARS:
+        return f"is longer than {MAX_CHARS:,} characters"
+    if re.search(rf"\d{{{MAX_DIGITS + 1}}}", text):
+        return f"has a number of more than {MAX_DIGITS:,} digits"
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        return f"is nested more than {MAX_DEPTH} levels deep"
+    flat = LOOSE.sub("", text).replace("}", ")")
+    for base, exponent, second, more in POWER.findall(flat):
+        if more or digits_of_power(base, exponent, second) > MAX_DIGITS:
+            return f"has a power of more than {MAX_DIGITS:,} digits"
+    if POWER_FACTORIAL.search(flat) or any(int(n[:9]) > MAX_FACTORIAL for n in FACTORIAL.findall(flat)):
+        return f"has a factorial beyond {MAX_FACTORIAL:,}!"
+    return None
+
+
+def digits_of_power(base: str, exponent: str, second: str) -> float:
+    """Decimal digits of base^exponent^second, `inf` where that itself is too large to say. Empty `second` is 1."""
+    if len(exponent) > 9 or len(second) > 9:
+        return math.inf if base.strip("0") not in ("", "1") else 1
+    try:
+        return math.log10(max(1, int(base[:300]))) * float(exponent) ** float(second or 1)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,61 @@
+"""Which option did the model choose? `any` is ours (ngym.answers); the other modes are NeMo Gym's, for its rows."""
+
+import re
+from typing import Literal
+
+from ngym.answers import boxed, canonical, letter_of, lettered, unwrapped
+
+Mode = Literal["any", "strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon"]
+Options = dict[str, str]
+
+MAX_CHARS = 20_000
+
+_ANSWER_COLON = re.compile(r"answer[ \t]*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
+
+
+def chosen(text: str, options: Options, mode: Mode) -> str | None:
+    """The letter of the chosen option, or None."""
+    if mode == "any":
+        return lettered(text, options)
+    if mode == "lenient_answer_colon":
+        return _after_answer_colon(text, options)
+    box = boxed(text)
+    if box is None:
+        return None
+    letter = letter_of(box, options)
+    if letter is not None and letter in unwrapped(box):  # a capital, as those rows ask for
+        return letter
+    return _contained(box, options) if mode == "lenient_boxed" else None
+
+
+def _contained(box: str, options: Options) -> str | None:
+    hits = [letter for letter, text in options.items() if canonical(text) and canonical(text) in canonical(box)]
+    return hits[0] if len(hits) == 1 else None
+
+
+def _after_answer_colon(text: str, options: Options) -> str | None:
+    found = _ANSWER_COLON.findall(text[-MAX_CHARS:])
+    said = unwrapped(found[-1]).strip() if found else ""
+    if len(said) == 1 and said.upper() in options:
+        return said.upper()
+    hits = [
+        letter
+        for letter, option in options.items()
+        if " ".join(option.casefold().split()) == " ".join(said.casefold().split())
+    ]
+    return hits[0] if said and len(hits) == 1 else None
+
+
+def search(patterns: list[str], text: str) -> str | None:
+    """The first group of the last match, by the first pattern that is valid and matches.
+
+    Runs in a worker: a pattern may run wild on what a model writes.
+    """
+    for pattern in patterns:
+        try:
+            matches = [match for match in re.finditer(pattern, text, re.IGNORECASE) if match.lastindex]
+        except re.error:
+            continue
+        if matches:
+            return matches[-1].group(1)
+    return None

@@ -1,0 +1,198 @@
+"""The server's side of the worker processes: a `Zygote` loads and forks, a `Worker` answers one call at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from ngym.errors import ServiceError
+
+WALL_FACTOR = 8.0  # the deadline counts CPU time; so many times as much wall time is the backstop
+MAX_REPLY_BYTES = 4 << 20
+START_TIMEOUT_S = 120.0
+REPLY_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 2.0
+ZYGOTE_FILE = Path(__file__).with_name("zygote.py")
+STDERR = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call.
+
+    kind: `ok` (value is what the function returned), `timeout` (the deadline), `memory` (the limit), or `crash` (it
+        raised, or its process died); detail says more about the last three, in one line.
+    """
+
+    kind: Literal["ok", "timeout", "memory", "crash"]
+    value: Any = None
+    detail: str = ""
+
+
+class ZygoteLost(Exception):
+    """The zygote died, and its workers with it: start another."""
+
+
+class Zygote:
+    """A running zygote process. One request at a time goes over its control socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._turn = asyncio.Lock()
+        self._lost = False
+
+    @classmethod
+    async def start(cls, file: Path, function: str, warm: str | None, memory_bytes: int) -> Zygote:
+        """Exec a zygote and wait until it is warm.
+
+        Raises:
+            ServiceError: the function's file cannot be loaded or warmed; its message is told.
+            ZygoteLost: it died, or was not ready within START_TIMEOUT_S.
+        """
+        zygote = cls(*_exec_zygote())
+        spec = {
+            "file": str(file),
+            "function": function,
+            "warm": warm,
+            "memory_bytes": memory_bytes,
+            "sys_path": sys.path,
+            "parent": os.getpid(),
+        }
+        try:
+            answer = await zygote._ask(spec, timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            await zygote.end()
+            raise
+        if "error" in answer:
+            await zygote.end()
+            raise ServiceError(
+                f"{file}: its worker processes cannot load {function!r}: {answer['error']} "
+                "(is the extra that this service needs installed?)",
+                failure="config",
+            )
+        return zygote
+
+    def alive(self) -> bool:
+        return not self._lost and self._process.poll() is None
+
+    async def fork(self) -> Worker:
+        """A new worker. ZygoteLost."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = (await self._ask({"fork": True}, fds=[theirs.fileno()]))["pid"]
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+        return Worker(self, pid, reader, writer)
+
+    async def bury(self, pid: int) -> int:
+        """Kill and reap a worker: its exit code, or minus the signal that ended it. ZygoteLost."""
+        status: int = (await self._ask({"bury": pid}))["status"]
+        return status
+
+    async def end(self) -> None:
+        """End the zygote, and thereby its workers."""
+        self._lost = True
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._process.wait, END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    async def _ask(
+        self, request: dict[str, Any], *, fds: list[int] | None = None, timeout_s: float = REPLY_TIMEOUT_S
+    ) -> dict[str, Any]:
+        async with self._turn:
+            if self._lost:
+                raise ZygoteLost
+            try:
+                socket.send_fds(self._control, [orjson.dumps(request) + b"\n"], fds or [])
+                async with asyncio.timeout(timeout_s):
+                    reply = await asyncio.get_running_loop().sock_recv(self._control, 4096)
+            except (OSError, TimeoutError):
+                reply = b""
+            if not reply:
+                self._lost = True
+                self._process.kill()
+                raise ZygoteLost
+        answer: dict[str, Any] = orjson.loads(reply)
+        return answer
+
+
+def _exec_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process and our end of its control socket. Not from a helper thread: the kernel ends it with its thread."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # -P: the working directory's modules are not importable
+        command = [sys.executable, "-P", str(ZYGOTE_FILE), str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR)
+    ours.setblocking(False)
+    return process, ours
+
+
+class Worker:
+    """A forked worker. After any call that did not end by an answer, it is gone."""
+
+    def __init__(self, zygote: Zygote, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._zygote = zygote
+        self._pid = pid
+        self._reader = reader
+        self._writer = writer
+        self.calls = 0
+        self.gone = False
+
+    def died(self) -> bool:
+        """Whether it went away between two calls (the zygote died, or the system needed the memory)."""
+        return self.gone or self._reader.at_eof()
+
+    async def call(self, line: bytes, deadline_s: float) -> Outcome:
+        """Send one call and wait for its outcome; ZygoteLost if the worker went down with its zygote."""
+        self.calls += 1
+        try:
+            async with asyncio.timeout(WALL_FACTOR * deadline_s):
+                self._writer.write(line)
+                reply = await self._reader.readline()
+        except TimeoutError:
+            await self.bury()
+            return Outcome("timeout", detail=f"no answer within {WALL_FACTOR * deadline_s:g} s")
+        except ValueError:
+            await self.bury()
+            return Outcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
+        except ConnectionError:
+            reply = b""
+        if reply.endswith(b"\n"):
+            return Outcome(**orjson.loads(reply))
+        return _outcome_of_death(await self.bury(), deadline_s)
+
+    def hang_up(self) -> None:
+        """Nobody waits for this call any more: end it as if the worker had died."""
+        self._writer.transport.abort()
+
+    async def bury(self) -> int:
+        """End this worker and reap it: its exit code, or minus the signal that had ended it. ZygoteLost."""
+        self.gone = True
+        try:
+            return await self._zygote.bury(self._pid)
+        finally:
+            self._writer.close()
+
+
+def _outcome_of_death(status: int, deadline_s: float) -> Outcome:
+    if status == -signal.SIGPROF:
+        return Outcome("timeout", detail=f"used {deadline_s:g} s of CPU time")
+    if status >= 0:
+        return Outcome("crash", detail=f"the worker exited with code {status}")
+    name = str(status)
+    with suppress(ValueError):
+        name = signal.Signals(-status).name
+    return Outcome("crash", detail=f"the worker was ended by {name}")

@@ -1,0 +1,127 @@
+"""Which words of a model are its answer: the policies of ngym.answers, and that no text makes them slow."""
+
+from decimal import Decimal
+from time import process_time
+
+import pytest
+
+from ngym.answers import boxed, formula, last_text, lettered, number, same_number, without_reasoning
+
+OPTIONS = {"A": "Lima", "B": "Paris", "C": "Rome", "D": "5 km"}
+HOSTILE = {
+    "open boxes": "\\boxed{" * 100_000,
+    "open and closed boxes": "\\boxed{" * 50_000 + "}" * 50_000,
+    "wrapped boxes": "\\boxed{" + "\\text{" * 30_000 + "}" * 30_001,
+    "open braces": "{" * 300_000,
+    "open formulas": "\\(" * 100_000,
+    "dollars": "$" * 200_000,
+    "phrases": "answer is " * 50_000,
+    "half phrases": "answer " * 50_000,
+    "spaces": "answer" + " " * 200_000,
+    "digits": "9" * 300_000,
+    "grouped digits": "1,111" * 60_000,
+    "dots": "1." * 100_000,
+    "letters in brackets": "(A" * 100_000,
+    "reasoning": "<think>" * 50_000 + "</think>" * 50_000,
+    "lines": "\n" * 300_000,
+}
+
+
+def test_the_last_complete_box_counts():
+    assert boxed(r"\boxed{3} and then \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert boxed(r"\boxed{3} and then \boxed{4") == "3"
+    assert boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert boxed(r"\boxed{\boxed{5}}") == "5"
+    assert boxed(r"\boxed {6}") == "6"
+    assert boxed("no box, {braces}") is None
+
+
+def test_reasoning_holds_no_answer():
+    assert without_reasoning("<think>hm</think>yes") == "yes"
+    assert without_reasoning("hm</think>yes") == "yes"
+    assert without_reasoning("<think>cut off") == ""
+    assert formula(r"<think>\boxed{3}</think> I give up") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("The answer is 95.", "95"),
+        ("9-7", "7"),
+        ("x=-5", "-5"),
+        ("it costs $1,234.50", "1234.50"),
+        ("on 2026-11-21", "21"),
+        ("\N{MINUS SIGN}7", "-7"),
+        ("5e3 apples", "5e3"),
+        (r"\boxed{12} in 3 steps", "12"),
+        ("95kg", "95"),
+        ("none", None),
+        ("v1.2.3", None),
+    ],
+)
+def test_the_last_number_counts(text, found):
+    assert number(text) == (None if found is None else Decimal(found))
+
+
+def test_whole_numbers_are_equal_and_others_nearly():
+    assert same_number(Decimal("95.0"), Decimal(95))
+    assert not same_number(Decimal(1_000_001), Decimal(1_000_000))
+    assert same_number(Decimal("0.3333333333"), Decimal("0.333333"))
+    assert not same_number(Decimal("0.33"), Decimal("0.333333"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"so \boxed{x^2}, as $x = 3$", "x^2"),
+        ("The answer is 1/2.", "1/2"),
+        ("The answer is 3.14. I am sure.", "3.14"),
+        (r"The final answer is: $\frac12$. I hope it is correct.", r"\frac12"),
+        ("**Answer:** 42", "42"),
+        ("48 + 24\n#### 72", "72"),
+        ("first $x$, then $x+1$", "x+1"),
+        (r"thus \[ x = 5 \]", "x = 5"),
+        ("in total 12.", "12"),
+        ("nothing", None),
+    ],
+)
+def test_a_formula_is_the_box_or_the_phrase_or_the_last_formula_or_the_last_number(text, found):
+    assert formula(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"\boxed{B}", "B"),
+        (r"\boxed{\text{B: Paris}}", "B"),
+        (r"\boxed{5 km}", "D"),
+        ("The answer is (B) or (C)", None),
+        ("The answer is B.", "B"),
+        ("Answer: Paris", "B"),
+        ("hm\n**B**", "B"),
+        ("B is good", None),
+        ("Answer: A and B", None),
+        ("answer is a fruit", None),
+        ("Answer: B\nAnswer: unknown", None),
+    ],
+)
+def test_a_letter_is_named_once_or_not_at_all(text, letter):
+    assert lettered(text, OPTIONS) == letter
+
+
+def test_the_text_of_a_response_is_that_of_its_last_assistant_message():
+    def message(text, role="assistant"):
+        return {"type": "message", "role": role, "content": [{"type": "output_text", "text": text}]}
+
+    call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+    assert last_text({"output": [message("one"), call, message("two"), message("asked", "user")]}) == "two"
+    assert last_text({"output": [call]}) == ""
+    assert last_text({"output": [{"role": "assistant", "content": "plain"}]}) == "plain"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("find", [number, formula, lambda text: lettered(text, OPTIONS)])
+def test_no_text_keeps_an_extraction_busy(name, find):
+    started = process_time()
+    find(HOSTILE[name])
+    assert process_time() - started < 0.25
