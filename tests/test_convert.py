@@ -49,7 +49,12 @@ def thought(text: str) -> Json:
 
 
 def completion(message: Json, finish: str = "stop", **more: Any) -> Json:
-    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, **more.pop("choice", {})}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", **message},
+        "finish_reason": finish,
+        **more.pop("choice", {}),
+    }
     return {"id": "chatcmpl-7", "object": "chat.completion", "created": 5, "model": "m", "choices": [choice], **more}
 
 
@@ -186,7 +191,12 @@ def test_chat_shaped_messages_among_the_items_are_understood() -> None:
 
 
 def test_instructions_and_leading_system_messages_are_one_message() -> None:
-    items = [{"role": "system", "content": "b"}, {"role": "developer", "content": "c"}, USER, {"role": "system", "content": "d"}]
+    items = [
+        {"role": "system", "content": "b"},
+        {"role": "developer", "content": "c"},
+        USER,
+        {"role": "system", "content": "d"},
+    ]
     messages = messages_from_items(items, "a")
     assert messages[0] == {"role": "system", "content": "a\n\nb\n\nc"}
     assert messages[2] == {"role": "system", "content": "d"}
@@ -226,7 +236,10 @@ def test_parts_of_a_tools_output_stay_apart() -> None:
 
 def test_summaries_stand_in_for_reasoning_and_encrypted_reasoning_says_nothing() -> None:
     summary = [{"type": "summary_text", "text": "in short"}]
-    assert messages_from_items([{"type": "reasoning", "summary": summary}, said("a")])[0]["reasoning_content"] == "in short"
+    assert (
+        messages_from_items([{"type": "reasoning", "summary": summary}, said("a")])[0]["reasoning_content"]
+        == "in short"
+    )
     assert messages_from_items([{"type": "reasoning", "summary": [], "encrypted_content": "x"}, said("a")]) == [
         {"role": "assistant", "content": "a"}
     ]
@@ -292,7 +305,9 @@ def test_tool_choice_means_nothing_without_tools() -> None:
 
 @pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high"])
 def test_effort_survives(effort: str) -> None:
-    assert create_params(chat_request({"input": "hi", "reasoning": {"effort": effort}}))["reasoning"] == {"effort": effort}
+    assert create_params(chat_request({"input": "hi", "reasoning": {"effort": effort}}))["reasoning"] == {
+        "effort": effort
+    }
 
 
 def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields() -> None:
@@ -301,7 +316,7 @@ def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields(
     assert request["top_k"] == 5
     assert request["temperature"] == 1.0
     assert request["chat_template_kwargs"] == {"enable_thinking": False}
-    with pytest.raises(BadRequest, match="metadata.extra_body"):
+    with pytest.raises(BadRequest, match=r"metadata\.extra_body"):
         chat_request({"input": "hi", "metadata": {"extra_body": "[1]"}})
 
 
@@ -363,7 +378,10 @@ IMAGE = {"type": "input_image", "image_url": "http://x/y.png", "detail": "low"}
 SOUND_PARAMS: Json = {
     "input": [
         {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "input_text", "text": "t"}, IMAGE, {"type": "input_file", "file_id": "f"}]},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "t"}, IMAGE, {"type": "input_file", "file_id": "f"}],
+        },
         thought("hm") | {"ng": {"tags": ["<think>", ""]}},
         said("a") | {name: [] for name in TOKEN_FIELDS},
         call("c"),
@@ -380,7 +398,9 @@ SOUND_PARAMS: Json = {
     "include": ["message.output_text.logprobs"],
     "stop": ["x"],
 }
-JUNK = st.sampled_from([None, True, 0, 1.5, "", "message", "\u2028", [], {}, [None], [{}], {"type": 1}, {"type": "text"}, [[]]])
+JUNK = st.sampled_from(
+    [None, True, 0, 1.5, "", "message", "\u2028", [], {}, [None], [{}], {"type": 1}, {"type": "text"}, [[]]]
+)
 
 
 @st.composite
@@ -408,7 +428,10 @@ def broken(draw: st.DrawFn, sound: Json) -> Json:
 @settings(max_examples=500)
 @given(broken(SOUND_PARAMS), broken(chat_request(SOUND_PARAMS, tokens=True)))
 def test_no_broken_body_is_answered_with_anything_but_a_result_or_a_named_reason(params: Json, request: Json) -> None:
-    for body, check, convert in ((params, check_create_params, chat_request), (request, check_chat_request, create_params)):
+    for body, check, convert in (
+        (params, check_create_params, chat_request),
+        (request, check_chat_request, create_params),
+    ):
         try:
             convert(check(body))
         except BadRequest as refused:
@@ -425,7 +448,12 @@ def test_a_completion_becomes_a_response() -> None:
     assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
     assert response["output"][1]["content"][0]["text"] == " a\n"
     assert response["output"][2] | {"id": ""} == call("call_1", "add", "not json") | {"id": "", "status": "completed"}
-    assert (response["id"], response["object"], response["status"], response["created_at"]) == ("resp_7", "response", "completed", 5)
+    assert (response["id"], response["object"], response["status"], response["created_at"]) == (
+        "resp_7",
+        "response",
+        "completed",
+        5,
+    )
     assert (response["temperature"], response["tools"], response["top_p"]) == (0.5, [TOOL], 1)
     assert response["usage"] is None
     assert "status" not in response["output"][0]  # OpenAI refuses a reasoning item that comes back with one
@@ -471,7 +499,12 @@ def test_what_is_unknown_about_usage_stays_unknown() -> None:
 COUNT = st.none() | st.integers(0, 9)
 
 
-@given(st.none() | st.fixed_dictionaries({f"{name}_tokens": COUNT for name in ("prompt", "completion")} | {"total_tokens": st.integers(0, 9)}))
+@given(
+    st.none()
+    | st.fixed_dictionaries(
+        {f"{name}_tokens": COUNT for name in ("prompt", "completion")} | {"total_tokens": st.integers(0, 9)}
+    )
+)
 def test_usage_survives_both_ways(usage: Json | None) -> None:
     there = usage_from_chat(usage)
     assert usage_from_chat(usage_to_chat(there)) == there
@@ -539,7 +572,9 @@ def test_an_answer_survives_the_way_to_a_response_and_back(message: Json) -> Non
     answer = completion(message, "tool_calls" if ids else "stop")
     back = chat_from_response(response_from_chat(answer, {}))["choices"][0]
     if len(set(ids)) == len(ids):
-        assert {k: v for k, v in back["message"].items() if v is not None} == {k: v for k, v in message.items() if v is not None}
+        assert {k: v for k, v in back["message"].items() if v is not None} == {
+            k: v for k, v in message.items() if v is not None
+        }
     assert back["finish_reason"] == answer["choices"][0]["finish_reason"]
 
 
@@ -561,7 +596,9 @@ def test_the_events_of_a_stream_add_up_to_the_response(message: Json) -> None:
     text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     assert text == (message["content"] or "")
     added = sum(event["type"].endswith(".added") for event in events)
-    assert added == sum(event["type"] in ("response.output_item.done", "response.content_part.done") for event in events)
+    assert added == sum(
+        event["type"] in ("response.output_item.done", "response.content_part.done") for event in events
+    )
 
 
 @given(turns().map(lambda turn: turn[0]))

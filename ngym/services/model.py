@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from ngym.convert import (
     response_events,
     sse,
 )
-from ngym.errors import BadRequest, ConfigError, boundary
+from ngym.errors import BadRequest, ConfigError, ServiceError, boundary
 from ngym.schema import Json
 from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app
 from ngym.services.options import ServiceContext, ServiceOptions
@@ -92,14 +92,16 @@ def model_server(
             return await respond(params, call)
 
     async def responses(request: Request) -> Response:
-        params = check_create_params(await json_body(request))
-        stream, _ = params.pop("stream", False), params.pop("stream_options", None)
-        response = await answer(request, params)
+        with _openai_errors():
+            params = check_create_params(await json_body(request))
+            stream, _ = params.pop("stream", False), params.pop("stream_options", None)
+            response = await answer(request, params)
         return _events(response_events(response)) if stream else JsonResponse(response)
 
     async def chat(request: Request) -> Response:
-        body = check_chat_request(await json_body(request))
-        completion = chat_from_response(await answer(request, create_params(body)))
+        with _openai_errors():
+            body = check_chat_request(await json_body(request))
+            completion = chat_from_response(await answer(request, create_params(body)))
         if not body.get("stream"):
             return JsonResponse(completion)
         include_usage = bool(body.get("stream_options", {}).get("include_usage"))
@@ -119,6 +121,18 @@ def model_server(
 
 _RESPONSES: Json = {"type": "object", "required": ["input"], "properties": {"input": {"type": ["string", "array"]}}}
 _CHAT: Json = {"type": "object", "required": ["messages"], "properties": {"messages": {"type": "array"}}}
+
+
+@contextmanager
+def _openai_errors() -> Iterator[None]:
+    """A problem document that also says `error.message`: OpenAI's clients show nothing else of it."""
+    try:
+        yield
+    except ServiceError as error:
+        wrong = error.extra.get("errors") or [{"field": None}]
+        told = {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": error.failure}
+        error.extra = {**error.extra, "error": told}
+        raise
 
 
 def _rollout_id(request: Request) -> str | None:

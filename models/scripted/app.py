@@ -1,0 +1,88 @@
+"""scripted: a model whose answers are written down: for tests, benchmarks and first looks; rules.py has the rules."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ngym import ModelCall, ServiceContext, model_server
+from ngym.convert import message_item, new_response, output_text
+from ngym.services.model import ModelOptions
+
+from .rules import Answer, Reply, answer, read_replies, situation
+from .tokens import logprob, render, shortened
+
+ECHO = Reply(text="{user}")
+
+
+class Options(ModelOptions):
+    model: str = "scripted"
+    replies: tuple[Reply, ...] = Field(default=(), description="Tried in order, before those of the file.")
+    file: Path | None = Field(default=None, description="JSONL, one reply a line; relative to the config's folder.")
+    latency_s: float = Field(default=0, ge=0, le=3600, description="How long each answer takes.")
+    tokens: bool = Field(default=False, description="Put token ids (one a byte) and logprobs on the wire.")
+
+
+@asynccontextmanager
+async def replies(context: ServiceContext) -> AsyncIterator[tuple[Reply, ...]]:
+    """All replies; at their end the echo, so that one always fits."""
+    options: Options = context.options
+    read = read_replies(context.root / options.file) if options.file else ()
+    yield (*options.replies, *read, ECHO)
+
+
+async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+    """The first reply that fits, cut to `max_output_tokens`; usage counts one token a byte."""
+    options: Options = call.options
+    if options.latency_s:
+        await asyncio.sleep(options.latency_s)
+    said = answer(call.state, situation(request["input"]))
+    prompt = render(request)
+    said, sampled, cut = shortened(said, request.get("max_output_tokens"))
+    stem = secrets.token_hex(12)
+    output = _items(said, stem)
+    if options.tokens:
+        logprobs = [logprob(token) for token in sampled]
+        output[-1] |= {"prompt_token_ids": list(prompt), "generation_token_ids": list(sampled)}
+        output[-1]["generation_log_probs"] = logprobs
+    response = new_response(
+        request,
+        output,
+        response_id=f"resp_{stem}",
+        model=options.model,
+        usage=_usage(len(prompt), len(sampled)),
+        incomplete="max_output_tokens" if cut else None,
+    )
+    return {**response, "ng": {"policy_version": [[0, len(sampled), 0]]}} if options.tokens else response
+
+
+def _items(said: Answer, stem: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if said.reasoning:
+        text = {"type": "reasoning_text", "text": said.reasoning}
+        items.append({"type": "reasoning", "id": f"rs_{stem}", "summary": [], "content": [text]})
+    if said.text or not said.calls:
+        items.append(message_item([output_text(said.text)], f"msg_{stem}"))
+    for index, (name, arguments) in enumerate(said.calls):
+        ids = {"id": f"fc_{stem}_{index}", "call_id": f"call_{stem}_{index}"}
+        items.append({"type": "function_call", **ids, "name": name, "arguments": arguments, "status": "completed"})
+    return items
+
+
+def _usage(prompt: int, sampled: int) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+
+
+app = model_server(respond=respond, options=Options, lifespan=replies)

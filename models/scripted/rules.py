@@ -1,0 +1,142 @@
+"""Which reply fits, and what does it say? The first whose conditions all hold; `{...}` in it is filled in.
+
+A reply's conditions: `match` (a regular expression, searched in the last user message), `contains` (a substring of it),
+`turn` (1 for the first call of a conversation, 2 after one assistant turn, ...). It says `text`, `tool_calls`, or both.
+In its strings `{user}` is the last user message, `{tool_output}` the last tool output, `{turn}` the turn, and `{1}` or
+`{name}` a group of `match`; other braces stay as they are. Arguments written as an object become JSON; written as a
+string they are sent as they are, with what was filled in, be it JSON or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ngym import jsonl
+from ngym.convert import content_text, last_user_text
+
+_PLACE = re.compile(r"\{(\w+)\}")
+_ASSISTANT = frozenset({"reasoning", "function_call"})
+
+
+class ToolCall(BaseModel):
+    """A call that a reply makes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(min_length=1)
+    arguments: dict[str, Any] | str = {}
+
+
+class Reply(BaseModel):
+    """Conditions, and what to say where they hold."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    match: re.Pattern[str] | None = None
+    contains: str | None = None
+    turn: int | None = Field(default=None, ge=1)
+    reasoning: str = ""
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Reply:
+        if not self.model_fields_set & {"text", "tool_calls"}:
+            raise ValueError("a reply needs text or tool_calls")
+        return self
+
+
+class Situation(NamedTuple):
+    """What a conversation has come to."""
+
+    user: str
+    tool_output: str
+    turn: int
+
+
+class Answer(NamedTuple):
+    """What is said: each call is a name and its arguments, a string."""
+
+    reasoning: str
+    text: str
+    calls: list[tuple[str, str]]
+
+
+def read_replies(file: Path) -> tuple[Reply, ...]:
+    """The replies of a JSONL file; a UsageError names every bad line."""
+    return tuple(Reply.model_validate(line.row) for line in jsonl.checked(file, _problem))
+
+
+def situation(items: str | list[dict[str, Any]]) -> Situation:
+    """Where the conversation stands: its last user text, its last tool output, and which turn is next."""
+    if isinstance(items, str):
+        return Situation(items, "", 1)
+    outputs = (item["output"] for item in reversed(items) if item.get("type") == "function_call_output")
+    turns, before = 0, False
+    for item in items:
+        assistant = item.get("type") in _ASSISTANT or item.get("role") == "assistant"
+        turns += assistant and not before
+        before = assistant
+    return Situation(last_user_text(items), content_text(next(outputs, "")), turns + 1)
+
+
+def answer(replies: Sequence[Reply], now: Situation) -> Answer:
+    """What the first fitting reply says now; the last of `replies` must fit always."""
+    for reply in replies:
+        values = _fits(reply, now)
+        if values is not None:
+            break
+    else:
+        raise LookupError("no reply fits")
+    calls = [(call.name, _arguments(call.arguments, values)) for call in reply.tool_calls]
+    return Answer(_filled(reply.reasoning, values), _filled(reply.text, values), calls)
+
+
+def _fits(reply: Reply, now: Situation) -> dict[str, str] | None:
+    """What the reply's braces stand for, or None where a condition does not hold."""
+    if reply.turn not in (None, now.turn) or (reply.contains is not None and reply.contains not in now.user):
+        return None
+    values = {"user": now.user, "tool_output": now.tool_output, "turn": str(now.turn)}
+    if reply.match is None:
+        return values
+    found = reply.match.search(now.user)
+    if found is None:
+        return None
+    groups = {str(index): group or "" for index, group in enumerate((found[0], *found.groups()))}
+    return values | groups | {name: group or "" for name, group in found.groupdict().items()}
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    """Plain replacement, once: what is filled in is never looked at again."""
+    return _PLACE.sub(lambda place: values.get(place[1], place[0]), text) if "{" in text else text
+
+
+def _arguments(arguments: Any, values: dict[str, str]) -> str:
+    if isinstance(arguments, str):
+        return _filled(arguments, values)
+    return orjson.dumps(_filled_in(arguments, values)).decode()
+
+
+def _filled_in(value: Any, values: dict[str, str]) -> Any:
+    match value:
+        case str():
+            return _filled(value, values)
+        case dict():
+            return {key: _filled_in(inner, values) for key, inner in value.items()}
+        case list():
+            return [_filled_in(inner, values) for inner in value]
+        case _:
+            return value
+
+
+def _problem(row: dict[str, Any]) -> str | None:
+    try:
+        Reply.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'reply'}: {first['msg']}"
+    return None

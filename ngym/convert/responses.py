@@ -1,0 +1,235 @@
+"""Response <-> Chat Completion: what the model said, why it stopped, and what it used (unknown is null, never 0)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+from ngym.convert.items import assistant_items, message_item, output_text
+from ngym.convert.parts import content_text
+from ngym.convert.requests import wants_logprobs
+from ngym.convert.think import ReasoningStyle
+from ngym.errors import UpstreamError
+from ngym.schema import TOKEN_FIELDS, Json
+
+Incomplete = Literal["max_output_tokens", "content_filter"]
+
+_INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
+_BROKEN = frozenset({"abort", "error"})  # vLLM's, when it was paused or lost its engine
+
+_ECHOED: Json = {  # the request's fields that a Response repeats, and what they are when the request left them out
+    "background": False,
+    "frequency_penalty": 0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": None,
+    "safety_identifier": None,
+    "service_tier": "auto",
+    "store": False,
+    "temperature": 1,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1,
+    "truncation": "disabled",
+}
+
+_OVERFLOW = re.compile(
+    r"context[ _](length|window|size)|maximum (model|input) length|max_model_len|(prompt|input) is too long"
+    r"|max_(completion_)?tokens.{0,40}(too large|greater|exceed)",
+    re.IGNORECASE,
+)
+
+
+def new_response(
+    params: Json,
+    output: list[Json],
+    *,
+    response_id: str,
+    model: str,
+    usage: Json | None = None,
+    incomplete: Incomplete | None = None,
+    created_at: int | None = None,
+) -> Json:
+    """A finished Response to `params`; `incomplete` marks it and its last item as cut off."""
+    if incomplete and output and "status" in output[-1]:
+        output[-1]["status"] = "incomplete"
+    now = int(time.time())
+    return {
+        **_ECHOED,
+        **{name: value for name, value in params.items() if name in _ECHOED and value is not None},
+        "id": response_id,
+        "object": "response",
+        "created_at": now if created_at is None else created_at,
+        "completed_at": None if incomplete else now,
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": {"reason": incomplete} if incomplete else None,
+        "error": None,
+        "model": model,
+        "output": output,
+        "usage": usage,
+    }
+
+
+def overflow_response(params: Json, *, response_id: str, model: str) -> Json:
+    """The Response to input that does not fit the context: nothing was said, and that is no error.
+
+    Its reason is max_output_tokens, the nearest in the specification; that not one token was sampled tells it apart.
+    """
+    output = [message_item([output_text("")], "msg_" + response_id.removeprefix("resp_"))]
+    usage = usage_from_chat({"completion_tokens": 0})
+    return new_response(
+        params, output, response_id=response_id, model=model, usage=usage, incomplete="max_output_tokens"
+    )
+
+
+def is_context_overflow(status: int, code: str | None, message: str) -> bool:
+    """Whether a back end's error says that the input, with what was asked for, does not fit its context."""
+    if status not in (400, 413, 422):
+        return False
+    return code == "context_length_exceeded" or bool(_OVERFLOW.search(message))
+
+
+def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle = "field") -> Json:
+    """A Chat Completion -> the Response to `params`. Token data, where the back end gave it, goes to the last item.
+
+    Raises:
+        UpstreamError: there is no choice in it, the engine gave up half-way, or its token data contradicts itself.
+    """
+    choices = completion.get("choices")
+    if not choices:
+        raise UpstreamError("the model's back end answered without a choice", failure="model_error")
+    choice = choices[0]
+    finish = choice.get("finish_reason")
+    if finish in _BROKEN:
+        raise UpstreamError(f"the model's back end gave up ({finish})", failure="model_error", retryable=True)
+    stem = str(completion.get("id") or time.time_ns()).removeprefix("chatcmpl-")
+    message = choice["message"] | _token_fields(completion, choice)
+    output = assistant_items(message, stem, style=style)
+    _make_call_ids_distinct(output)
+    logprobs = (choice.get("logprobs") or {}).get("content")
+    if logprobs and wants_logprobs(params) and [item["type"] for item in output] == ["message"]:
+        output[0]["content"][0]["logprobs"] = logprobs
+    return new_response(
+        params,
+        output,
+        response_id=f"resp_{stem}",
+        model=completion.get("model") or params.get("model") or "",
+        usage=usage_from_chat(completion.get("usage")),
+        incomplete=_INCOMPLETE.get(finish),
+        created_at=completion.get("created"),
+    )
+
+
+def chat_from_response(response: Json) -> Json:
+    """A Response -> one Chat Completion: reasoning in `reasoning_content`, token data on the message.
+
+    Raises:
+        UpstreamError: the Response failed; its own error is the detail.
+    """
+    if response["status"] == "failed":
+        reason = (response.get("error") or {}).get("message", "no reason given")
+        raise UpstreamError(f"the model's back end failed: {reason}", failure="model_error")
+    message: Json = {"role": "assistant", "content": None, "refusal": None}
+    items = response["output"]
+    parts = [part for item in items if item["type"] == "message" for part in item["content"]]
+    calls = [_tool_call(item) for item in items if item["type"] == "function_call"]
+    reasoning = [content_text(item.get("content") or item["summary"]) for item in items if item["type"] == "reasoning"]
+    refusals = [part["refusal"] for part in parts if part["type"] == "refusal"]
+    if parts and not refusals:
+        message["content"] = content_text(parts)
+    if refusals:
+        message["refusal"] = "".join(refusals)
+    if reasoning:
+        message["reasoning_content"] = "\n\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    message |= {name: item[name] for item in items for name in TOKEN_FIELDS if name in item}
+    reason = (response.get("incomplete_details") or {}).get("reason", "")
+    logprobs = [entry for part in parts for entry in part.get("logprobs") or ()]
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": _FINISH.get(reason) or ("tool_calls" if calls else "stop"),
+        "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+    }
+    completion: Json = {
+        "id": "chatcmpl-" + response["id"].removeprefix("resp_"),
+        "object": "chat.completion",
+        "created": int(response["created_at"]),
+        "model": response["model"],
+        "choices": [choice],
+        "usage": usage_to_chat(response.get("usage")),
+    }
+    return completion | ({"ng": response["ng"]} if "ng" in response else {})
+
+
+def usage_from_chat(usage: Json | None) -> Json | None:
+    """Chat usage -> Responses usage. A back end's own total is kept; a sum stands in where both parts are known."""
+    if usage is None:
+        return None
+    prompt, completion, total = (usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total"))
+    if total is None and prompt is not None and completion is not None:
+        total = prompt + completion
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens")},
+        "output_tokens": completion,
+        "output_tokens_details": {
+            "reasoning_tokens": (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+        },
+        "total_tokens": total,
+    }
+
+
+def usage_to_chat(usage: Json | None) -> Json | None:
+    """Responses usage -> Chat usage."""
+    if usage is None:
+        return None
+    return {
+        "prompt_tokens": usage.get("input_tokens"),
+        "prompt_tokens_details": {"cached_tokens": (usage.get("input_tokens_details") or {}).get("cached_tokens")},
+        "completion_tokens": usage.get("output_tokens"),
+        "completion_tokens_details": {
+            "reasoning_tokens": (usage.get("output_tokens_details") or {}).get("reasoning_tokens")
+        },
+        "total_tokens": usage.get("total_tokens"),
+    }
+
+
+def _tool_call(item: Json) -> Json:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _make_call_ids_distinct(output: Iterable[Json]) -> None:
+    """A call id that this answer used before is replaced, or the outputs of the two calls could not be told apart."""
+    seen: set[str] = set()
+    for item in output:
+        if item["type"] == "function_call":
+            if item["call_id"] in seen:
+                item["call_id"] = f"{item['call_id']}_{item['id']}"
+            seen.add(item["call_id"])
+
+
+def _token_fields(completion: Json, choice: Json) -> Json:
+    """Token ids and logprobs as vLLM gives them (`return_token_ids`, `logprobs`), under their names on our wire."""
+    ids = choice.get("token_ids")
+    if ids is None or completion.get("prompt_token_ids") is None:
+        return {}
+    logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
+    if len(logprobs) != len(ids):
+        raise UpstreamError(
+            f"the model's back end gave {len(ids)} token ids but {len(logprobs)} logprobs", failure="model_error"
+        )
+    return dict(zip(TOKEN_FIELDS, (completion["prompt_token_ids"], ids, logprobs), strict=True))

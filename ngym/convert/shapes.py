@@ -1,0 +1,155 @@
+"""Are a request's items, messages, tools shaped as they must be? A problem names its place: `input[3].content[0]`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ngym.config import did_you_mean
+from ngym.schema import TOKEN_FIELDS, Json
+
+
+class Problem(NamedTuple):
+    """What is wrong, and in which field."""
+
+    field: str
+    message: str
+
+
+_ROLES = frozenset({"user", "assistant", "system", "developer", "tool"})
+_STRINGS_OF = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id",),
+    "message": (),
+    "reasoning": (),
+}
+
+
+def input_problems(items: Any) -> Iterator[Problem]:
+    if items is None:
+        yield Problem("input", "is missing; send a string or a list of items")
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            yield Problem(where, f"must be an object, not {shown(item)}")
+            continue
+        kind = item.get("type") or "message"
+        if not isinstance(kind, str) or kind not in _STRINGS_OF:
+            yield Problem(f"{where}.type", f"{shown(kind)} is not supported{_hint(kind)}")
+            continue
+        for name in _STRINGS_OF[kind]:
+            if not isinstance(item.get(name), str):
+                yield Problem(f"{where}.{name}", "must be a string")
+        yield from _token_problems(item, where)
+        if kind == "message":
+            yield from _role_problems(item, where)
+        elif kind == "function_call_output":
+            yield from _content_problems(item.get("output"), f"{where}.output")
+        elif kind == "reasoning":
+            yield from _reasoning_problems(item, where)
+
+
+def _hint(kind: Any) -> str:
+    if kind == "item_reference":
+        return ": no items are stored; send the item itself"
+    return did_you_mean(kind, _STRINGS_OF) if isinstance(kind, str) else ""
+
+
+def message_problems(messages: Any) -> Iterator[Problem]:
+    if not messages:
+        yield Problem("messages", "is missing; send a list of messages")
+    for index, message in enumerate(messages or ()):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            yield Problem(where, f"must be an object, not {shown(message)}")
+            continue
+        yield from _token_problems(message, where)
+        yield from _role_problems(message, where)
+
+
+def _role_problems(message: Json, where: str) -> Iterator[Problem]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        yield Problem(f"{where}.role", f"must be one of {', '.join(sorted(_ROLES))}, not {shown(role)}")
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        yield Problem(f"{where}.tool_call_id", "must be a string")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        yield Problem(f"{where}.tool_calls", "must be a list")
+        return
+    for index, call in enumerate(calls):
+        match call:
+            case {"id": str(), "function": {"name": str(), "arguments": str()}}:
+                continue
+        yield Problem(f"{where}.tool_calls[{index}]", "must hold id and function: {name, arguments}, all strings")
+    for name in ("reasoning", "reasoning_content", "refusal"):
+        if not isinstance(message.get(name, ""), (str, type(None))):
+            yield Problem(f"{where}.{name}", "must be a string")
+    empty = role in ("user", "assistant", "tool")  # other gyms' rows say null where a turn is empty
+    if not (empty and message.get("content") is None):
+        yield from _content_problems(message.get("content"), f"{where}.content")
+
+
+def _content_problems(content: Any, where: str) -> Iterator[Problem]:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        yield Problem(where, f"must be a string or a list of parts, not {shown(content)}")
+        return
+    for index, part in enumerate(content):
+        match part:
+            case {"type": "refusal", "refusal": str()}:
+                continue
+            case {"type": "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text", "text": str()}:
+                continue
+            case {"type": str(kind)} if "text" not in kind and kind != "refusal":
+                continue
+        yield Problem(f"{where}[{index}]", "must be a part: an object with its type, and its text where it is text")
+
+
+def _reasoning_problems(item: Json, where: str) -> Iterator[Problem]:
+    for name in ("content", "summary"):
+        if item.get(name) is not None:
+            yield from _content_problems(item[name], f"{where}.{name}")
+            if isinstance(item[name], str):
+                yield Problem(f"{where}.{name}", "must be a list of parts")
+    match item.get("ng", {"tags": ["", ""]}):
+        case {"tags": [str(), str()]}:
+            return
+    yield Problem(f"{where}.ng", "must be sent back as it came")
+
+
+def _token_problems(item: Json, where: str) -> Iterator[Problem]:
+    """Token data is all there or not at all, and there is one logprob for each sampled id."""
+    given = [name for name in TOKEN_FIELDS if name in item]
+    if not given:
+        return
+    values = [item.get(name) for name in TOKEN_FIELDS]
+    if not all(isinstance(value, list) for value in values):
+        yield Problem(
+            where, f"{', '.join(TOKEN_FIELDS)} must be three lists, all of them or none; there is {', '.join(given)}"
+        )
+    elif len(item[TOKEN_FIELDS[1]]) != len(item[TOKEN_FIELDS[2]]):
+        yield Problem(where, f"{TOKEN_FIELDS[1]} and {TOKEN_FIELDS[2]} must be equally long")
+
+
+def tool_problems(body: Json, name_in: str) -> Iterator[Problem]:
+    tools = body.get("tools") or []
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+            yield Problem(where, "must be an object with a type, such as 'function'")
+        elif tool["type"] == "function" or name_in == "function":
+            function = tool.get("function") if name_in == "function" else tool
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+                yield Problem(f"{where}.{name_in}", "must name the function")
+            elif not isinstance(function.get("parameters") or {}, dict):
+                yield Problem(f"{where}.parameters", "must be a JSON Schema object")
+    choice = body.get("tool_choice")
+    if not tools and (choice == "required" or isinstance(choice, dict)):
+        yield Problem("tool_choice", "asks for a tool call, but there are no tools")
+
+
+def shown(value: Any) -> str:
+    """A wrong value in an error: itself where it is short, else only its type (prompts do not belong into logs)."""
+    return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 40 else f"a {type(value).__name__}"

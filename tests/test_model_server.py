@@ -1,0 +1,205 @@
+"""model_server() on a real socket: what `respond` is given, what a client gets, and how errors look."""
+
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from house import house
+from openai import AsyncOpenAI, UnprocessableEntityError
+
+from ngym import ModelCall, ServiceContext, model_server
+from ngym.convert import message_item, new_response, output_text
+from ngym.errors import ConfigError, Overloaded
+from ngym.services.model import ModelOptions
+
+
+def replying(text: str = "4", **response: Any):
+    """A model that says `text`; what it was asked is in the list that comes with it."""
+    seen: list[tuple[dict[str, Any], ModelCall]] = []
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        seen.append((request, call))
+        return new_response(
+            request, [message_item([output_text(text)], "msg_1")], response_id="resp_1", model="m", **response
+        )
+
+    return model_server(respond=respond), seen
+
+
+@asynccontextmanager
+async def client_of(app: Any, **options: Any):
+    async with (
+        house({"policy": options}, policy=app) as peers,
+        httpx.AsyncClient(base_url=peers.urls["policy"][0]) as client,
+    ):
+        yield client
+
+
+async def test_respond_is_given_a_clean_request_and_its_answer_is_the_answer():
+    app, seen = replying()
+    async with client_of(app, model="tiny") as client:
+        answer = await client.post(
+            "/v1/responses", json={"input": "2+2?", "temperature": 0.5, "tools": None, "stream": False}
+        )
+    assert answer.status_code == 200
+    assert answer.json()["output"][0]["content"][0]["text"] == "4"
+    (request, call) = seen[0]
+    assert request == {"input": "2+2?", "temperature": 0.5}
+    assert (call.options.model, call.rollout_id) == ("tiny", None)
+
+
+async def test_a_call_belongs_to_the_rollout_in_its_path_or_else_in_its_header():
+    app, seen = replying()
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    async with client_of(app) as client:
+        await client.post("/v1/responses", json={"input": "x"}, headers={"x-ng-rollout-id": "from-header"})
+        await client.post("/rollouts/r-1/v1/responses", json={"input": "x"}, headers={"x-ng-rollout-id": "from-header"})
+        await client.post("/rollouts/r-2/v1/chat/completions", json=chat)
+        await client.post("/v1/responses", json={"input": "x"})
+        listed = await client.get("/rollouts/r-1/v1/models")
+        bad = await client.post("/rollouts/a%0d%0ab/v1/responses", json={"input": "x"})
+    assert [call.rollout_id for _, call in seen] == ["from-header", "r-1", "r-2", None]
+    assert listed.status_code == 200
+    assert bad.status_code in (404, 422)
+
+
+async def test_an_unknown_field_is_a_422_that_names_it_and_the_nearest():
+    app, seen = replying()
+    async with client_of(app) as client:
+        answer = await client.post("/v1/responses", json={"input": "x", "max_output_token": 5})
+        deep = await client.post("/v1/responses", json={"input": [{"role": "usr", "content": "x"}]})
+        broken = await client.post("/v1/responses", content=b'{"input": ')
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["detail"] == "field 'max_output_token': is not known (did you mean 'max_output_tokens'?)"
+    assert problem["errors"][0]["field"] == "max_output_token"
+    assert deep.json()["errors"][0]["field"] == "input[0].role"
+    assert broken.status_code == 400
+    assert not seen
+
+
+async def test_an_error_of_the_model_is_a_problem_document():
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        if request["input"] == "bug":
+            raise KeyError("a bug of the author's")
+        raise Overloaded("too many at once")
+
+    async with client_of(model_server(respond=respond)) as client:
+        full = await client.post("/v1/responses", json={"input": "x", "stream": True})
+        bug = await client.post("/v1/responses", json={"input": "bug"})
+    assert (full.status_code, full.json()["detail"], full.json()["retryable"]) == (429, "too many at once", True)
+    assert full.json()["failure"] == "model_error"
+    assert bug.status_code == 500
+    assert "KeyError" in bug.json()["detail"]
+    assert "Traceback" not in bug.text
+
+
+async def test_what_the_lifespan_yields_is_there_for_every_call():
+    ended = []
+
+    @asynccontextmanager
+    async def lifespan(context: ServiceContext):
+        yield {"name": context.options.model}
+        ended.append(context.name)
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        return new_response(request, [], response_id="resp_1", model=call.state["name"])
+
+    async with client_of(model_server(respond=respond, lifespan=lifespan), model="tiny") as client:
+        answer = await client.post("/v1/responses", json={"input": "x"})
+    assert answer.json()["model"] == "tiny"
+    assert ended == ["policy"]
+
+
+def test_a_respond_that_is_not_async_is_refused_at_once():
+    with pytest.raises(ConfigError, match="async def respond"):
+        model_server(respond=lambda request, call: {})  # type: ignore[arg-type,return-value]
+
+
+async def test_a_stream_has_every_event_numbered_and_ends():
+    app, _ = replying("hello")
+    async with client_of(app) as client:
+        answer = await client.post("/v1/responses", json={"input": "x", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    blocks = answer.text.strip().split("\n\n")
+    assert blocks[-1] == "data: [DONE]"
+    events = []
+    for block in blocks[:-1]:
+        name, data = block.split("\n")
+        event = orjson.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(9))
+    assert events[0]["response"]["output"] == []
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "hello"
+
+
+async def test_a_stream_of_a_cut_off_answer_ends_incomplete():
+    app, _ = replying("hel", incomplete="max_output_tokens")
+    async with client_of(app) as client:
+        answer = await client.post("/v1/responses", json={"input": "x", "stream": True})
+    assert "event: response.incomplete" in answer.text
+
+
+async def test_chat_completions_are_the_same_model():
+    usage = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4}
+    app, seen = replying("4", usage=usage)
+    body = {
+        "model": "any",
+        "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2?"}],
+        "max_completion_tokens": 9,
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+    }
+    async with client_of(app) as client:
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        refused = await client.post("/v1/chat/completions", json=body | {"n": 2})
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"]["content"] == "4"
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": None}
+    assert refused.json()["errors"][0]["field"] == "n"
+    request = seen[0][0]
+    assert request["max_output_tokens"] == 9
+    assert request["tools"][0]["name"] == "add"
+    assert [item["role"] for item in request["input"]] == ["system", "user"]
+
+
+async def test_a_model_server_lists_its_model_and_says_that_its_weights_never_change():
+    app, _ = replying()
+    async with client_of(app, model="tiny") as client:
+        models = (await client.get("/v1/models")).json()
+        weights = (await client.get("/weights")).json()
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert weights == {"policy_version": 0, "transport": [], "updating": False}
+    assert "/rollouts/{rollout_id}/v1/chat/completions" in paths
+
+
+async def test_the_official_client_reads_our_errors():
+    app, _ = replying()
+    async with (
+        client_of(app) as http,
+        AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(UnprocessableEntityError, match="did you mean 'temperature'") as raised:
+            await client.responses.create(model="m", input="x", extra_body={"temperatur": 1})
+        assert raised.value.param == "temperatur"
+        assert [model.id async for model in client.models.list()] == ["model"]
+
+
+def test_every_model_server_has_a_model_option():
+    assert ModelOptions().model == "model"
