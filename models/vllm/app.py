@@ -1,0 +1,67 @@
+"""models/vllm: the policy, served by vLLM's own application with our entry points, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+from pydantic import Field
+
+from ngym import ServiceContext, ServiceOptions
+from ngym.services.runner import serve_app
+
+from .doorkeeper import Doorkeeper
+from .environment import find_model, prepare_environment
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Options(ServiceOptions):
+    model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
+    served_name: str | None = Field(default=None, description="What requests call it; default: the service's name.")
+    tool_call_parser: str | None = Field(
+        default="hermes", description="vLLM's, for the model's family; null: no tools."
+    )
+    reasoning_parser: str | None = Field(default=None, description="vLLM's reasoning parser, for example qwen3.")
+    engine: dict[str, Any] = Field(default_factory=dict, description="Any argument of `vllm serve`, by its name there.")
+    kv_cache_mb: int = Field(default=64, ge=1, description="CPU only: the KV cache; all of it is used at once.")
+    threads: int = Field(default=1, ge=1, description="CPU only: more help a large model, and ruin a tiny one.")
+
+
+async def serve(context: ServiceContext) -> None:
+    """Load the model while a doorkeeper answers "not ready", then serve until SIGTERM; the engine ends with us.
+
+    Raises:
+        ConfigError: an option is wrong, or vLLM refuses the model.
+        ServiceError: the engine died while serving.
+    """
+    options: Options = context.options
+    model = find_model(options.model, context.root, context.name)
+    prepare_environment(model, options.threads)
+    _die_at_once_when_told()
+    with Doorkeeper(context.sockets, context.name) as doorkeeper:
+        doorkeeper.say("loading: importing vLLM")
+        from .engine import start_engine
+        from .routes import build_application
+
+        arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
+        try:
+            doorkeeper.say("loading: preparing the routes")
+            application = await build_application(context.name, arguments, engine)
+            doorkeeper.leave()
+            watch = asyncio.create_task(engine.raise_when_dead())
+            await serve_app(application, context.sockets)
+        finally:
+            engine.shutdown(timeout=0)
+    watch.cancel()
+    if watch.done() and not watch.cancelled():
+        watch.result()
+
+
+def _die_at_once_when_told() -> None:
+    """While imports block the event loop nobody else would act on a signal; the engine and the doorkeeper follow us."""
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)

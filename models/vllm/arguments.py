@@ -1,0 +1,126 @@
+"""The options of the config -> vLLM's own arguments, parsed and checked by vLLM's own parser."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from ngym.config import did_you_mean
+from ngym.errors import ConfigError
+
+from .environment import Model
+
+if TYPE_CHECKING:
+    from .app import Options
+
+# processed: the logprobs are those of the distribution that was sampled from, at any temperature and top-p.
+# generation_config vllm: a request without `temperature` means 1.0; a checkpoint's own top-k would bend the policy.
+DEFAULTS: dict[str, Any] = {
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",
+    "allowed_origins": [],
+}
+# Eager with explicit KV memory skips the compilation and the warm-up run; float32 makes the logprobs exact to 1e-5.
+CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False, "dtype": "float32"}
+
+OURS = {
+    "model": "model",
+    "model_tag": "model",
+    "served_model_name": "served_name",
+    "tool_call_parser": "tool_call_parser",
+    "enable_auto_tool_choice": "tool_call_parser",
+    "reasoning_parser": "reasoning_parser",
+}
+NOBODYS = ("host", "port", "uds", "config", "help", "api_server_count", "headless", "tool_server", "ssl_keyfile")
+
+
+def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: bool) -> argparse.Namespace:
+    """vLLM's arguments for this service. ConfigError, one line, for a name or value that vLLM does not know."""
+    parser = make_arg_parser(_Parser(prog=f"service {service!r}: engine"))
+    # A seed of its own: replicas with the same one would give a group of rollouts the same answers.
+    values = (
+        DEFAULTS
+        | {"seed": secrets.randbelow(2**31)}
+        | (CPU_DEFAULTS | {"kv_cache_memory_bytes": options.kv_cache_mb << 20} if on_cpu else {})
+    )
+    known = {_name(flag): action for action in parser._actions for flag in action.option_strings}
+    for key, value in options.engine.items():
+        name = _name(key)
+        _refuse_what_is_not_theirs(service, key, name, known)
+        if name.startswith("no_") and name[3:] in known and isinstance(value, bool):
+            name, value = name[3:], not value
+        values[name] = value
+    if on_cpu and values["enable_chunked_prefill"]:
+        # The CPU generator has no offset to rewind, which a partial prefill does: the engine process would die.
+        wrong = "on a CPU, vLLM dies of a request with a seed; remove it"
+        raise ConfigError(f"service {service!r}: engine.enable_chunked_prefill: {wrong}")
+    values |= {"model": model.name, "served_model_name": options.served_name or service}
+    if options.tool_call_parser:
+        values |= {"tool_call_parser": options.tool_call_parser, "enable_auto_tool_choice": True}
+    if options.reasoning_parser:
+        values["reasoning_parser"] = options.reasoning_parser
+    words = [word for name, value in values.items() for word in _words(known[name], name, value)]
+    return _parse(service, parser, words)
+
+
+class _Parser(FlexibleArgumentParser):
+    """vLLM's parser, whose errors are ours: one line instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {' '.join(message.split())}")
+
+
+def _parse(service: str, parser: FlexibleArgumentParser, words: list[str]) -> argparse.Namespace:
+    try:
+        arguments: argparse.Namespace = parser.parse_args(words)
+        validate_parsed_serve_args(arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"service {service!r}: engine: {error}") from error
+    if arguments.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(arguments.tool_parser_plugin)
+    if arguments.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(arguments.reasoning_parser_plugin)
+    _check_parser(service, "tool_call_parser", arguments.tool_call_parser, ToolParserManager.list_registered())
+    _check_parser(service, "reasoning_parser", arguments.reasoning_parser, ReasoningParserManager.list_registered())
+    return arguments
+
+
+def _check_parser(service: str, option: str, name: str | None, known: list[str]) -> None:
+    if name and name not in known:
+        raise ConfigError(f"service {service!r}: {option}: vLLM has no parser {name!r}{did_you_mean(name, known)}")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[str, argparse.Action]) -> None:
+    where = f"service {service!r}: engine.{key}"
+    if name in OURS:
+        raise ConfigError(f"{where}: this is the service's own option {OURS[name]!r}; set it there")
+    if name in NOBODYS:
+        raise ConfigError(f"{where}: ngym decides this itself; remove it")
+    if name not in known:
+        raise ConfigError(f"{where}: vLLM has no argument {key!r}{did_you_mean(name, list(known))}")
+
+
+def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
+    """One argument as words of a command line."""
+    flag = "--" + name.replace("_", "-")
+    if value is None:
+        return []
+    if action.nargs == 0:
+        off = "--no-" + name.replace("_", "-")
+        return [flag] if value else [off] if off in action.option_strings else []
+    if isinstance(value, list) and action.nargs in ("+", "*"):
+        return [flag, *map(str, value)]
+    if isinstance(value, dict | list):
+        return [f"{flag}={json.dumps(value)}"]
+    return [f"{flag}={value}"]

@@ -1,0 +1,35 @@
+"""The tokens of one call to the engine, exactly as it saw and sampled them."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+
+
+@dataclass
+class Tokens:
+    """prompt [P], sampled [G], logprobs [G] of the sampled; versions: spans [start, end, policy version] over [G]."""
+
+    prompt: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+
+    def add(self, output: RequestOutput) -> None:
+        """Take one output: all of the call's tokens or, in a stream, the next few."""
+        completion = output.outputs[0]
+        self.prompt = output.prompt_token_ids or self.prompt
+        self.sampled.extend(completion.token_ids)
+        logprobs = completion.logprobs
+        if isinstance(logprobs, FlatLogprobs):
+            self.logprobs.extend(logprobs.logprobs)  # one per position: only the sampled token was asked for
+        elif logprobs is not None:
+            self.logprobs.extend(one[token].logprob for one, token in zip(logprobs, completion.token_ids, strict=True))
+        self.versions = [[span.start, span.end, int(span.version)] for span in completion.weight_versions or []]
+
+
+recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
+"""Where the calls of the current request are recorded; None: nobody asks."""

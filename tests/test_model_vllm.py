@@ -1,0 +1,498 @@
+"""models/vllm with the real engine: a tiny random checkpoint, two server processes, and transformers as the judge."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from ngym.errors import ConfigError
+from ngym.services.loader import load
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+SERVE = """
+import json, socket, sys
+from ngym.services.runner import ServiceSpec, run
+sys.exit(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
+"""
+TEMPLATE = r"""{%- for m in messages -%}
+<|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
+{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}
+{%- if m.reasoning %}<think>
+{{ m.reasoning }}
+</think>
+{% endif %}{{ m.content or '' }}{% endif %}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+@dataclass
+class Server:
+    """A service process, and what it answered on its way to ready."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    while_loading: list[httpx.Response] = field(default_factory=list)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def answer(self, **body: Any) -> dict[str, Any]:
+        reply = self.post("/v1/responses", **body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of 40,000 parameters with a byte-level tokenizer, as Hugging Face writes it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = 'user assistant tool hello world what is {"name": "add", "arguments": {"a": 1}}'
+    bpe.train_from_iterator(
+        [words] * 9, trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
+    tokenizer.chat_template = TEMPLATE
+    set_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # sharper than a fresh model's: its errors show
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    folder = tmp_path_factory.mktemp("policy")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    """The checkpoint in transformers: (prompt ids, sampled ids, temperature) -> the logprob of each sampled id."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logprobs(prompt: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
+        logits_TV = model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1] / temperature
+        return logits_TV.log_softmax(-1).gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()
+
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[dict[str, Server]]:
+    """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
+    folder = tmp_path_factory.mktemp("services")
+    running = {
+        "policy": start(folder, root, "policy", {"model": str(checkpoint)}),
+        "thinker": start(folder, root, "thinker", {"model": str(checkpoint), "reasoning_parser": "qwen3"}),
+    }
+    try:
+        for server in running.values():
+            wait_until_ready(server)
+        yield running
+    finally:
+        for server in running.values():
+            server.process.terminate()
+        for server in running.values():
+            server.process.wait(10)
+
+
+@pytest.fixture
+def policy(servers: dict[str, Server]) -> Server:
+    return servers["policy"]
+
+
+def start(folder: Path, root: Path, name: str, options: dict[str, Any]) -> Server:
+    app_file = root / "models" / "vllm" / "app.py"
+    spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
+    log = folder / f"{name}.log"
+    with socket.socket() as listener, log.open("wb") as output:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        command = [sys.executable, "-c", SERVE, str(listener.fileno()), json.dumps(spec)]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=output, cwd=folder)
+        return Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
+
+
+def wait_until_ready(server: Server, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        alive, ready = (httpx.get(server.url + path, timeout=20) for path in ("/health", "/ready"))
+        assert alive.json() == {"status": "ok"}
+        if ready.status_code == 200:
+            return
+        server.while_loading.append(ready)
+        time.sleep(0.2)
+    raise AssertionError(f"not ready after {timeout_s} s:\n{server.log.read_text()[-3000:]}")
+
+
+def tokens_of(response: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
+    last = response["output"][-1]
+    return last["prompt_token_ids"], last["generation_token_ids"], last["generation_log_probs"]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_while_it_loads_it_is_alive_but_not_ready_and_says_why(policy: Server) -> None:
+    problems = [reply.json() for reply in policy.while_loading]
+    assert {reply.status_code for reply in policy.while_loading} == {503}
+    assert all(problem["retryable"] and problem["service"] == "policy" for problem in problems)
+    assert any("importing vLLM" in problem["detail"] for problem in problems)
+    assert "ngym-status: loading: importing vLLM\n" in policy.log.read_text()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_an_answer_carries_the_ids_and_the_logprobs_of_what_was_sampled(
+    policy: Server, tokenizer: Any, reference: Any, temperature: float
+) -> None:
+    response = policy.answer(input="hello world", max_output_tokens=40, temperature=temperature)
+    prompt, sampled, logprobs = tokens_of(response)
+    assert prompt == tokenizer.apply_chat_template([user("hello world")], add_generation_prompt=True)["input_ids"]
+    assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == (len(prompt), len(sampled))
+    assert logprobs == pytest.approx(reference(prompt, sampled, temperature), abs=1e-4)
+    assert response["ng"] == {"policy_version": [[0, len(sampled), 0]]}
+
+
+def test_an_answer_without_any_text_carries_its_tokens_too(policy: Server, tokenizer: Any) -> None:
+    response = policy.answer(input="hello", logit_bias={tokenizer.eos_token_id: 100})
+    assert [item["type"] for item in response["output"]] == ["message"]
+    assert response["output"][0]["content"][0]["text"] == ""
+    assert tokens_of(response)[1] == [tokenizer.eos_token_id]
+
+
+def test_a_tool_loop_goes_on_from_the_very_ids_of_the_call(policy: Server, tokenizer: Any, reference: Any) -> None:
+    task = {"tools": [ADD], "max_output_tokens": 200}
+    forced = {"structured_outputs": {"choice": [CALL_TEXT]}}
+    first = policy.answer(input=[user("what is 1 + 2?")], **task, **forced)
+    call = first["output"][-1]
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": 2})
+    prompt, sampled, _ = tokens_of(first)
+    assert tokenizer.decode(sampled) == CALL_TEXT + "<|im_end|>"
+    canonical = tokenizer.encode(CALL_TEXT + "<|im_end|>")
+    assert sampled != canonical, "the grammar samples any spelling: else this test shows nothing"
+
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": '{"sum": 3}'}
+    second = policy.answer(input=[user("what is 1 + 2?"), *first["output"], result], **task)
+    prompt_2, sampled_2, logprobs_2 = tokens_of(second)
+    assert prompt_2[: len(prompt) + len(sampled)] == prompt + sampled
+    tail = '\n<|im_start|>user\n<tool_response>{"sum": 3}</tool_response><|im_end|>\n<|im_start|>assistant\n'
+    assert tokenizer.decode(prompt_2[len(prompt) + len(sampled) :]) == tail
+    assert logprobs_2 == pytest.approx(reference(prompt_2, sampled_2), abs=1e-4)
+
+    third = policy.answer(
+        input=[user("what is 1 + 2?"), *first["output"], result, *second["output"], user("and now?")], **task
+    )
+    assert tokens_of(third)[0][: len(prompt_2) + len(sampled_2)] == prompt_2 + sampled_2
+
+
+def test_an_answer_that_was_cut_off_is_closed_by_the_template(policy: Server, tokenizer: Any) -> None:
+    first = policy.answer(input=[user("hello")], max_output_tokens=24, ignore_eos=True)
+    prompt, sampled, _ = tokens_of(first)
+    assert first["status"] == "incomplete" and first["incomplete_details"] == {"reason": "max_output_tokens"}
+    second = policy.answer(input=[user("hello"), *first["output"], user("go on")], max_output_tokens=4)
+    after = tokens_of(second)[0][len(prompt) + len(sampled) :]
+    assert tokens_of(second)[0][: len(prompt) + len(sampled)] == prompt + sampled
+    assert tokenizer.decode(after) == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_edited_history_is_rendered_anew(policy: Server, tokenizer: Any) -> None:
+    first = policy.answer(input=[user("hello world")], structured_outputs={"choice": ["what is hello"]})
+    second = policy.answer(input=[user("hello"), *first["output"], user("go on")], max_output_tokens=4)
+    messages = [user("hello"), {"role": "assistant", "content": "what is hello"}, user("go on")]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokens_of(second)[0] == rendered
+
+
+def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_goes_on(servers: dict[str, Server]) -> None:
+    first = servers["thinker"].answer(input=[user("hello")], max_output_tokens=24, ignore_eos=True)
+    assert [item["type"] for item in first["output"]] == ["reasoning"]
+    prompt, sampled, _ = tokens_of(first)
+    second = servers["thinker"].answer(input=[user("hello"), *first["output"], user("go on")], max_output_tokens=4)
+    assert tokens_of(second)[0][: len(prompt) + len(sampled)] == prompt + sampled
+
+
+def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server) -> None:
+    for length in (900, 1100, 100_000):
+        response = policy.answer(input="a" * length + "!", max_output_tokens=200)
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["content"][0]["text"] == "" and response["usage"]["output_tokens"] == 0
+    assert "prompt_token_ids" not in response["output"][0]
+
+
+def test_long_prompts_with_seeds_leave_the_engine_alive_and_repeat_themselves(policy: Server) -> None:
+    async def ask() -> list[list[int]]:
+        async with httpx.AsyncClient(base_url=policy.url, timeout=60) as client:
+            bodies = [
+                {"input": f"{i} " + "hello " * 300, "seed": i, "max_output_tokens": 8, "ignore_eos": True}
+                for i in range(12)
+            ]
+            replies = await asyncio.gather(*(client.post("/v1/responses", json=body) for body in bodies))
+        return [tokens_of(reply.json())[1] for reply in replies]
+
+    assert asyncio.run(ask()) == asyncio.run(ask())
+
+
+def test_a_nemo_gym_row_reaches_the_engine_through_its_metadata(policy: Server, tokenizer: Any) -> None:
+    eos = tokenizer.eos_token_id
+    response = policy.answer(input="hi", metadata={"extra_body": json.dumps({"logit_bias": {str(eos): 100}})})
+    assert tokens_of(response)[1] == [eos]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/sleep"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/start_profile"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/scale_elastic_ep"),
+        ("POST", "/tokenize"),
+        ("POST", "/invocations"),
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("POST", "/weights"),
+        ("GET", "/docs"),
+        ("GET", "/version"),
+        ("GET", "/metrics/../version"),
+        ("POST", "/rollouts/r1/sleep"),
+        ("POST", "/rollouts/r1/v1/../sleep"),
+        ("POST", "/rollouts//v1/responses"),
+    ],
+)
+def test_vllms_control_routes_are_reachable_by_nobody(policy: Server, method: str, path: str) -> None:
+    reply = httpx.request(method, policy.url + path, json={"input": "hi", "max_output_tokens": 1})
+    assert reply.status_code == 404
+    assert reply.headers["content-type"] == "application/problem+json"
+
+
+def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
+    assert httpx.get(policy.url + "/").json() == {"status": "ok"}
+    assert httpx.get(policy.url + "/weights").json() == {"policy_version": 0, "transport": [], "updating": False}
+    assert [model["id"] for model in httpx.get(policy.url + "/v1/models").json()["data"]] == ["policy"]
+    assert "vllm:generation_tokens_total" in httpx.get(policy.url + "/metrics").text
+    paths = set(httpx.get(policy.url + "/openapi.json").json()["paths"])
+    assert {"/v1/responses", "/v1/chat/completions", "/v1/messages", "/weights", "/ready"} <= paths
+    assert "/tokenize" not in paths
+    assert policy.post("/rollouts/r-1/v1/responses", input="hi", max_output_tokens=1).status_code == 200
+
+
+def test_a_bad_request_names_the_field(policy: Server) -> None:
+    item = {"role": "assistant", "content": "x", "prompt_token_ids": "no", "generation_token_ids": [1]}
+    reply = policy.post("/v1/responses", input=[user("hi"), item])
+    assert reply.status_code == 422 and "input.1.prompt_token_ids" in reply.json()["detail"]
+    item["prompt_token_ids"] = [10**6]
+    assert policy.post("/v1/responses", input=[user("hi"), item, user("x")]).status_code == 200  # not this history
+    assert policy.post("/v1/responses", inputs="hi").json()["error"]["param"] == "body.input"
+    assert httpx.post(policy.url + "/v1/responses", content=b"{nope").status_code == 400
+    assert "nobody" in policy.post("/v1/responses", input="hi", model="nobody").json()["error"]["message"]
+
+
+def test_the_official_client_speaks_to_it(policy: Server) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=policy.url + "/v1", api_key="none")
+    response = client.responses.create(model="policy", input="hello", max_output_tokens=4)
+    assert response.usage.output_tokens == len(response.output[-1].generation_token_ids)
+    chat = client.chat.completions.create(model="policy", messages=[user("hello")], max_tokens=4)
+    assert chat.usage.completion_tokens <= 4
+    events = list(client.responses.create(model="policy", input="hello", max_output_tokens=6, stream=True))
+    assert events[-1].type == "response.completed"
+    streamed = events[-1].response.output[-1]
+    assert len(streamed.generation_token_ids) == len(streamed.generation_log_probs) == 6
+    assert streamed.prompt_token_ids == response.output[-1].prompt_token_ids
+
+
+def test_a_caller_who_hangs_up_frees_its_place(policy: Server) -> None:
+    before = metric(policy, "generation_tokens_total")
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"input": "hi", "max_output_tokens": 900, "ignore_eos": True}
+        httpx.post(policy.url + "/v1/responses", json=body, timeout=0.2)
+    while metric(policy, "num_requests_running"):
+        time.sleep(0.05)
+    assert metric(policy, "generation_tokens_total") - before < 900
+
+
+def metric(server: Server, name: str) -> float:
+    metrics = httpx.get(server.url + "/metrics").text
+    return float(re.findall(rf"^vllm:{name}{{.*}} (.*)$", metrics, re.MULTILINE)[0])
+
+
+def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(policy: Server) -> None:
+    family = [psutil.Process(policy.process.pid), *psutil.Process(policy.process.pid).children(recursive=True)]
+    assert len(family) == 2, "one process that serves, and the engine"
+    body = {"input": "hi", "max_output_tokens": 900, "ignore_eos": True}
+    with socket.create_connection(("127.0.0.1", int(policy.url.rsplit(":")[-1]))) as connection:
+        content = json.dumps(body)
+        head = f"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall((head + content).encode())
+        time.sleep(0.3)
+        policy.process.send_signal(signal.SIGTERM)
+        assert policy.process.wait(5) == 0
+    gone, alive = psutil.wait_procs(family[1:], timeout=1)
+    assert gone and not alive
+
+
+def test_kill_9_leaves_no_engine_behind(servers: dict[str, Server]) -> None:
+    process = servers["thinker"].process
+    engine = psutil.Process(process.pid).children(recursive=True)
+    assert len(engine) == 1
+    process.kill()
+    process.wait(5)
+    gone, alive = psutil.wait_procs(engine, timeout=3)
+    assert gone and not alive
+
+
+# Without an engine
+
+
+@pytest.fixture(scope="module")
+def parts(root: Path) -> Any:
+    """models/vllm's own modules by name, those that do without vLLM."""
+    module = load(root / "models" / "vllm" / "app.py")
+    return lambda name: importlib.import_module(f"{module.__name__}.{name}")
+
+
+END = 9
+SYSTEM, HELLO, OPENING = [1, 2, END], [3, 4, END], [7, 8]
+
+
+def test_a_splice_keeps_the_seen_ids_and_what_the_template_adds(parts: Any) -> None:
+    splicing = parts("splice")
+    seen = splicing.Seen(SYSTEM + HELLO + OPENING, [50, 51, END])
+    history = SYSTEM + HELLO + OPENING + [60, END]  # the same text in another spelling
+    rendered = [*history, 0, 30, END, *OPENING]
+    assert splicing.splice(rendered, history, seen, {END}) == [*seen.prompt, *seen.sampled, 0, 30, END, *OPENING]
+
+
+def test_a_splice_survives_a_template_that_drops_old_reasoning(parts: Any) -> None:
+    splicing = parts("splice")
+    thought = [*OPENING, 40, 41, 60, END]
+    seen = splicing.Seen(SYSTEM + HELLO + thought + HELLO + OPENING, [40, 61, END])
+    history = SYSTEM + HELLO + [*OPENING, 60, END] + HELLO + [*OPENING, 40, 61, END]
+    rendered = SYSTEM + HELLO + [*OPENING, 60, END] + HELLO + [*OPENING, 61, END] + HELLO + OPENING
+    assert splicing.splice(rendered, history, seen, {END}) == [*seen.prompt, *seen.sampled, *HELLO, *OPENING]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        pytest.param([5, END, *HELLO, *OPENING, 60, END], id="another system prompt"),
+        pytest.param([*HELLO, *OPENING, 60, END], id="a message left out"),
+        pytest.param([*SYSTEM, *HELLO, *HELLO, *OPENING, 60, END], id="a message put in"),
+        pytest.param([*SYSTEM, 1, 2, 3], id="no turn that ends"),
+    ],
+)
+def test_a_history_that_is_not_the_seen_one_is_never_spliced(parts: Any, history: list[int]) -> None:
+    splicing = parts("splice")
+    seen = splicing.Seen(SYSTEM + HELLO + OPENING, [50, 51, END])
+    assert splicing.splice([*history, *HELLO, *OPENING], history, seen, {END}) is None
+
+
+def test_a_model_that_is_not_there_is_one_line_with_the_remedy(parts: Any, tmp_path: Path) -> None:
+    environment = parts("environment")
+    assert not environment.find_model("Qwen/Qwen3-0.6B", tmp_path, "policy").local
+    with pytest.raises(ConfigError, match=r"^service 'policy': model 'runs/x/policy': there is no folder /.*policy"):
+        environment.find_model("runs/x/policy", tmp_path, "policy")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        environment.find_model("empty", tmp_path, "policy")
+
+
+PARSE = """
+import importlib, json, sys
+from pathlib import Path
+from ngym.errors import ConfigError
+from ngym.services.loader import load
+app = load(Path(sys.argv[1]))
+part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
+model = part("environment").Model("/m", local=True)
+told = []
+for options in json.loads(sys.argv[2]):
+    try:
+        arguments = part("arguments").parse_arguments("policy", app.Options(model="m", **options), model, on_cpu=True)
+        told.append({k: str(vars(arguments)[k]) for k in sorted(options.get("engine", {})) if k in vars(arguments)})
+    except ConfigError as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+def test_engine_arguments_are_checked_against_vllms_own(root: Path) -> None:
+    engine = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": False, "dtype": "bfloat16", "seed": 7}
+    cases: dict[str, Any] = {
+        json.dumps({k: str(v) for k, v in sorted(engine.items())}): {"engine": engine},
+        "engine.max_model_lenn: vLLM has no argument 'max_model_lenn' (did you mean 'max_model_len'?)": {
+            "engine": {"max_model_lenn": 512}
+        },
+        "engine.port: ngym decides this itself; remove it": {"engine": {"port": 80}},
+        "engine.served-model-name: this is the service's own option 'served_name'; set it there": {
+            "engine": {"served-model-name": "x"}
+        },
+        "argument --max-num-seqs: ": {"engine": {"max_num_seqs": "many"}},
+        "engine.enable_chunked_prefill: on a CPU, vLLM dies": {"engine": {"enable-chunked-prefill": True}},
+        "tool_call_parser: vLLM has no parser 'hermess' (did you mean 'hermes'?)": {"tool_call_parser": "hermess"},
+    }
+    command = [sys.executable, "-c", PARSE, str(root / "models" / "vllm" / "app.py"), json.dumps(list(cases.values()))]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert result.returncode == 0, result.stderr
+    for expected, told in zip(cases, json.loads(result.stdout.splitlines()[-1]), strict=True):
+        line = told if isinstance(told, str) else json.dumps(told)
+        assert expected in line and "\n" not in line
