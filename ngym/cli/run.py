@@ -1,0 +1,104 @@
+"""`ng_run`: start every service of the config, keep it running, and stop it all together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ngym.cli.main import command, config_options
+
+if TYPE_CHECKING:
+    from ngym.config import Config
+    from ngym.supervise.display import Display
+    from ngym.supervise.launcher import Launcher
+    from ngym.supervise.supervisor import Supervisor
+
+EXIT_CODES = """\
+Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
+            1  a service died again and again, or was not ready in time; its last log lines are shown
+            2  the command, the config or a service's options are wrong; the line says where"""
+
+
+@command("ng_run", epilog=EXIT_CODES)
+@config_options
+@click.option("--dry-run", is_flag=True, help="Print the resolved config, secrets redacted, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
+def main(configs: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Start every service of the config and keep it running.
+
+    Services get free ports, unless their stanza says otherwise; the head (http://127.0.0.1:11000, or a free port) says
+    which. Logs are in .ngym/logs beside the config. Commands in another terminal, in the same folder, find the run.
+
+    \b
+    Examples: ng_run
+              ng_run --config global_config.yaml --config local.yaml policy.replicas=2
+    """
+    if dry_run:
+        _print_resolved(configs, overrides)
+        return
+    from ngym.supervise.launcher import Launcher
+
+    launcher = Launcher.start()  # first of all: its imports take longer than anything below
+    try:
+        from ngym.config import load_config
+
+        config = load_config(configs, overrides)
+        asyncio.run(_run(config, launcher, as_json))
+    finally:
+        launcher.close()
+
+
+def _print_resolved(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
+    import yaml
+
+    from ngym.config import load_config
+    from ngym.supervise.redact import shown_config
+
+    click.echo(yaml.safe_dump(shown_config(load_config(configs, overrides)), sort_keys=False), nl=False)
+
+
+async def _run(config: Config, launcher: Launcher, as_json: bool) -> None:
+    """Until a signal, or an error that ends the run."""
+    from ngym.supervise.display import display
+    from ngym.supervise.supervisor import Supervisor
+
+    stop = asyncio.Event()
+    async with display(as_json, lost=stop.set) as show:
+        supervisor = Supervisor(config, show.event, launcher)
+        _stop_on_signals(supervisor, stop)
+        serving = asyncio.create_task(_serve(supervisor, show))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            show.say("stopping", "stopping every service (Ctrl-C again: at once)")
+            serving.cancel()
+            await asyncio.wait([serving])
+        if serving.cancelled():
+            show.say("stopped", "every service is stopped")
+            return
+        if as_json:  # a person reads it on stderr
+            show.say("failed", str(serving.exception()))
+        serving.result()
+
+
+async def _serve(supervisor: Supervisor, show: Display) -> None:
+    async with supervisor:
+        seconds = supervisor.ready_after_s or 0.0
+        text = f"ready in {seconds:.1f} s; status: {supervisor.head_url}; Ctrl-C stops everything"
+        show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url)
+        await supervisor.failure()
+
+
+def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
+    def received() -> None:
+        if stop.is_set():
+            supervisor.hurry()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            asyncio.get_running_loop().add_signal_handler(number, received)

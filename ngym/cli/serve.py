@@ -1,0 +1,93 @@
+"""`ng_serve`: one service of the config, alone, in this process: a container runs one of these."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import click
+
+from ngym.cli.main import command, config_options
+from ngym.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ngym.config import Config, Stanza
+
+HEAD_TIMEOUT_S = 5.0
+EXIT_CODES = """\
+Exit codes: 0  stopped by Ctrl-C or SIGTERM
+            2  the command, the config or the service's options are wrong; the line says where"""
+
+
+@command("ng_serve", epilog=EXIT_CODES)
+@click.argument("name")
+@config_options
+@click.option("--host", metavar="ADDRESS", help="Listen there; 0.0.0.0 in a container. [default: ngym.host]")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="[default: that of the stanza's port or url, else a free one]"
+)
+@click.pass_context
+def main(
+    ctx: click.Context,
+    name: str,
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    host: str | None,
+    port: int | None,
+) -> None:
+    """Run the service NAME of the config in this process, and nothing else.
+
+    It finds the other services at the `url` of their stanza, or, when ng_run runs in the same folder, where that says.
+    """
+    from ngym.config import load_config
+    from ngym.supervise.sockets import listen, url_of
+    from ngym.supervise.supervisor import service_spec
+
+    config = load_config(configs, overrides)
+    stanza = config.stanza(name)
+    if stanza.app is None:
+        raise ConfigError(f"{stanza.where}: {name!r} has no app, only a url: somebody else runs it")
+    wanted = _own_port(stanza) if port is None else port
+    sock = listen(host or config.settings.host, wanted, f"service {name!r}", "stop that program or give another --port")
+    head_url, urls = asyncio.run(_addresses(config))
+    _warn_of_unknown_addresses(stanza, urls)
+    spec = service_spec(config, stanza, {**urls, name: urls[name] or [url_of(sock)]}, head_url)
+    click.echo(f"{name} listens at {url_of(sock)}", err=True)
+
+    from ngym.services.runner import EXIT_CONFIG, run, spec_from
+
+    code = run(spec_from(spec), [sock])
+    ctx.exit(2 if code == EXIT_CONFIG else code)
+
+
+def _own_port(stanza: Stanza) -> int:
+    url_port = urlsplit(stanza.external_urls[0]).port if stanza.external else None
+    return stanza.port or url_port or 0
+
+
+def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> None:
+    for key, value in stanza.options.items():
+        if isinstance(value, str) and urls.get(value) == []:
+            where = stanza.key_where.get(key, stanza.where)
+            click.echo(
+                f"{where}: nobody knows where {value!r} is: give its stanza a url, or start ng_run here", err=True
+            )
+
+
+async def _addresses(config: Config) -> tuple[str | None, dict[str, list[str]]]:
+    """The head of a run in this folder, if there is one, and where each service is, as far as anybody knows."""
+    from ngym.supervise.headfile import find_running
+    from ngym.supervise.probe import get
+
+    urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
+    running = find_running(config.root)
+    if running is None:
+        return None, urls
+    with contextlib.suppress(OSError, ValueError):  # it ended this moment
+        for server in json.loads((await get(f"{running.url}/servers", HEAD_TIMEOUT_S)).body):
+            urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]
+    return running.url, urls

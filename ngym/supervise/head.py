@@ -1,0 +1,160 @@
+"""The one address of a run: who serves what and where, the resolved config, and a page for a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ngym.errors import UsageError
+from ngym.supervise import nemo
+from ngym.supervise.redact import shown_config
+from ngym.supervise.service import State
+from ngym.supervise.sockets import listen, url_of
+
+if TYPE_CHECKING:
+    from ngym.supervise.supervisor import Supervisor
+
+# From good to bad: a service with replicas is as well as its worst replica.
+SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
+
+
+class Head:
+    """Serves the supervisor's state. Its socket is bound at once; a taken default port gives way to a free one."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        settings = supervisor.config.settings.head
+        remedy = "stop that program or set ngym.head.port to another one (0: any free port)"
+        try:
+            self._socket = listen(settings.host, settings.port, "the head", remedy)
+        except UsageError:
+            if "port" in settings.model_fields_set:
+                raise
+            self._socket = listen(settings.host, 0, "the head", remedy)
+        self.url = url_of(self._socket)
+        serve = uvicorn.Config(
+            _app(supervisor), loop="none", lifespan="off", log_config=None, access_log=False, ws="none"
+        )
+        self._server = _Server(serve)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        if self._task:
+            await self._task
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the command's affair."""
+        yield
+
+
+def servers(states: list[State]) -> list[dict[str, Any]]:
+    """One record per service, as GET /servers gives them (wire.md, section 1)."""
+    by_name: dict[str, list[State]] = {}
+    for state in states:
+        by_name.setdefault(state.name, []).append(state)
+    return [_server(replicas) for replicas in by_name.values()]
+
+
+def _server(replicas: list[State]) -> dict[str, Any]:
+    worst = max(replicas, key=lambda state: SEVERITY.index(state.status))
+    address = {"url": worst.url} if len(replicas) == 1 else {"urls": [state.url for state in replicas]}
+    started = min((state.started_at for state in replicas if state.started_at), default=None)
+    return {
+        "name": worst.name,
+        "kind": worst.kind,
+        "app": worst.app,
+        **address,
+        "pid": replicas[0].pid,
+        "pids": [state.pid for state in replicas],
+        "status": worst.status,
+        "detail": worst.detail,
+        "external": worst.external,
+        "started_at": started.isoformat() if started else None,
+        "uptime_seconds": uptime_seconds(started),
+        "restarts": sum(state.restarts for state in replicas),
+    }
+
+
+def uptime_seconds(started: datetime | None) -> float:
+    return round((datetime.now(UTC) - started).total_seconds(), 1) if started else 0.0
+
+
+def _app(supervisor: Supervisor) -> Starlette:
+    config = supervisor.config
+
+    async def root(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(status_page(servers(supervisor.states)))
+        return JSONResponse({"status": "ok"})
+
+    async def list_servers(request: Request) -> Response:
+        return JSONResponse(servers(supervisor.states))
+
+    async def show_config(request: Request) -> Response:
+        return JSONResponse(shown_config(config))
+
+    async def nemo_config(request: Request) -> Response:
+        text = nemo.global_config_dict_yaml(config, supervisor.urls, supervisor.head_url)
+        return PlainTextResponse(text, media_type="application/json")
+
+    async def nemo_instances(request: Request) -> Response:
+        uptimes = {state.label: uptime_seconds(state.started_at) for state in supervisor.states}
+        return JSONResponse(nemo.server_instances(supervisor.states, uptimes))
+
+    routes = {
+        "/": root,
+        "/health": root,
+        "/servers": list_servers,
+        "/config": show_config,
+        "/global_config_dict_yaml": nemo_config,
+        "/server_instances": nemo_instances,
+    }
+    return Starlette(routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()])
+
+
+def status_page(records: list[dict[str, Any]]) -> str:
+    """A page that reloads itself; no script, nothing from elsewhere."""
+    columns = ("name", "kind", "status", "detail", "url", "pid", "uptime_seconds", "restarts")
+    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in columns)
+    rows = "".join(_row(record, columns) for record in records)
+    ready = sum(record["status"] == "ready" for record in records)
+    return PAGE.format(ready=ready, total=len(records), head=head, rows=rows)
+
+
+def _row(record: dict[str, Any], columns: Sequence[str]) -> str:
+    cells = "".join(f"<td>{_cell(record, column)}</td>" for column in columns)
+    return f"<tr class='{record['status'].replace(' ', '-')}'>{cells}</tr>"
+
+
+def _cell(record: dict[str, Any], column: str) -> str:
+    if column == "url":
+        urls = record.get("urls") or [record["url"]]
+        return "<br>".join(f"<a href='{html.escape(url)}/'>{html.escape(url)}</a>" for url in urls)
+    value = record[column]
+    return html.escape(str(value if value is not None else ""))
+
+
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
+<title>ngym: {ready}/{total} ready</title><style>
+body{{font:15px system-ui,sans-serif;margin:2rem;color:#222;background:#fff}} table{{border-collapse:collapse}}
+td,th{{padding:.35rem .9rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}}
+tr.ready td:nth-child(3){{color:#0a7d28}} tr.failed td:nth-child(3),tr.restarting td:nth-child(3){{color:#b00020}}
+</style></head><body><h1>{ready} of {total} services ready</h1><table><tr>{head}</tr>{rows}</table>
+<p><a href="/servers">servers</a> &middot; <a href="/config">config</a></p></body></html>"""

@@ -1,0 +1,78 @@
+"""Where commands in a second terminal find the run: `.ngym/head.json` beside the config, while the run lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ngym.errors import UsageError
+
+FOLDER = ".ngym"
+FILE = "head.json"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that lives: its head's URL, its process, and the token that its model servers want for a weight push."""
+
+    url: str
+    pid: int
+    admin_token: str
+
+
+class HeadFile:
+    """This run's claim on a folder. The first run that lives there has the file; a second one only has its own logs."""
+
+    def __init__(self, folder: Path, owned: bool) -> None:
+        self._path = folder / FILE
+        self._owned = owned
+        self.logs = folder / ("logs" if owned else f"logs-{os.getpid()}")
+
+    @classmethod
+    def claim(cls, root: Path, url: str, admin_token: str) -> HeadFile:
+        folder = root / FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            problem = f"{folder}: cannot be made ({error.strerror}); the logs go there, so {root} must be writable"
+            raise UsageError(problem) from None
+        content = json.dumps({"url": url, "pid": os.getpid(), "admin_token": admin_token})
+        other = find_running(root)
+        if other is not None and other.url != url and _accepts(other.url):
+            return cls(folder, owned=False)
+        (folder / FILE).unlink(missing_ok=True)
+        try:
+            fd = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:  # another run came first, this very moment
+            return cls(folder, owned=False)
+        with os.fdopen(fd, "w") as file:
+            file.write(content)
+        return cls(folder, owned=True)
+
+    def remove(self) -> None:
+        if self._owned:
+            self._path.unlink(missing_ok=True)
+
+
+def _accepts(url: str) -> bool:
+    """Whether anybody listens there: a pid alone may by now be that of another program."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def find_running(root: Path) -> Running | None:
+    """The run that lives in this folder, or None; a file that a killed run left behind counts as none."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        running = Running(**json.loads((root / FOLDER / FILE).read_text()))
+        os.kill(running.pid, 0)
+        return running
+    return None

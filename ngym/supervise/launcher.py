@@ -1,0 +1,143 @@
+"""The parent's end of the zygote: start it, have it fork services, hear when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ngym.errors import NgymError
+from ngym.supervise.wire import receive, send
+
+ZYGOTE_END_S = 2.5
+
+
+class LauncherGone(NgymError):
+    """The zygote died, which only happens from outside (kill -9, out of memory) or when ngym cannot be imported."""
+
+
+class Child:
+    """One forked process: its pid, and its exit code once it has ended (negative: the signal that killed it)."""
+
+    def __init__(self, launcher: Launcher, number: int) -> None:
+        self._launcher = launcher
+        self._number = number
+        self.pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process; SIGKILL goes to its whole group. Nothing when it has ended."""
+        if not self.exit_code.done():
+            self._launcher.signal(self._number, number)
+
+
+class Launcher:
+    """Forks services. `start` returns at once, so that the zygote's imports overlap with reading the config."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._children: dict[int, Child] = {}
+        self._count = 0
+        self._loop: asyncio.AbstractEventLoop | None = None  # set while we listen to the zygote
+        self.started = time.monotonic()
+
+    @classmethod
+    def start(cls) -> Launcher:
+        """Start the zygote, in a session of its own: a Ctrl-C in the terminal is ours to handle, not its."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ngym.supervise.zygote", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return cls(process, ours)
+
+    async def fork(
+        self, action: str, title: str, spec: dict[str, Any], log: int, sockets: Sequence[socket.socket] = ()
+    ) -> Child:
+        """Have a service forked; returns when it has its pid. `log` is the descriptor for its output, closed here."""
+        self._listen()
+        self._count += 1
+        child = self._children[self._count] = Child(self, self._count)
+        request = {"action": action, "number": self._count, "title": title, "spec": spec}
+        try:
+            self._send(request, [log, *(sock.fileno() for sock in sockets)])
+        finally:
+            os.close(log)
+        await child.pid
+        return child
+
+    def signal(self, number: int, signal_number: signal.Signals) -> None:
+        with contextlib.suppress(LauncherGone):  # then the kernel has killed the service, or is about to
+            self._send({"action": "signal", "number": number, "signal": int(signal_number)})
+
+    def close(self) -> None:
+        """End the zygote and, with it, every process that it or its services started. Blocks for milliseconds."""
+        self._unlisten()
+        self._control.close()
+        if not self._count:  # it may still be importing, for nothing
+            self._process.kill()
+        try:
+            self._process.wait(ZYGOTE_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _listen(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._control, self._hear)
+
+    def _unlisten(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._control)
+        self._loop = None
+
+    def _send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        # Blocking on purpose: the zygote reads at once, but for its first second, and then a few kB fit the buffer.
+        try:
+            send(self._control, content, fds)
+        except OSError:
+            raise self._gone() from None
+
+    def _hear(self) -> None:
+        message = receive(self._control)
+        if message is None:
+            self._lost()
+            return
+        event, child = message.content, self._children[message.content["number"]]
+        if event["event"] == "forked":
+            child.pid.set_result(event["pid"])
+        else:
+            del self._children[event["number"]]
+            child.exit_code.set_result(event["code"])
+
+    def _lost(self) -> None:
+        """The zygote is gone and the kernel kills its children; their own workers are ours to kill."""
+        self._unlisten()
+        error = self._gone()
+        for child in self._children.values():
+            if not child.pid.done():
+                child.pid.set_exception(error)
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid.result(), signal.SIGKILL)
+            child.exit_code.set_exception(error)
+        self._children.clear()
+
+    def _gone(self) -> LauncherGone:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)  # its socket closes a moment before it ends
+        code = self._process.returncode
+        how = "its output above says why" if code == 1 else f"exit code {code}: killed, or out of memory?"
+        return LauncherGone(f"the process that starts the services ended ({how}); every service was stopped, run again")

@@ -1,0 +1,85 @@
+"""What a service prints: into its log file, its last lines kept at hand, its status lines told to the display."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+STATUS_PREFIX = "ngym-status: "
+KEPT_LINES = 200
+MAX_LINE_BYTES = 64 << 10
+MAX_FILE_BYTES = 64 << 20
+DRAIN_S = 0.5
+
+
+class ServiceLog:
+    """One service's log over all of its lives; `open` gives the descriptor that the next life writes to."""
+
+    def __init__(self, path: Path, on_status: Callable[[str], None]) -> None:
+        self.path = path
+        self._on_status = on_status
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._readers: set[asyncio.Task[None]] = set()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb", buffering=0)
+
+    def open(self) -> int:
+        """A descriptor for the next life to write to; what arrives is read until its last writer is gone."""
+        self._lines.clear()
+        read, write = os.pipe()
+        task = asyncio.get_running_loop().create_task(self._read(read))
+        self._readers.add(task)
+        task.add_done_callback(self._readers.discard)
+        return write
+
+    def tail(self, count: int) -> list[str]:
+        """The last lines of this life, oldest first."""
+        return list(self._lines)[-count:]
+
+    async def drained(self) -> None:
+        """Wait until all that a dead process wrote has been read."""
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=DRAIN_S)
+
+    async def close(self) -> None:
+        await self.drained()
+        for task in self._readers:
+            task.cancel()
+        self._file.close()
+
+    async def _read(self, fd: int) -> None:
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        pipe = os.fdopen(fd, "rb", buffering=0)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+        rest = b""
+        try:
+            while chunk := await reader.read(MAX_LINE_BYTES):
+                self._write(chunk)
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._keep(line)
+                rest = rest[-MAX_LINE_BYTES:]
+            if rest:
+                self._keep(rest)
+        finally:
+            transport.close()
+
+    def _write(self, chunk: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not take the services down with it
+            if self._file.tell() > MAX_FILE_BYTES:
+                self.path.replace(self.path.with_suffix(".log.1"))
+                full, self._file = self._file, self.path.open("wb", buffering=0)
+                full.close()
+            self._file.write(chunk)
+
+    def _keep(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        if text.startswith(STATUS_PREFIX):
+            self._on_status(text[len(STATUS_PREFIX) :])
+            return
+        self._lines.append(text)

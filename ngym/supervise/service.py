@@ -1,0 +1,230 @@
+"""One process of a service: forked, watched until it is ready and ever after, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ngym.errors import ConfigError, NgymError
+from ngym.schema import Kind
+from ngym.supervise.launcher import Child, Launcher
+from ngym.supervise.logs import ServiceLog
+from ngym.supervise.probe import health
+
+Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
+
+EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for "my options are wrong, I said why"
+BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+MAX_DEATHS_A_MINUTE = 15  # of a service that gets ready and dies again each time
+SHOWN_LINES = 20
+PROBE_TIMEOUT_S = 5.0
+STARTING_GRACE_S = 0.5
+STARTING_POLL_S, READY_POLL_S = 0.1, 2.0
+
+
+class ServiceFailed(NgymError):
+    """A service was given up: which one, why, and the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of one process of a service, or of one URL of an external one. Also the event of its change.
+
+    label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
+    detail: one line, such as why it is not ready. restarts: how often it was started again.
+    """
+
+    name: str
+    kind: Kind
+    app: str | None
+    label: str
+    replica: int
+    url: str
+    external: bool = False
+    status: Status = "starting"
+    detail: str = ""
+    pid: int | None = None
+    started_at: datetime | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a service is given up: seconds until it is ready, and deaths in a row before it ever was."""
+
+    ready_timeout_s: float
+    max_deaths: int
+
+
+class Watched:
+    """A URL whose readiness is followed: `state` is current, `tell` hears each change, `ready` is set once it was."""
+
+    def __init__(self, state: State, tell: Callable[[State], None]) -> None:
+        self.state = state
+        self.ready = asyncio.Event()
+        self._tell = tell
+
+    def change(self, **changes: Any) -> None:
+        """Update the state; whoever listens is told when something is different."""
+        state = replace(self.state, **changes)
+        if state != self.state:
+            self.state = state
+            self._tell(state)
+
+    async def watch(self, timeout_s: float = float("inf")) -> None:
+        """Poll /ready for ever. TimeoutError when it is not ready for the first time within timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        been_ready = False
+        while True:
+            # A listening socket queues the first probe until the service accepts it: no time is lost by polling.
+            left = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
+            found = await health(self.state.url, min(PROBE_TIMEOUT_S, left))
+            if found.ready:
+                been_ready = True
+                self.change(status="ready", detail="")
+                self.ready.set()
+            elif been_ready:
+                self.change(status="not ready", detail=found.reason)
+            else:
+                self.describe(found.reason)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(found.reason)
+            await asyncio.sleep(READY_POLL_S if been_ready or self.state.external else STARTING_POLL_S)
+
+    def describe(self, reason: str) -> None:
+        """Why it is not ready yet."""
+        self.change(detail=reason)
+
+
+@dataclass
+class Deaths:
+    """Deaths so far, as far as they matter for giving up."""
+
+    in_a_row: int = 0  # lives in a row that were never ready
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS_A_MINUTE))
+
+    def count(self, was_ready: bool) -> None:
+        self.in_a_row = 0 if was_ready else self.in_a_row + 1
+        self.recent.append(time.monotonic())
+
+    def too_many(self, limit: int) -> str | None:
+        """Why the service should be given up, or None."""
+        if limit == 0:
+            return "died, and ngym.max_restarts is 0"
+        if self.in_a_row >= limit:
+            return f"died {self.in_a_row} times in a row without having been ready"
+        if len(self.recent) == MAX_DEATHS_A_MINUTE and self.recent[-1] - self.recent[0] < 60:
+            return f"died {MAX_DEATHS_A_MINUTE} times within a minute"
+        return None
+
+    @property
+    def backoff_s(self) -> float:
+        return min(BACKOFF_S * 2.0 ** max(0, self.in_a_row - 1), MAX_BACKOFF_S)
+
+
+class Process(Watched):
+    """A service process that we run: `run` goes on until it is cancelled or the service has to be given up."""
+
+    def __init__(
+        self,
+        state: State,
+        tell: Callable[[State], None],
+        launcher: Launcher,
+        spec: dict[str, Any],
+        sock: socket.socket,
+        log: Path,
+        limits: Limits,
+    ) -> None:
+        super().__init__(state, tell)
+        self._launcher = launcher
+        self._spec = spec
+        self._socket = sock
+        self._log = ServiceLog(log, on_status=super().describe)
+        self._limits = limits
+        self._child: Child | None = None
+        self._deaths = Deaths()
+
+    async def run(self) -> None:
+        """Start it again whenever it ends. ServiceFailed or ConfigError when that has no point any more."""
+        for restarts in itertools.count():
+            code, was_ready = await self._live(restarts)
+            await self._log.drained()
+            if code == EXIT_CONFIG:
+                self.change(status="failed", detail="wrong options", pid=None)
+                raise ConfigError("\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: wrong options")
+            self._deaths.count(was_ready)
+            how = describe_exit(code)
+            if why := self._deaths.too_many(self._limits.max_deaths):
+                self.change(status="failed", detail=how, pid=None)
+                raise ServiceFailed(self._report(f"{why} ({how})"))
+            pause = self._deaths.backoff_s
+            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None)
+            await asyncio.sleep(pause)
+
+    async def _live(self, restarts: int) -> tuple[int, bool]:
+        """One life: its exit code, and whether it had been ready."""
+        self.ready.clear()
+        output = self._log.open()
+        child = self._child = await self._launcher.fork("run", self.state.label, self._spec, output, [self._socket])
+        now = datetime.now(UTC)
+        self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts)
+        watch = asyncio.create_task(self.watch(self._limits.ready_timeout_s))
+        try:
+            either: list[asyncio.Future[Any]] = [child.exit_code, watch]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not child.exit_code.done():
+                watch.result()
+        except TimeoutError as error:
+            self.change(status="failed", detail="not ready in time")
+            what = f"was not ready within {self._limits.ready_timeout_s:g} s ({error})"
+            raise ServiceFailed(self._report(what)) from None
+        finally:
+            watch.cancel()
+        return child.exit_code.result(), self.ready.is_set()
+
+    def describe(self, reason: str) -> None:
+        """The service's own status line says more than that its port does not answer yet."""
+        if not reason.startswith("no answer"):
+            super().describe(reason)
+
+    async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """SIGTERM, and SIGKILL to the whole group when it is not gone after grace_s or when `hurry` is set."""
+        if not self.ready.is_set():  # still starting: it has no answers in flight, and often no ear for signals
+            grace_s = min(grace_s, STARTING_GRACE_S)
+        child = self._child
+        if child is not None and not child.exit_code.done():
+            child.signal(signal.SIGTERM)
+            hurried = asyncio.create_task(hurry.wait())
+            either: list[asyncio.Future[Any]] = [child.exit_code, hurried]
+            await asyncio.wait(either, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            child.signal(signal.SIGKILL)
+            await asyncio.wait({child.exit_code}, timeout=1)
+        if self.state.status != "failed":
+            self.change(status="stopped", detail="", pid=None)
+        await self._log.close()
+
+    def _report(self, what: str) -> str:
+        lines = self._log.tail(SHOWN_LINES)
+        log = f"the last {len(lines)} lines of {self._log.path}:" if lines else f"it printed nothing ({self._log.path})"
+        return "\n".join([f"service {self.state.label!r} {what}; {log}", *(f"  | {line}" for line in lines)])
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")

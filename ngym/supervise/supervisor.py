@@ -1,0 +1,189 @@
+"""All services of a config as one thing: `async with Supervisor(config) as stack` starts, watches and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from ngym.config import Config, Stanza, app_file
+from ngym.errors import ConfigError
+from ngym.supervise.head import Head
+from ngym.supervise.headfile import HeadFile
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.service import Limits, Process, State, Watched
+from ngym.supervise.sockets import listen, url_of
+
+GRACE_S = 3.5  # of the 5 s in which everything is gone; a service's own grace for answers in flight is 3 s
+
+
+class Supervisor:
+    """Starts every service that is not external, waits until each is ready, restarts what dies, stops all together.
+
+    Args:
+        config: the global config.
+        on_event: told each change of a service's state.
+        launcher: one that was started before the config was read, to save its start-up time.
+
+    While it runs: `head_url`, `urls` (service name -> URLs of its replicas) and `states`. Entering raises ServiceFailed
+    or ConfigError when a service cannot be started; then nothing is left running. `ready_after_s` counts from the
+    launcher's start.
+    """
+
+    def __init__(
+        self, config: Config, on_event: Callable[[State], None] = lambda state: None, launcher: Launcher | None = None
+    ) -> None:
+        self.config = config
+        self.urls: dict[str, list[str]] = {}
+        self.admin_token = secrets.token_urlsafe(24)
+        self.ready_after_s: float | None = None
+        self._on_event = on_event
+        self._launcher = launcher
+        self._watched: list[Watched] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sockets: list[socket.socket] = []
+        self._hurry = asyncio.Event()
+        self._head: Head | None = None
+        self._head_file: HeadFile | None = None
+
+    @property
+    def head_url(self) -> str:
+        assert self._head is not None, "the head exists while the supervisor runs"
+        return self._head.url
+
+    @property
+    def states(self) -> list[State]:
+        """Every process of every service, and every URL of external ones, in the config's order."""
+        return [watched.state for watched in self._watched]
+
+    async def __aenter__(self) -> Self:
+        self._launcher = self._launcher or Launcher.start()
+        try:
+            await self._start()
+            await self._all_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        self.ready_after_s = time.monotonic() - self._launcher.started
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def failure(self) -> None:
+        """Wait for ever; raises ServiceFailed (or ConfigError) when a service has to be given up."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    def hurry(self) -> None:
+        """Stop waiting for services that stop politely: kill them."""
+        self._hurry.set()
+
+    async def stop(self) -> None:
+        """Stop everything; no process is left after this, and it takes less than 5 s."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        stopping = [watched.stop(GRACE_S, self._hurry) for watched in self._watched if isinstance(watched, Process)]
+        await asyncio.gather(*stopping)
+        if self._launcher:
+            self._launcher.close()
+        if self._head_file:
+            self._head_file.remove()
+        if self._head:
+            await self._head.close()
+        for sock in self._sockets:
+            sock.close()
+
+    async def _start(self) -> None:
+        """Bind every socket, so that all addresses are known, then fork everything at once."""
+        config = self.config
+        bound = {stanza.name: self._bind(stanza) for stanza in config.services.values()}
+        self._head = Head(self)
+        self._head_file = HeadFile.claim(config.root, self._head.url, self.admin_token)
+        for stanza in config.services.values():
+            self._watched += self._external(stanza) if stanza.external else self._processes(stanza, bound[stanza.name])
+        self._head.start()
+        for watched in self._watched:
+            run = watched.run() if isinstance(watched, Process) else watched.watch()
+            self._tasks.append(asyncio.create_task(run))
+
+    def _bind(self, stanza: Stanza) -> list[socket.socket]:
+        if stanza.external:
+            self.urls[stanza.name] = list(stanza.external_urls)
+            return []
+        if stanza.port and stanza.replicas > 1:
+            where = stanza.key_where.get("port", stanza.where)
+            raise ConfigError(f"{where}: {stanza.name!r} has {stanza.replicas} replicas and one port; leave `port` out")
+        remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
+        for _ in range(stanza.replicas):
+            sock = listen(self.config.settings.host, stanza.port or 0, f"service {stanza.name!r}", remedy)
+            self._sockets.append(sock)
+        mine = self._sockets[-stanza.replicas :]
+        self.urls[stanza.name] = [url_of(sock) for sock in mine]
+        return mine
+
+    def _external(self, stanza: Stanza) -> list[Watched]:
+        return [Watched(self._state(stanza, index), self._on_event) for index in range(len(stanza.external_urls))]
+
+    def _processes(self, stanza: Stanza, sockets: list[socket.socket]) -> list[Watched]:
+        assert self._launcher is not None and self._head_file is not None
+        settings = self.config.settings
+        timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
+        processes: list[Watched] = []
+        for index, sock in enumerate(sockets):
+            state = self._state(stanza, index)
+            spec = service_spec(self.config, stanza, self.urls, self.head_url, index, self.admin_token)
+            limits = Limits(timeout, settings.max_restarts)
+            log = self._head_file.logs / f"{state.label}.log"
+            processes.append(Process(state, self._on_event, self._launcher, spec, sock, log, limits))
+        return processes
+
+    def _state(self, stanza: Stanza, index: int) -> State:
+        urls = self.urls[stanza.name]
+        label = f"{stanza.name}-{index}" if len(urls) > 1 else stanza.name
+        return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external)
+
+    async def _all_ready(self) -> None:
+        """Until every service of ours was ready once. External ones are only shown: somebody else starts them."""
+        failure = asyncio.create_task(self.failure())
+        try:
+            for watched in self._watched:
+                if isinstance(watched, Process):
+                    ready = asyncio.create_task(watched.ready.wait())
+                    await asyncio.wait([ready, failure], return_when=asyncio.FIRST_COMPLETED)
+                    ready.cancel()
+                    if failure.done():
+                        failure.result()
+        finally:
+            failure.cancel()
+
+
+def service_spec(
+    config: Config,
+    stanza: Stanza,
+    urls: Mapping[str, list[str]],
+    head_url: str | None = None,
+    replica: int = 0,
+    admin_token: str | None = None,
+) -> dict[str, Any]:
+    """What a service's process is told, as JSON: the fields of `ngym.services.runner.ServiceSpec`."""
+    if stanza.app is None:
+        raise ConfigError(f"{stanza.where}: {stanza.name!r} has no app, only a url: somebody else runs it")
+    return {
+        "name": stanza.name,
+        "kind": stanza.kind,
+        "app_file": str(app_file(stanza.app, config.root, stanza.where)),
+        "options": stanza.options,
+        "where": stanza.where,
+        "key_where": stanza.key_where,
+        "urls": dict(urls),
+        "head_url": head_url,
+        "root": str(config.root),
+        "replica": replica,
+        "admin_token": admin_token if stanza.kind == "model" else None,  # it opens the weight push, nothing else
+    }

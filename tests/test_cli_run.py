@@ -1,0 +1,289 @@
+"""The commands as a user runs them: real processes, their output, their exit codes, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+YES = """
+from ngym import VerifyRequest, gym_server
+
+async def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify)
+"""
+# Neither the service nor its worker listens to SIGTERM.
+STUBBORN = """
+import signal, subprocess, sys
+from ngym import ServiceContext, ServiceOptions
+
+class Options(ServiceOptions):
+    pass
+
+async def serve(context: ServiceContext) -> None:
+    import asyncio
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
+
+    async def answer(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.0 200 OK\\r\\n\\r\\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(answer, sock=context.sockets[0])
+    await server.serve_forever()
+"""
+CONFIG = """
+ngym: {head: {port: 0}}
+one: {kind: gym_server, app: gym_servers/yes}
+"""
+HEAVY = {"aiohttp", "fastapi", "omegaconf", "pydantic", "rich", "starlette", "uvicorn", "yaml"}
+
+
+def command(name: str, *words: str) -> list[str]:
+    code = f"import sys; sys.argv[0] = 'ng_{name}'; from ngym.cli.{name} import main; main()"
+    return [sys.executable, "-P", "-c", code, *words]
+
+
+def ended(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(command(name, *words), cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+class Running:
+    """An `ng_run --json` that was started; `process` is it, `events` what it has said until it was ready."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.process = subprocess.Popen(
+            command("run", "--json", *words), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.events: list[dict[str, Any]] = []
+
+    def until_ready(self) -> Running:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.append(json.loads(line))
+            if self.events[-1]["event"] == "ready":
+                return self
+        raise AssertionError(self.process.communicate()[1])
+
+    def everyone(self) -> list[psutil.Process]:
+        """Every process of the run but ng_run itself."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "gym_servers").mkdir()
+    (tmp_path / "gym_servers" / "yes.py").write_text(YES)
+    (tmp_path / "gym_servers" / "stubborn.py").write_text(STUBBORN)
+    (tmp_path / "global_config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def start(*words: str) -> Running:
+        started.append(Running(folder, *words))
+        return started[-1].until_ready()
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.communicate()
+
+
+def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that run a second later; where nobody reaps orphans, one that has ended stays a zombie."""
+    _, alive = psutil.wait_procs(processes, timeout=1)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def post(url: str, body: bytes) -> Any:
+    request = Request(url, data=body, headers={"content-type": "application/json"})
+    with urlopen(request, timeout=30) as reply:
+        return json.loads(reply.read())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_however_ng_run_ends_no_process_is_left(
+    run: Callable[..., Running], folder: Path, number: signal.Signals
+) -> None:
+    with (folder / "global_config.yaml").open("a") as config:
+        config.write("two: {kind: model, app: gym_servers/stubborn}\n")
+    running = run()
+    everyone = running.everyone()
+    assert len(everyone) == 4  # the zygote, two services, the worker of one
+    started = time.monotonic()
+    code, out, _ = running.end(number)
+    assert time.monotonic() - started < 5
+    assert still_there(everyone) == []
+    if number is not signal.SIGKILL:
+        assert code == 0 and json.loads(out.splitlines()[-1])["event"] == "stopped"
+        assert not (folder / ".ngym" / "head.json").exists()
+
+
+def test_a_second_ctrl_c_kills_at_once(run: Callable[..., Running], folder: Path) -> None:
+    (folder / "global_config.yaml").write_text(
+        "two: {kind: model, app: gym_servers/stubborn}\nngym: {head: {port: 0}}\n"
+    )
+    running = run()
+    started = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    code, _, _ = running.end()
+    assert code == 0 and time.monotonic() - started < 2.5  # one alone waits 3.5 s for a service that does not listen
+
+
+def test_a_closed_terminal_leaves_nothing_running(folder: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execv(sys.executable, command("run"))
+    seen = b""
+    while b"ready in" not in seen:
+        seen += os.read(terminal, 65536)
+    everyone = psutil.Process(pid).children(recursive=True)
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(everyone) == 2 and still_there(everyone) == []
+
+
+def test_json_has_an_event_for_each_change(run: Callable[..., Running]) -> None:
+    events = run("one.replicas=2").events
+    services = [event for event in events if event["event"] == "service"]
+    assert {event["label"] for event in services} == {"one-0", "one-1"}
+    assert {"time", "name", "kind", "status", "detail", "pid", "url", "restarts"} <= services[0].keys()
+    assert events[-1]["event"] == "ready" and events[-1]["head"].startswith("http://127.0.0.1:")
+
+
+def test_ng_status_shows_the_run_and_its_exit_code_tells_whether_all_is_ready(
+    run: Callable[..., Running], folder: Path
+) -> None:
+    run()
+    shown = ended(folder, "status")
+    assert shown.returncode == 0 and "1 of 1 services ready" in shown.stdout and "gym_server  ready" in shown.stdout
+    record = json.loads(ended(folder, "status", "--json").stdout)
+    assert record["servers"][0]["name"] == "one"
+
+
+def test_ng_status_without_a_run_says_so_and_fails(folder: Path) -> None:
+    shown = ended(folder, "status")
+    assert (
+        shown.returncode == 1
+        and shown.stderr == f"nothing runs in {folder}: start it with ng_run there, or name a run with --head URL\n"
+    )
+
+
+def test_ng_status_fails_while_something_is_not_ready(run: Callable[..., Running], folder: Path) -> None:
+    with (folder / "global_config.yaml").open("a") as config:
+        config.write("far: {kind: model, url: 'http://127.0.0.1:9'}\n")
+    run()
+    shown = ended(folder, "status")
+    assert shown.returncode == 1 and "1 of 2 services ready" in shown.stdout and "not reachable" in shown.stdout
+
+
+def test_a_dry_run_prints_the_resolved_config_without_its_secrets_and_starts_nothing(folder: Path) -> None:
+    shown = ended(folder, "run", "--dry-run", "one.replicas=3", "one.api_key=sk-123")
+    assert shown.returncode == 0 and "replicas: 3" in shown.stdout and "<redacted>" in shown.stdout
+    assert "sk-123" not in shown.stdout and not (folder / ".ngym").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--config", "nope.yaml"], "nope.yaml: no such file"),
+        (["onne.replicas=2"], "no service named 'onne' (did you mean 'one'?)"),
+        (["one.tolerance=2"], "command line: unknown key 'tolerance'"),
+        (["one.app=gym_servers/yess"], "no service at 'gym_servers/yess'"),
+    ],
+)
+def test_a_wrong_config_is_one_line_and_exit_code_2(folder: Path, words: list[str], line: str) -> None:
+    shown = ended(folder, "run", *words)
+    assert shown.returncode == 2 and line in shown.stderr and len(shown.stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        shown = ended(folder, "run", f"one.port={taken.getsockname()[1]}")
+    assert shown.returncode == 2 and "is in use by another program; stop that program" in shown.stderr
+
+
+def test_a_service_that_cannot_start_is_shown_with_its_log_and_exit_code_1(folder: Path) -> None:
+    (folder / "gym_servers" / "yes.py").write_text("raise RuntimeError('no licence')")
+    shown = ended(folder, "run", "ngym.max_restarts=2")
+    assert shown.returncode == 1
+    assert "service 'one' died 2 times in a row" in shown.stderr and "RuntimeError: no licence" in shown.stderr
+
+
+def test_ng_validate_names_every_mistake_of_every_service(folder: Path) -> None:
+    assert ended(folder, "validate").returncode == 0
+    (folder / "gym_servers" / "broken.py").write_text("import ngym\nngym.nonsense\n")
+    (folder / "global_config.yaml").write_text(
+        "one: {kind: gym_server, app: gym_servers/yes, treshold: 1}\n"
+        "two: {kind: agent, app: agents/simple, gym: onne, model: one}\n"
+        "three: {kind: gym_server, app: gym_servers/broken}\n"
+    )
+    shown = ended(folder, "validate")
+    assert shown.returncode == 2
+    assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
+    assert "global_config.yaml:2: no service named 'onne' (did you mean 'one'?)" in shown.stderr
+    assert "global_config.yaml:3: the app of 'three' cannot be loaded" in shown.stderr
+
+
+def test_ng_serve_runs_one_service_alone(folder: Path) -> None:
+    with subprocess.Popen(command("serve", "one"), cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        assert json.loads(urlopen(f"{url}/ready", timeout=10).read()) == {"status": "ready"}
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_a_new_project_runs_as_it_stands(run: Callable[..., Running], folder: Path) -> None:
+    made = ended(folder, "init", "my_env")
+    assert made.returncode == 0 and "ng_run" in made.stdout
+    project = folder / "my_env"
+    running = run("--config", "my_env/global_config.yaml", "ngym.head.port=0")
+    (agent,) = [e["url"] for e in running.events if e.get("kind") == "agent" and e["status"] == "ready"]
+    task = (project / "data" / "my_env" / "example.jsonl").read_bytes().splitlines()[0]
+    assert post(f"{agent}/run", task)["reward"] == 1.0
+
+
+def test_ng_init_never_overwrites(folder: Path) -> None:
+    shown = ended(folder, "init", "my_env", "--folder", str(folder))
+    assert shown.returncode == 2 and "exists and is not empty; nothing was written" in shown.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["global_config.yaml", "gym_servers"]
+
+
+def test_a_misspelt_command_gets_the_nearest_name(folder: Path) -> None:
+    shown = ended(folder, "main", "statsu")
+    assert shown.returncode == 2 and "no command 'statsu' (did you mean 'status'?)" in shown.stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, ngym.cli.{0}; print(*sorted(m for m in sys.modules if m in {1!r}))"
+    for name in ("main", "run", "status", "serve", "validate", "init"):
+        shown = subprocess.run([sys.executable, "-c", code.format(name, HEAVY)], capture_output=True, text=True)
+        assert shown.stdout.split() == [], name

@@ -1,0 +1,346 @@
+"""Real processes: started together, watched, restarted, given up, and gone at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from ngym.config import load_config
+from ngym.errors import ConfigError, UsageError
+from ngym.supervise.headfile import find_running
+from ngym.supervise.launcher import LauncherGone
+from ngym.supervise.probe import get, health
+from ngym.supervise.redact import REDACTED, redacted
+from ngym.supervise.service import ServiceFailed, State
+from ngym.supervise.supervisor import Supervisor
+
+YES = """
+from ngym import VerifyRequest, gym_server
+
+async def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify)
+"""
+# Dies when it is told to by a file, as often as that file says.
+SHAKY = (
+    """
+import os, pathlib, sys
+left = pathlib.Path(__file__).with_name("deaths")
+count = int(left.read_text()) if left.exists() else 0
+if count:
+    left.write_text(str(count - 1))
+    print(f"about to die, {count} to go", flush=True)
+    os._exit(3)
+"""
+    + YES
+)
+SLOW = """
+import asyncio
+from contextlib import asynccontextmanager
+from ngym import ServiceContext, VerifyRequest, gym_server
+
+@asynccontextmanager
+async def lifespan(context: ServiceContext):
+    print("ngym-status: loading weights", flush=True)
+    await asyncio.sleep(60)
+    yield
+
+async def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify, lifespan=lifespan)
+"""
+# Workers that a careless service leaves behind: a child, one in a session of its own, a daemon.
+WITH_WORKERS = """
+import subprocess, sys
+from contextlib import asynccontextmanager
+from ngym import ServiceContext, VerifyRequest, gym_server
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+
+@asynccontextmanager
+async def lifespan(context: ServiceContext):
+    subprocess.Popen([sys.executable, "-c", STUBBORN])
+    subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True)
+    subprocess.run(["sh", "-c", f"setsid {sys.executable} -c '{STUBBORN}' &"], check=True)
+    yield
+
+async def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify, lifespan=lifespan)
+"""
+
+
+class Project:
+    """A folder with a config and services; `supervisor()` loads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[State] = []
+
+    def write(self, config: dict[str, Any], **services: str) -> Project:
+        (self.folder / "gym_servers").mkdir(exist_ok=True)
+        for name, code in services.items():
+            (self.folder / "gym_servers" / f"{name}.py").write_text(code)
+        settings = {"head": {"port": 0}, **config.pop("ngym", {})}
+        (self.folder / "global_config.yaml").write_text(yaml.safe_dump({"ngym": settings, **config}, sort_keys=False))
+        return self
+
+    def supervisor(self, *overrides: str) -> Supervisor:
+        config = load_config([self.folder / "global_config.yaml"], overrides)
+        return Supervisor(config, self.events.append)
+
+    def statuses(self, label: str) -> list[str]:
+        return [event.status for event in self.events if event.label == label]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def gym(app: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "gym_server", "app": f"gym_servers/{app}", **more}
+
+
+def processes_of(pids: list[int | None]) -> list[psutil.Process]:
+    """These processes, their zygote, and all descendants."""
+    first = psutil.Process(pids[0])
+    zygote = first.parent()
+    assert zygote is not None
+    return [zygote, *zygote.children(recursive=True)]
+
+
+async def until(condition: Any, seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_services_start_together_and_their_urls_answer(project: Project) -> None:
+    project.write({"one": gym("yes"), "many": gym("yes", replicas=2)}, yes=YES)
+    async with project.supervisor() as stack:
+        assert [len(stack.urls[name]) for name in ("one", "many")] == [1, 2]
+        for url in (*stack.urls["one"], *stack.urls["many"]):
+            assert (await health(url, 5)).ready
+        assert {state.label for state in stack.states} == {"one", "many-0", "many-1"}
+        alive = processes_of([state.pid for state in stack.states])
+        assert len(alive) == 4
+    assert not any(process.is_running() for process in alive)
+    assert project.statuses("one") == ["starting", "ready", "stopped"]
+
+
+async def test_the_head_tells_who_is_where(project: Project) -> None:
+    project.write({"one": gym("yes"), "many": gym("yes", replicas=2)}, yes=YES)
+    async with project.supervisor() as stack:
+        servers = {server["name"]: server for server in json.loads((await get(f"{stack.head_url}/servers", 5)).body)}
+        assert servers["one"]["url"] == stack.urls["one"][0]
+        assert servers["many"]["urls"] == stack.urls["many"]
+        assert servers["one"]["status"] == "ready" and servers["one"]["restarts"] == 0
+        assert servers["one"]["uptime_seconds"] >= 0 and servers["one"]["pid"] == stack.states[0].pid
+        assert json.loads((await get(stack.head_url, 5)).body) == {"status": "ok"}
+
+
+async def test_a_browser_gets_a_page_with_names_escaped(project: Project) -> None:
+    project.write({"one": gym("yes"), "judge": {"kind": "model", "url": "http://127.0.0.1:9/<b>"}}, yes=YES)
+    async with project.supervisor() as stack:
+        host, port = stack.head_url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.0\r\nAccept: text/html\r\n\r\n")
+        page = (await reader.read()).decode()
+        writer.close()
+    assert "1 of 2 services ready" in page and "&lt;b&gt;" in page and "<b>" not in page
+
+
+async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
+    project.write(
+        {
+            "policy": {"kind": "model", "app": "models/scripted"},
+            "env": gym("yes"),
+            "env_agent": {"kind": "agent", "app": "agents/simple", "gym": "env", "model": "policy"},
+        },
+        yes=YES,
+    )
+    async with project.supervisor() as stack:
+        body = (await get(f"{stack.head_url}/global_config_dict_yaml", 5)).body
+        tree = OmegaConf.create(json.loads(body))  # what their ServerClient does with it
+        for name, urls in stack.urls.items():
+            (kind,) = tree[name]
+            (implementation,) = tree[name][kind]
+            server = tree[name][kind][implementation]
+            assert f"http://{server.host}:{server.port}" == urls[0]
+        assert tree.env_agent.responses_api_agents.simple.resources_server.name == "env"
+        instances = json.loads((await get(f"{stack.head_url}/server_instances", 5)).body)
+        assert {instance["process_name"] for instance in instances} == {"policy", "env", "env_agent"}
+        assert {instance["status"] for instance in instances} == {"success"}
+
+
+async def test_a_killed_service_comes_back_at_the_same_address(project: Project) -> None:
+    project.write({"one": gym("yes")}, yes=YES)
+    async with project.supervisor() as stack:
+        (url,) = stack.urls["one"]
+        for deaths in range(1, 8):  # more often than max_restarts: it was ready each time
+            pid = stack.states[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda deaths=deaths: stack.states[0].restarts == deaths and stack.states[0].status == "ready")
+            assert (await health(url, 5)).ready and stack.states[0].pid != pid
+    assert "killed by SIGKILL" in next(event.detail for event in project.events if event.status == "restarting")
+
+
+async def test_a_connection_made_while_a_service_restarts_is_served_when_it_is_back(project: Project) -> None:
+    project.write({"one": gym("yes")}, yes=YES)
+    async with project.supervisor() as stack:
+        os.kill(stack.states[0].pid or 0, signal.SIGKILL)
+        await until(lambda: stack.states[0].status == "restarting")
+        assert (await get(f"{stack.urls['one'][0]}/health", 5)).status == 200
+
+
+async def test_the_workers_of_a_killed_service_die_with_it(project: Project) -> None:
+    project.write({"one": gym("workers")}, workers=WITH_WORKERS)
+    async with project.supervisor() as stack:
+        service = psutil.Process(stack.states[0].pid)
+        in_group = [child for child in service.children() if os.getpgid(child.pid) == service.pid]
+        assert in_group
+        service.kill()
+        await until(lambda: stack.states[0].restarts == 1 and stack.states[0].status == "ready")
+        assert not any(process.is_running() for process in in_group)
+
+
+async def test_after_the_end_no_worker_of_a_service_is_left(project: Project) -> None:
+    project.write({"one": gym("workers")}, workers=WITH_WORKERS)
+    async with project.supervisor() as stack:
+        alive = processes_of([stack.states[0].pid])
+        assert len(alive) == 5  # the zygote, the service, a child, one in a session of its own, a daemon
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    assert not any(process.is_running() for process in alive)
+
+
+async def test_a_service_that_dies_while_starting_is_tried_again(project: Project) -> None:
+    project.write({"one": gym("shaky")}, shaky=SHAKY)
+    (project.folder / "gym_servers" / "deaths").write_text("2")
+    async with project.supervisor() as stack:
+        assert stack.states[0].restarts == 2
+    assert "exit code 3; again in 0.4 s" in [event.detail for event in project.events]
+
+
+async def test_a_service_that_dies_again_and_again_is_named_with_its_log(project: Project) -> None:
+    project.write({"fine": gym("yes"), "one": gym("shaky"), "ngym": {"max_restarts": 3}}, yes=YES, shaky=SHAKY)
+    (project.folder / "gym_servers" / "deaths").write_text("99")
+    with pytest.raises(ServiceFailed) as caught:
+        async with project.supervisor():
+            pass
+    report = str(caught.value)
+    assert "service 'one' died 3 times in a row without having been ready (exit code 3)" in report
+    assert "about to die" in report and str(project.folder / ".ngym" / "logs" / "one.log") in report
+    assert project.statuses("fine")[-1] == "stopped" and project.statuses("one")[-1] == "failed"
+
+
+async def test_a_service_that_is_not_ready_in_time_is_named_with_what_it_waits_for(project: Project) -> None:
+    project.write({"one": gym("slow"), "ngym": {"ready_timeout_s": 0.5}}, slow=SLOW)
+    with pytest.raises(ServiceFailed, match=r"service 'one' was not ready within 0\.5 s"):
+        async with project.supervisor():
+            pass
+    assert "loading weights" in [event.detail for event in project.events]
+
+
+async def test_wrong_options_end_the_run_with_their_line_and_without_a_restart(project: Project) -> None:
+    project.write({"fine": gym("yes"), "one": gym("yes", tolerence=1)}, yes=YES)
+    with pytest.raises(ConfigError, match=r"global_config\.yaml:\d+: unknown key 'tolerence'"):
+        async with project.supervisor():
+            pass
+    assert project.statuses("one") == ["starting", "failed"]
+
+
+async def test_a_port_in_use_is_told_with_the_remedy_and_nothing_is_started(project: Project) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        project.write({"one": gym("yes", port=port)}, yes=YES)
+        with pytest.raises(UsageError, match=f"'one': port {port} on 127.0.0.1 is in use .*leave `port` out"):
+            async with project.supervisor():
+                pass
+    assert project.events == []
+
+
+async def test_a_default_head_port_that_is_taken_gives_way_and_a_chosen_one_does_not(project: Project) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        project.write({"one": gym("yes"), "ngym": {"head": {"port": port}}}, yes=YES)
+        with pytest.raises(UsageError, match=f"the head: port {port} .* is in use .*ngym.head.port"):
+            async with project.supervisor():
+                pass
+
+
+async def test_an_external_service_is_only_watched(project: Project) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"http://127.0.0.1:{server.getsockname()[1]}"
+    project.write({"one": gym("yes"), "judge": {"kind": "model", "url": nobody}}, yes=YES)
+    async with project.supervisor() as stack:
+        assert stack.urls["judge"] == [nobody]
+        judge = stack.states[1]
+        assert judge.external and judge.pid is None and judge.status == "starting"
+        await until(lambda: "not reachable" in stack.states[1].detail)
+
+
+async def test_the_run_is_found_from_its_folder_and_a_second_one_leaves_it_alone(project: Project) -> None:
+    project.write({"one": gym("yes")}, yes=YES)
+    async with project.supervisor() as first:
+        running = find_running(project.folder)
+        assert running is not None and running.url == first.head_url
+        assert (project.folder / ".ngym" / "head.json").stat().st_mode & 0o077 == 0  # it holds a token
+        async with project.supervisor() as second:
+            assert second.head_url != first.head_url
+            assert find_running(project.folder) == running
+        assert find_running(project.folder) == running
+    assert find_running(project.folder) is None
+
+
+async def test_a_killed_zygote_ends_the_run_and_every_service(project: Project) -> None:
+    project.write({"one": gym("yes")}, yes=YES)
+    with pytest.raises(LauncherGone, match="killed, or out of memory"):
+        async with project.supervisor() as stack:
+            zygote, *services = processes_of([stack.states[0].pid])
+            zygote.kill()
+            await stack.failure()
+    _, alive = psutil.wait_procs(services, timeout=5)
+    assert alive == []
+
+
+async def test_cancelling_the_start_leaves_nothing_running(project: Project) -> None:
+    project.write({"one": gym("slow")}, slow=SLOW)
+    stack = project.supervisor()
+    starting = asyncio.create_task(stack.__aenter__())
+    await until(lambda: any(event.detail == "loading weights" for event in project.events))
+    alive = processes_of([stack.states[0].pid])
+    starting.cancel()
+    with suppress(asyncio.CancelledError):
+        await starting
+    assert starting.cancelled() and not any(process.is_running() for process in alive)
+
+
+def test_secrets_are_known_by_whole_words() -> None:
+    config = {
+        "api_key": "sk-1",
+        "hf_token": "hf",
+        "max_tokens": 5,
+        "primary_key": "id",
+        "api_key_env": "OPENAI_API_KEY",
+    }
+    shown = redacted({"policy": config, "keys": [{"password": "x"}]})
+    assert shown["policy"] == {**config, "api_key": REDACTED, "hf_token": REDACTED}
+    assert shown["keys"] == [{"password": REDACTED}]
