@@ -18,10 +18,10 @@ from contextlib import aclosing
 from pathlib import Path
 
 import orjson
-import uvloop
 
 from ngym.collect.files import Files, Source
 from ngym.collect.plan import Recipe
+from ngym.collect.process import run
 from ngym.collect.run import Limits, Run
 from ngym.peers import Peers
 
@@ -33,12 +33,12 @@ def cpu_s() -> float:
 
 async def collected(files: Files, url: str, in_flight: int) -> int:
     peers = Peers({"agent": [url]})
-    run = Run(peers, Limits(concurrency=in_flight), run_id=files.run_id, keep=files.keep)
+    collection = Run(peers, Limits(concurrency=in_flight), run_id=files.run_id, keep=files.keep)
     count = 0
-    async with aclosing(run.outcomes(files.plan())) as outcomes:
+    async with aclosing(collection.outcomes(files.plan())) as outcomes:
         async for _ in outcomes:
             count += 1
-    await files.close()
+    await files.flush()
     await peers.close()
     return count
 
@@ -50,8 +50,9 @@ def measure(folder: Path, url: str, rows: int, in_flight: int) -> str:
     files = Files(folder / f"out{in_flight}.jsonl", Source(source, Recipe(agent="agent", repeats=4)))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=sys.argv)
     began, used = time.perf_counter(), cpu_s()
-    count = uvloop.run(collected(files, url, in_flight))
+    count = run(collected(files, url, in_flight))
     wall, used = time.perf_counter() - began, cpu_s() - used
+    files.close()
     assert count == rows == sum(1 for _ in (folder / f"out{in_flight}.jsonl").open())
     return f"{in_flight:9d} {rows:8d} {rows / wall:10.0f} {1000 * used / rows:11.3f}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import cast
 
 import uvloop
 
@@ -31,8 +32,7 @@ class Agent(asyncio.Protocol):
     """As much HTTP as one client needs that sends one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.waiting = b""
 
     def data_received(self, data: bytes) -> None:

@@ -210,8 +210,8 @@ class RowLog:
             self._many.set()
         await written
 
-    async def close(self) -> None:
-        """Write what waits, and let go of the file; an empty one is removed."""
+    async def flush(self) -> None:
+        """Write what waits; nothing can be appended after it. Cancelled on a full disk, it gives the rest up."""
         try:
             while self._waiting and self._committer is not None and not self._committer.done():
                 self._many.set()
@@ -220,9 +220,12 @@ class RowLog:
             if self._committer is not None:
                 self._committer.cancel()
                 await asyncio.gather(self._committer, return_exceptions=True)  # appenders were told what ended it
-            if self.empty:
-                self.path.unlink(missing_ok=True)
-            os.close(self._fd)
+
+    def close(self) -> None:
+        """Let go of the file; an empty one is removed."""
+        if self.empty:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
 
     async def _commit_forever(self) -> None:
         batch: list[tuple[bytes, asyncio.Future[None]]] = []

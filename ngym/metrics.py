@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
-from typing import NamedTuple
 
 LEVEL = 0.95
 RESAMPLES = 1000
@@ -15,7 +14,8 @@ EXACT_TASKS = 1000  # with more tasks a bootstrap of a mean equals the normal in
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     """The bounds between which a quantity lies with 95 % confidence."""
 
     low: float
@@ -136,7 +136,7 @@ def student_t(freedom: int) -> float:
         (((3 * z2 + 19) * z2 + 17) * z2 - 15) / 384,
         ((((79 * z2 + 776) * z2 + 1482) * z2 - 1920) * z2 - 945) / 92160,
     )
-    return z * (1 + sum(term / freedom**power for power, term in enumerate(terms, 1)))
+    return z * (1 + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1)))
 
 
 def spread_of_k(rollouts: int) -> list[int]:

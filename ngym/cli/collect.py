@@ -1,0 +1,99 @@
+"""`ng_collect_rollouts`: run an agent over the tasks of a file, and write scored rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ngym.cli.main import Command
+from ngym.errors import UsageError
+
+EPILOG = """\
+\b
+Exit codes: 0    every rollout is done
+            1    some were given up (see *_failures.jsonl), or a service stayed away
+            2    the command, the config or the input is wrong; the lines say where
+            75   the disk was full for ten minutes
+            130  interrupted; what was finished is on the disk, and --resume goes on
+\b
+NeMo Gym's flags (+agent_name=... +input_jsonl_fpath=... +num_repeats=...) are understood, too."""
+
+
+class CollectCommand(Command):
+    """Takes NeMo Gym's flags as well, and says how they are written here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if any("=" in argument for argument in args):
+            from ngym.collect.nemo_flags import hint, translated
+
+            try:
+                text = hint(args)
+                args = translated(args)
+            except UsageError as error:
+                raise click.UsageError(str(error), ctx) from None
+            if text:
+                click.echo(text, err=True)
+        return super().parse_args(ctx, args)
+
+
+@click.command(
+    "ng_collect_rollouts",
+    cls=CollectCommand,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option("--agent", metavar="NAME", help="For rows that name none (agent_ref).")
+@click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
+@click.option("--limit", type=click.IntRange(1), help="The first so many tasks only.")
+@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Rollouts of each task.")
+@click.option("--concurrency", type=click.IntRange(1), default=64, show_default=True, help="Rollouts in flight.")
+@click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")
+@click.option("--overwrite", is_flag=True, help="Delete what --output holds, and start again.")
+@click.option("--temperature", type=click.FloatRange(0), help="Overrides every row's.")
+@click.option("--max-output-tokens", type=click.IntRange(1), help="Overrides every row's.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Into responses_create_params (repeatable)."
+)
+@click.option("--seed", type=int, help="Rollout i of a task samples with this + i.")
+@click.option(
+    "--token-format",
+    type=click.Choice(["ng", "nemo"]),
+    default="ng",
+    show_default=True,
+    help="Tokens as segments; nemo: also on each output item, for NeMo RL.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, help="Seconds, each attempt."
+)
+@click.option(
+    "--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="For failures that may pass."
+)
+@click.option(
+    "--config",
+    "configs",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Start and stop these services here.",
+)
+@click.option("--head", metavar="URL", help="The run to use  [default: the one in this folder, else port 11000]")
+@click.option("--dry-run", is_flag=True, help="Check everything, show what would be done, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to standard error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_context
+def main(ctx: click.Context, /, **options: Any) -> None:
+    """Run an agent over the tasks of a file, and write scored rollouts as they finish.
+
+    The services come from a run of ng_run (in this folder, or --head), or are started here with --config; then
+    KEY=VALUE override the config as for ng_run.
+
+    \b
+    Examples: ng_collect_rollouts --agent math_agent --input data/math/train.jsonl --output out.jsonl --repeats 8
+              ng_collect_rollouts --config global_config.yaml --agent math_agent --input ... --output ... --resume
+    """
+    from ngym.cli.collecting import Options, collect_into_files
+
+    ctx.exit(collect_into_files(Options(**options)))

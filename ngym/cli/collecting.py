@@ -1,0 +1,323 @@
+"""What happens in one `ng_collect_rollouts`: find or start the services, check everything, collect, tell."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import click
+import orjson
+
+from ngym.collect import process
+from ngym.collect.discovery import Known, discover
+from ngym.collect.display import Meter, Show, clock, display
+from ngym.collect.files import Files, Source
+from ngym.collect.gate import Gate
+from ngym.collect.outcome import FailedAttempt, TokenFormat
+from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
+from ngym.collect.report import as_json, files, tables
+from ngym.collect.run import Limits, Run
+from ngym.config import Config, load_config
+from ngym.errors import UsageError
+from ngym.jsonl import DiskFull
+from ngym.peers import Peers
+from ngym.schema import Json
+from ngym.supervise.headfile import find_running
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.redact import shown_config
+from ngym.supervise.service import State
+from ngym.supervise.supervisor import Supervisor
+
+DEFAULT_HEAD = "http://127.0.0.1:11000"
+EXIT_DONE, EXIT_FAILED, EXIT_DISK_FULL, EXIT_INTERRUPTED = 0, 1, 75, 130
+FLUSH_S = 4.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ng_collect_rollouts, see its --help."""
+
+    agent: str | None
+    source: Path
+    output: Path
+    limit: int | None
+    repeats: int
+    concurrency: int
+    resume: bool
+    overwrite: bool
+    temperature: float | None
+    max_output_tokens: int | None
+    settings: tuple[str, ...]
+    seed: int | None
+    token_format: TokenFormat
+    timeout: float
+    max_attempts: int
+    configs: tuple[Path, ...]
+    head: str | None
+    dry_run: bool
+    as_json: bool
+    overrides: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite contradict each other; keep one")
+        if self.configs and self.head:
+            raise UsageError("--config starts services here and --head uses running ones; keep one")
+        if self.overrides and not self.configs:
+            hint = "overrides of the config need --config FILE; for a sampling setting use --set"
+            raise UsageError(f"{self.overrides[0]!r}: {hint}")
+        if not self.source.is_file():
+            raise UsageError(f"{self.source}: no such file (--input)")
+
+    @property
+    def recipe(self) -> Recipe:
+        params: Json = dict(map(_setting, self.settings))
+        named = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
+        params |= {key: value for key, value in named.items() if value is not None}
+        return Recipe(self.agent, self.repeats, self.limit, params, self.seed)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.concurrency, self.timeout, self.max_attempts)
+
+
+def collect_into_files(options: Options) -> int:
+    """The whole command; returns its exit code."""
+    launcher = (
+        Launcher.start() if options.configs and not options.dry_run else None
+    )  # its imports overlap with our checks
+    try:
+        config = load_config(options.configs, options.overrides) if options.configs else None
+        known = _known(options, config)
+        if options.dry_run:
+            return _dry_run(options, known)
+        return Session(options, known).run(config, launcher)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    finally:
+        if launcher:
+            launcher.close()
+
+
+def _known(options: Options, config: Config | None) -> Known:
+    """Who there is, or will be: from the config that we start, else from the head."""
+    if config is not None:
+        agents = frozenset(name for name, stanza in config.services.items() if stanza.kind == "agent")
+        return Known({}, agents, shown_config(config))
+    running = find_running(Path.cwd())
+    return process.run(discover(options.head or (running.url if running else DEFAULT_HEAD)))
+
+
+def _dry_run(options: Options, known: Known) -> int:
+    """Check the input to its end, and show the first thing that would be sent."""
+    recipe, first, count = options.recipe, None, 0
+    for rollout in planned(input_rows(options.source, recipe, known.agents), recipe):
+        first = first or rollout
+        count += 1
+    if first is None:
+        raise UsageError(f"{options.source}: no rows in it; each line is one task")
+    click.echo(f"{count:,} rollouts into {options.output}; the first, by {first.agent}:")
+    click.echo(orjson.dumps(first.row, option=orjson.OPT_INDENT_2))
+    return EXIT_DONE
+
+
+class Session:
+    """One sitting of a collection, from the lock on its files to the table at its end."""
+
+    def __init__(self, options: Options, known: Known) -> None:
+        self.options = options
+        self.known = known
+        self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
+        self.gate = Gate()
+        self.status = "failed"
+        self._seconds = 0.0
+        self._told: set[str] = set()
+        self._supervisor: Supervisor | None = None
+        self._on_state: Callable[[State], None] = lambda state: None
+
+    def run(self, config: Config | None, launcher: Launcher | None) -> int:
+        options = self.options
+        source = Source(options.source, options.recipe, options.token_format, self.known.services)
+        store = Files(options.output, source, on_stall=lambda reason: self.gate.hold("disk", reason))
+        try:
+            self._prepare(store)
+            try:
+                process.run(self._collect(store, config, launcher))
+            finally:
+                self._tell(store)
+        except DiskFull as error:
+            click.echo(str(error), err=True)
+            return EXIT_DISK_FULL
+        finally:
+            store.close()
+        if self.status == "interrupted":
+            return EXIT_INTERRUPTED
+        return EXIT_FAILED if store.aggregates.given_up else EXIT_DONE
+
+    def _prepare(self, store: Files) -> None:
+        options, live = self.options, self.stream.isatty()
+        store.prepare(
+            resume=options.resume,
+            overwrite=options.overwrite,
+            max_attempts=options.max_attempts,
+            agents=self.known.agents,
+            command=sys.argv,
+            tick=lambda text: self._echo(f"\r\x1b[2K{text}", nl=False) if live else None,
+        )
+        if live:
+            self._echo("\r\x1b[2K", nl=False)
+        before = store.progress
+        if before.done or before.given_up or store.duplicates:
+            left = before.total - before.done - before.given_up
+            self._echo(
+                f"resumed run {store.run_id}: {before.done:,} of {before.total:,} rollouts are done"
+                + (f", {before.given_up:,} given up (--max-attempts gives them more)" if before.given_up else "")
+                + (f", {store.duplicates:,} rows stood twice and were dropped" if store.duplicates else "")
+                + f"; {left:,} to go"
+            )
+
+    async def _collect(self, store: Files, config: Config | None, launcher: Launcher | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
+        try:
+            async with self._peers(config, launcher) as peers:
+                try:
+                    await self._run(store, peers, task)
+                finally:
+                    await self._flush(store)
+            self.status = "done"
+        except asyncio.CancelledError:
+            if self.status != "interrupted":
+                raise
+        finally:
+            if not self.gate.reasons.get("disk"):
+                store.finish(self.status)
+
+    async def _flush(self, store: Files) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await store.flush()
+        except TimeoutError:
+            self._echo(f"the disk took no row for {FLUSH_S:.0f} s; what was not yet on it is redone by --resume")
+
+    def _interrupt(self, task: asyncio.Task[None]) -> None:
+        """The first signal ends the run politely; the next one hurries the services."""
+        if self.status == "interrupted":
+            if self._supervisor:
+                self._supervisor.hurry()
+            return
+        self.status = "interrupted"
+        task.cancel()
+
+    @asynccontextmanager
+    async def _peers(self, config: Config | None, launcher: Launcher | None) -> AsyncIterator[Peers]:
+        """The services: started here, or those of a running head."""
+        async with AsyncExitStack() as stack:
+            urls, head_url = self.known.urls, self.known.head_url
+            if config is not None:
+                self._supervisor = Supervisor(config, lambda state: self._on_state(state), launcher)
+                async with self._startup():
+                    await stack.enter_async_context(self._supervisor)
+                urls, head_url = self._supervisor.urls, self._supervisor.head_url
+            peers = Peers(urls, head_url, owner="ng_collect_rollouts")
+            stack.push_async_callback(peers.close)
+            yield peers
+
+    @asynccontextmanager
+    async def _startup(self) -> AsyncIterator[None]:
+        if self.options.as_json:
+            self._on_state = self._say_state
+            yield
+            return
+        from ngym.supervise.display import display as startup_display
+
+        async with startup_display(False, lost=lambda: None) as show:
+            self._on_state = show.event
+            yield
+        self._on_state = lambda state: None
+
+    async def _run(self, store: Files, peers: Peers, task: asyncio.Task[None]) -> None:
+        options = self.options
+        run = Run(
+            peers,
+            options.limits,
+            run_id=store.run_id,
+            token_format=options.token_format,
+            keep=store.keep,
+            failed_before=store.failed_before,
+            gate=self.gate,
+        )
+        plan = (rollout for rollout in store.plan() if not store.settled(rollout, options.max_attempts))
+        meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
+        async with display(meter, self.stream, lost=lambda: self._interrupt(task)) as show:
+            if self._supervisor:
+                self._on_state = lambda state: show.say(f"{state.label}: {state.status} {state.detail}")
+            ends = [asyncio.create_task(self._consume(run, plan, show))]
+            if self._supervisor:
+                ends.append(asyncio.create_task(self._supervisor.failure()))
+            began = time.monotonic()
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._seconds = time.monotonic() - began
+                self._on_state = lambda state: None
+                for end in ends:
+                    end.cancel()
+                await asyncio.gather(*ends, return_exceptions=True)
+            for end in done:
+                end.result()
+
+    async def _consume(self, run: Run, plan: Iterable[PlannedRollout], show: Show) -> None:
+        """To the end of the plan; the first failure of each class is told at once."""
+        async with aclosing(run.outcomes(plan)) as outcomes:
+            async for outcome in outcomes:
+                if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in self._told:
+                    failure = outcome.failure
+                    self._told.add(failure["class"])
+                    show.say(
+                        f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"
+                    )
+
+    def _tell(self, store: Files) -> None:
+        """The tables, how it ended, and where the files are."""
+        total, aggregates = store.progress.total, store.aggregates
+        if self.options.as_json:
+            click.echo(orjson.dumps(as_json(aggregates, store.paths, store.run_id, self.status, self._seconds, total)))
+            return
+        from rich.console import Console
+
+        console = Console(file=self.stream, highlight=False)
+        for table in tables(aggregates):
+            console.print(table)
+        self._echo(f"{self.status}: {aggregates.done:,} of {total:,} rollouts in {clock(self._seconds)}")
+        if aggregates.done + aggregates.given_up < total:
+            self._echo("go on with the same command and --resume")
+        for line in files(store.paths):
+            self._echo(f"  {line}")
+
+    def _say_state(self, state: State) -> None:
+        self._echo(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
+
+    def _echo(self, text: str, nl: bool = True) -> None:
+        click.echo(text, self.stream, nl=nl)
+
+
+def _setting(text: str) -> tuple[str, object]:
+    """`key=value` of --set; a value that is no JSON is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--set {text}: write --set key=value, such as --set top_p=0.9")
+    try:
+        return key, orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return key, value

@@ -1,0 +1,47 @@
+"""Tasks x repeats -> rollouts as they finish. `collect` for programs; `ng_collect_rollouts` adds files and a screen.
+
+Read in this order: plan (which rollouts), run (one semaphore, attempts, pauses), outcome (an answer becomes a row),
+files (the log, resume), then aggregate and display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+
+from ngym.collect.gate import Gate
+from ngym.collect.outcome import FailedAttempt, Outcome, Rollout, TokenFormat
+from ngym.collect.plan import Recipe, checked_rows, planned
+from ngym.collect.run import Limits, Run, new_run_id
+from ngym.peers import Peers
+from ngym.schema import Json
+
+__all__ = ["FailedAttempt", "Gate", "Limits", "Outcome", "Recipe", "Rollout", "collect"]
+
+ONCE = Recipe()
+DEFAULTS = Limits()
+
+
+async def collect(
+    tasks: Iterable[Json],
+    *,
+    peers: Peers,
+    recipe: Recipe = ONCE,
+    limits: Limits = DEFAULTS,
+    token_format: TokenFormat = "ng",
+    gate: Gate | None = None,
+) -> AsyncGenerator[Outcome, None]:
+    """Rollouts and failed attempts as they happen, in order of completion; nothing is written to disk.
+
+    Args:
+        tasks: input rows (wire.md, section 2); taken one at a time, when there is room, so they may be endless.
+        peers: knows the agents that the rows, or the recipe, name.
+        gate: hold it to let nothing new start; what is in flight goes on.
+
+    Raises:
+        UsageError: a task is not one. ServiceGone: a service was down for too long.
+    """
+    run = Run(peers, limits, run_id=new_run_id(), token_format=token_format, gate=gate)
+    async with aclosing(run.outcomes(planned(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
+        async for outcome in outcomes:
+            yield outcome

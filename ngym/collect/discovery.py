@@ -1,0 +1,83 @@
+"""Who is there? A head's answer -> the services' addresses, which of them are agents, and what they were configured with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import yaml
+
+from ngym.errors import UsageError
+from ngym.peers import Peers
+from ngym.schema import Json
+
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """urls: service name -> its replicas. agents: the names of agents. services: the config, name -> stanza, if told.
+
+    head_url: where to ask again for a service that moved.
+    """
+
+    urls: dict[str, list[str]]
+    agents: frozenset[str]
+    services: Json = field(default_factory=dict)
+    head_url: str | None = None
+
+
+async def discover(head_url: str) -> Known:
+    """Ask a head: ours, or NeMo Gym's.
+
+    Raises:
+        UsageError: nobody answers there, or not as a head does.
+    """
+    peers = Peers({}, owner="ng_collect_rollouts")
+    try:
+        servers = await _get(peers, head_url, "/servers")
+        if servers is not None:
+            return _ours(head_url, servers, await _get(peers, head_url, "/config"))
+        theirs = await _get(peers, head_url, "/global_config_dict_yaml")
+    finally:
+        await peers.close()
+    if theirs is None:
+        raise UsageError(f"{head_url} answers, but is no head; give the one that ng_run printed, or --config FILE")
+    return _nemo(yaml.safe_load(theirs))
+
+
+async def _get(peers: Peers, head_url: str, path: str) -> Any:
+    """The JSON at this path, or None for a 404."""
+    url = head_url.rstrip("/") + path
+    try:
+        reply = await peers.send("GET", url, None, {}, TIMEOUT_S)
+        return None if reply.status == 404 else reply.json()
+    except (OSError, TimeoutError):
+        raise UsageError(
+            f"nothing answers at {head_url}: start the services with ng_run in another terminal (then run this in the "
+            "same folder, or give --head URL), or add --config FILE and they are started and stopped here"
+        ) from None
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{url} answered no JSON ({error}); is it a head?") from None
+
+
+def _ours(head_url: str, servers: list[Json], config: Json | None) -> Known:
+    urls = {server["name"]: server.get("urls") or [server["url"]] for server in servers}
+    agents = frozenset(server["name"] for server in servers if server["kind"] == "agent")
+    return Known(urls, agents, config or {}, head_url.rstrip("/"))
+
+
+def _nemo(config: Mapping[str, Any]) -> Known:
+    """`instance: {type: {implementation: {host, port, ...}}}`; keys that are no services are passed over."""
+    urls: dict[str, list[str]] = {}
+    agents: set[str] = set()
+    for name, instance in config.items():
+        for kind, implementations in instance.items() if isinstance(instance, dict) else ():
+            for server in implementations.values() if isinstance(implementations, dict) else ():
+                if isinstance(server, dict) and "host" in server and "port" in server:
+                    urls[name] = [f"http://{server['host']}:{server['port']}"]
+                    if kind == "responses_api_agents":
+                        agents.add(name)
+    return Known(urls, frozenset(agents))

@@ -1,0 +1,218 @@
+"""What became of an attempt? An agent's answer -> an output row; an error -> a failure row (wire.md, sections 3 and 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ngym.collect.plan import PlannedRollout
+from ngym.errors import BadRequest, FailureClass, ServiceError, UpstreamError
+from ngym.schema import SCHEMA_VERSION, Failure, Json, RolloutKey, Segment, Status, StopReason
+from ngym.segments import extend, tokens_of, versions_in, without_tokens
+
+TokenFormat = Literal["ng", "nemo"]
+
+MESSAGE_CHARS = 2000
+STAGES: dict[FailureClass, str] = {
+    "connect": "connect",
+    "model_error": "model",
+    "context_length": "model",
+    "tool_error": "tool",
+    "verify_error": "verify",
+    "judge_error": "verify",
+}
+TRUNCATED: frozenset[str] = frozenset({"max_steps", "context", "length"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a planned rollout. started_at: ISO 8601, UTC. number: failed attempts before this one."""
+
+    planned: PlannedRollout
+    number: int
+    run_id: str
+    rollout_id: str
+    started_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A finished rollout; `row` is its output row."""
+
+    key: RolloutKey
+    row: Json
+
+
+@dataclass(frozen=True, slots=True)
+class FailedAttempt:
+    """An attempt that failed; `row` is its row in `*_failures.jsonl`. `final`: the rollout is given up."""
+
+    key: RolloutKey
+    row: Json
+    failure: Failure
+    final: bool
+
+
+Outcome = Rollout | FailedAttempt
+
+
+def rollout(attempt: Attempt, answer: Any, elapsed_s: float, token_format: TokenFormat) -> Rollout:
+    """The output row for an agent's answer to /run.
+
+    Agents that are not ours return no `ng`: what can be told from the trajectory is filled in.
+
+    Raises:
+        ServiceError: the answer is no scored rollout; its failure class is set.
+    """
+    row = _trusted(attempt, answer)
+    planned, response = attempt.planned, row["response"]
+    row.setdefault("responses_create_params", planned.row["responses_create_params"])
+    row["_ng_task_index"] = planned.key.task_index
+    row["_ng_rollout_index"] = planned.key.rollout_index
+    row["agent_ref"] = planned.row["agent_ref"]
+    row["ng"] = _trace(attempt, row, response, elapsed_s)
+    if token_format == "ng":
+        response["output"] = without_tokens(response["output"])  # they stand in the segments
+    return Rollout(planned.key, row)
+
+
+def failed(attempt: Attempt, failure: Failure, *, final: bool) -> FailedAttempt:
+    """The failure row of an attempt."""
+    trace = {"schema_version": SCHEMA_VERSION, "run_id": attempt.run_id, "task_id": attempt.planned.key.task_id}
+    row = {
+        **attempt.planned.row,
+        "attempt": attempt.number,
+        "failure": failure,
+        "ng": {**trace, "rollout_id": attempt.rollout_id, "started_at": attempt.started_at},
+    }
+    return FailedAttempt(attempt.planned.key, row, failure, final)
+
+
+def failure_of(error: ServiceError, agent: str) -> Failure:
+    """An error of the agent's /run as the failure of this rollout."""
+    upstream = error.upstream or {}
+    status = upstream.get("status") or (error.status if isinstance(error, UpstreamError) else None)
+    kind: FailureClass = error.failure or ("config" if error.status in (404, BadRequest.status) else "agent_error")
+    return {
+        "class": kind,
+        "stage": STAGES.get(kind, "run"),
+        "service": upstream.get("service") or agent,
+        "http_status": status,
+        "message": error.detail[:MESSAGE_CHARS],
+        "retryable": error.retryable,
+    }
+
+
+def _trusted(attempt: Attempt, answer: Any) -> Json:
+    """The answer as a record whose parts are what they must be."""
+    agent = attempt.planned.agent
+    if not isinstance(answer, dict):
+        raise ServiceError(f"{agent} answered /run with {type(answer).__name__}, not an object", failure="agent_error")
+    if "_ng_failure_class" in answer or "_ng_no_persist" in answer:
+        raise _declared_failure(agent, answer)
+    response = answer.get("response")
+    if not isinstance(response, dict) or not _items(response.setdefault("output", [])):
+        raise ServiceError(
+            f"{agent} answered /run without a response whose output is a list of items", failure="agent_error"
+        )
+    if "reward" not in answer:
+        raise ServiceError(
+            f"{agent} answered /run without a reward (null would mean: cannot be scored)", failure="verify_error"
+        )
+    reward = answer["reward"]
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise ServiceError(
+            f"{agent} answered /run with the reward {reward!r:.60}; it must be a number or null", failure="verify_error"
+        )
+    answer["reward"] = None if reward is None else float(reward)
+    trace = answer.setdefault("ng", {})
+    if not isinstance(trace, dict) or not isinstance(trace.setdefault("timings", {}), dict):
+        raise ServiceError(f"{agent} answered /run with an `ng` that is no record", failure="agent_error")
+    return answer
+
+
+def _items(output: Any) -> bool:
+    return isinstance(output, list) and all(isinstance(item, dict) for item in output)
+
+
+def _declared_failure(agent: str, answer: Json) -> ServiceError:
+    """NeMo Gym's agents report some failures in an answer of 200."""
+    name = str(answer.get("_ng_failure_class") or "killed")
+    kinds: dict[str, FailureClass] = {
+        "judge": "judge_error",
+        "timeout": "timeout",
+        "kill": "cancelled",
+        "verif": "verify_error",
+    }
+    failure: FailureClass = next((kind for part, kind in kinds.items() if part in name), "agent_error")
+    details = [
+        f"{key.removeprefix('_ng_failure_')}: {value}"
+        for key, value in answer.items()
+        if key.startswith("_ng_failure_")
+    ]
+    detail = "; ".join(text for text in details if not text.startswith(("class:", "terminal:"))) or "no reason given"
+    terminal = bool(answer.get("_ng_failure_terminal"))
+    return ServiceError(f"{agent} reported {name}: {detail}", failure=failure, retryable=not terminal)
+
+
+def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Json:
+    """The agent's `ng`, completed."""
+    told: Json = row["ng"]
+    segments = told.get("segments") or _segments(response["output"])
+    stop: StopReason = told.get("stop_reason") or ("length" if response.get("status") == "incomplete" else "answer")
+    status: Status = told.get("status") or ("truncated" if stop in TRUNCATED else "ok")
+    timings = told["timings"]
+    total_s = timings.get("total_s")
+    output = response["output"]
+    return {
+        **told,
+        "schema_version": SCHEMA_VERSION,
+        "run_id": attempt.run_id,
+        "task_id": attempt.planned.key.task_id,
+        "rollout_id": attempt.rollout_id,
+        "attempt": attempt.number,
+        "status": "unscored" if row["reward"] is None else status,
+        "policy_version": told.get("policy_version") or versions_in(segments),
+        "segments": segments,
+        "reward_components": told.get("reward_components") or row.get("reward_components") or {},
+        "stop_reason": stop,
+        "turns": told["turns"] if "turns" in told else _turns(output),
+        "tool_calls": told["tool_calls"] if "tool_calls" in told else _count(output, "function_call"),
+        "tool_errors": told.get("tool_errors"),
+        # what the agent did not spend on the rollout: its queue, the network, the collector's own work
+        "timings": {
+            "total_s": round(elapsed_s, 4),
+            **timings,
+            "queue_s": round(max(0.0, elapsed_s - (total_s or elapsed_s)), 4),
+        },
+        "started_at": attempt.started_at,
+    }
+
+
+def _segments(output: Iterable[Json]) -> list[Segment]:
+    """The segments of a trajectory whose items still carry NeMo Gym's token fields."""
+    segments: list[Segment] = []
+    for item in output:
+        try:
+            call = tokens_of({"output": [item]})
+        except (ValueError, TypeError) as error:
+            raise ServiceError(f"the trajectory's token data is wrong: {error}", failure="agent_error") from None
+        if call is not None:
+            extend(segments, call)
+    return segments
+
+
+def _count(output: Iterable[Json], kind: str) -> int:
+    return sum(item.get("type") == kind for item in output)
+
+
+def _turns(output: Iterable[Json]) -> int:
+    """Model calls that left something in the trajectory: unbroken stretches of items between tool outputs."""
+    turns, inside = 0, False
+    for item in output:
+        from_model = item.get("type") != "function_call_output" and item.get("role", "assistant") == "assistant"
+        turns += from_model and not inside
+        inside = from_model
+    return turns

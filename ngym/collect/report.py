@@ -1,0 +1,105 @@
+"""What is told at the end: a table per environment, and where the files are; or the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ngym.collect.aggregate import AgentTally, Aggregates
+from ngym.collect.files import Paths
+from ngym.metrics import Interval
+from ngym.schema import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def tables(aggregates: Aggregates) -> Iterator[Table]:
+    """One table per agent: reward, pass@k, lengths, tool calls, failures."""
+    from rich.table import Table
+
+    for name, tally in aggregates.by_agent.items():
+        title = f"{name}: {tally.rollouts:,} rollouts of {len(tally.rewards.by_task):,} tasks"
+        table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
+        for row in _lines(tally):
+            table.add_row(*row)
+        yield table
+
+
+def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seconds: float, rollouts: int) -> Json:
+    """The one object that --json prints. rollouts: how many the plan has."""
+    return {
+        "run_id": run_id,
+        "status": status,
+        "rollouts": rollouts,
+        "done": aggregates.done,
+        "given_up": aggregates.given_up,
+        "seconds": round(seconds, 3),
+        "agents": [tally.summary() for tally in aggregates.by_agent.values()],
+        "files": {name: str(path) for name, path in vars(paths).items() if _holds(path)},
+    }
+
+
+def files(paths: Paths) -> Iterator[str]:
+    """One line per file that exists, and what is in it."""
+    what = {
+        paths.output: "scored rollouts",
+        paths.failures: "failed attempts, one row each",
+        paths.materialized: "what was sent to the agents",
+        paths.aggregates: "the numbers above, and more, as JSON",
+        paths.run: "which run this is: digests, versions, commands",
+    }
+    width = max(len(str(path)) for path in what)
+    return (f"{path!s:<{width}}  {text}" for path, text in what.items() if _holds(path))
+
+
+def _holds(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
+    """Name, value, remark."""
+    rewards, means = tally.rewards, {name: sum(values) / len(values) for name, values in tally.numbers.items()}
+    yield "mean reward", _number(rewards.mean), _interval(rewards.interval)
+    for item in rewards.best_of():
+        fewer = f" over {item.tasks} tasks" if item.tasks < len(rewards.by_task) else ""
+        yield tally.best_name(item), _number(item.mean), _interval(item.interval) + fewer
+    yield "output tokens", _number(means.get("output_tokens"), 1), _length(tally)
+    yield "turns", _number(means.get("turns"), 2), ""
+    errors = means.get("tool_errors")
+    yield "tool calls", _number(means.get("tool_calls"), 2), f"{errors:.2f} of them errors" if errors else ""
+    yield "seconds", _number(means.get("seconds"), 2), ""
+    yield "stopped by", "", _shares(tally.stops, tally.rollouts)
+    if tally.unscored:
+        yield "unscored", f"{tally.unscored:,}", "left out of the means"
+    failed = tally.failures.total()
+    yield "failed attempts", f"{failed:,}", _counts(tally.failures)
+    yield "given up", f"{tally.given_up.total():,}", _counts(tally.given_up)
+
+
+def _length(tally: AgentTally) -> str:
+    values = sorted(tally.numbers.get("output_tokens", ()))
+    if not values:
+        return "unknown: the model reports no usage"
+    return f"median {values[len(values) // 2]:.0f}, longest {values[-1]:.0f}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _interval(interval: Interval | None) -> str:
+    return "" if interval is None else f"95 % in [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _shares(counts: Mapping[str, int], total: int) -> str:
+    return ", ".join(f"{name} {100 * count / total:.0f} %" for name, count in _ranked(counts))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in _ranked(counts))
+
+
+def _ranked(counts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: -item[1])

@@ -1,0 +1,191 @@
+"""Planned rollouts in, finished ones out: one semaphore, capped attempts, a pause while a service is down.
+
+plan -> slot -> agent /run -> outcome -> keep (the disk) -> whoever iterates
+          ^______ failed, attempts left, or the service was down
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import orjson
+
+from ngym import correlation
+from ngym.collect.gate import Gate, Outages
+from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout
+from ngym.collect.plan import PlannedRollout
+from ngym.errors import ServiceError
+from ngym.peers import Peers
+from ngym.schema import Failure
+
+BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
+RETRY_S = (1.0, 4.0)
+TOKEN_FORMAT_HEADER = "x-ng-token-format"  # tells our agents not to send each token twice
+
+
+@dataclass(frozen=True)
+class Limits:
+    """concurrency: rollouts in flight. timeout_s: one attempt. max_attempts: for failures that may pass.
+
+    poll_s, give_up_s: how often a service that is down is asked, and when the run ends because of it.
+    """
+
+    concurrency: int = 64
+    timeout_s: float = 1800.0
+    max_attempts: int = 3
+    retry_s: tuple[float, ...] = RETRY_S
+    poll_s: float = 1.0
+    give_up_s: float = 1800.0
+
+
+Keep = Callable[[Outcome], Awaitable[None]]
+
+
+async def _keep_nothing(outcome: Outcome) -> None:
+    return None
+
+
+def new_run_id() -> str:
+    """Sortable by time, and unlike any other: `20261121t014507-3f2a9c`."""
+    return f"{datetime.now(UTC):%Y%m%dt%H%M%S}-{secrets.token_hex(3)}"
+
+
+class Run:
+    """A collection in progress.
+
+    Args:
+        keep: called with each outcome before it is yielded; returns when it is safe (a RowLog's append).
+        failed_before: failed attempts of this rollout in earlier sittings of the run.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        limits: Limits,
+        *,
+        run_id: str,
+        token_format: TokenFormat = "ng",
+        keep: Keep = _keep_nothing,
+        failed_before: Callable[[PlannedRollout], int] = lambda planned: 0,
+        gate: Gate | None = None,
+    ) -> None:
+        self.run_id = run_id
+        self.gate = gate or Gate()
+        self.in_flight = 0
+        self._peers = peers
+        self._limits = limits
+        self._token_format: TokenFormat = token_format
+        self._headers = {TOKEN_FORMAT_HEADER: token_format}
+        self._keep = keep
+        self._failed_before = failed_before
+        self._outages = Outages(peers, self.gate, poll_s=limits.poll_s, give_up_s=limits.give_up_s)
+        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._unread = 0
+        self._room = asyncio.Event()
+        self._room.set()
+        self._finished: asyncio.Queue[Outcome | None] = asyncio.Queue()  # holds at most BACKLOG + concurrency
+
+    async def outcomes(self, plan: Iterable[PlannedRollout]) -> AsyncGenerator[Outcome, None]:
+        """Finished rollouts and failed attempts in order of completion. Leaving the loop cancels what is in flight.
+
+        Raises:
+            ServiceGone, DiskFull, WriteFailed: the run cannot go on; what was yielded is safe.
+        """
+        dispatch = asyncio.create_task(self._dispatch(plan), name="dispatch rollouts")
+        try:
+            while (outcome := await self._finished.get()) is not None:
+                self._unread -= 1
+                if self._unread < BACKLOG:
+                    self._room.set()
+                yield outcome
+            await dispatch
+        finally:
+            dispatch.cancel()
+            await asyncio.gather(dispatch, return_exceptions=True)
+            await self._outages.close()
+
+    async def _dispatch(self, plan: Iterable[PlannedRollout]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for planned in plan:
+                    await self._slots.acquire()
+                    await self.gate.opened()
+                    await self._room.wait()
+                    group.create_task(self._one(planned))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            self._finished.put_nowait(None)
+
+    async def _one(self, planned: PlannedRollout) -> None:
+        self.in_flight += 1
+        try:
+            outcome = await self._attempts(planned)
+        finally:
+            self.in_flight -= 1
+            self._slots.release()
+        await self._deliver(outcome)
+
+    async def _deliver(self, outcome: Outcome) -> None:
+        """Keep an outcome, then hand it to the reader."""
+        self._unread += 1
+        if self._unread >= BACKLOG:
+            self._room.clear()
+        await self._keep(outcome)
+        self._finished.put_nowait(outcome)
+
+    async def _attempts(self, planned: PlannedRollout) -> Outcome:
+        number = self._failed_before(planned)
+        while True:
+            await self.gate.opened()
+            began = asyncio.get_running_loop().time()
+            outcome = await self._attempt(planned, number)
+            if isinstance(outcome, Rollout):
+                return outcome
+            if _may_be_outage(outcome.failure) and await self._outages.explain(outcome.failure["service"], began):
+                continue  # nobody's fault but the service's: no attempt is spent
+            if outcome.final:
+                return outcome
+            await self._deliver(outcome)
+            pause = self._limits.retry_s[min(number, len(self._limits.retry_s) - 1)]
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            number += 1
+
+    async def _attempt(self, planned: PlannedRollout, number: int) -> Outcome:
+        limits, key = self._limits, planned.key
+        rollout_id = f"{self.run_id}-{key.task_index}-{key.rollout_index}-{secrets.token_hex(3)}"
+        attempt = Attempt(
+            planned, number, self.run_id, rollout_id, datetime.now(UTC).isoformat(timespec="milliseconds")
+        )
+        correlation.current.set(correlation.begin(rollout_id, limits.timeout_s))
+        began = time.perf_counter()
+        try:
+            peer = self._peers[planned.agent]
+            body = orjson.dumps(planned.row)
+            reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
+            try:
+                answer = reply.json()
+            except orjson.JSONDecodeError as error:
+                raise ServiceError(
+                    f"{planned.agent} answered /run with no JSON: {error}", failure="agent_error"
+                ) from None
+            return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
+        except ServiceError as error:
+            failure = failure_of(error, planned.agent)
+            final = not failure["retryable"] or number + 1 >= limits.max_attempts
+            return failed(attempt, failure, final=final)
+
+
+def _may_be_outage(failure: Failure) -> bool:
+    return failure["class"] == "connect" or failure["http_status"] == 503
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that a group was raised for: one rollout's is every rollout's here, the disk's or a service's."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
