@@ -1,0 +1,220 @@
+"""From rows to logprobs: what is trained, how a batch is cut and packed, and what is said about bad rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ngym.cli.train import main, trainer
+from ngym.errors import UsageError
+
+config, conversations, model, packing, samples = map(
+    trainer, ("config", "conversations", "model", "packing", "samples")
+)
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def demonstrations(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
+    script = root / "data" / "calculator" / "generate.py"
+    subprocess.run([sys.executable, script, "demonstrations", "--output", path, "--count", "64"], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy(tokenizer: PreTrainedTokenizerBase) -> Any:
+    options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    return model.load_policy(options, tokenizer, seed=0)
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def ragged(count: int, seed: int = 0) -> list[Any]:
+    """Samples of random tokens, of very different lengths; some have two trained spans, some two segments."""
+    rng = random.Random(seed)
+
+    def segment() -> Any:
+        length = rng.choice((3, 9, 10, 11, 40, 90))
+        spans = [(1, 3)] if length < 9 else [(2, 4), (6, rng.randint(7, length))]
+        return samples.Segment([rng.randrange(1024) for _ in range(length)], spans)
+
+    return [samples.Sample(tuple(segment() for _ in range(rng.choice((1, 1, 2))))) for _ in range(count)]
+
+
+def test_exactly_what_the_assistant_says_is_trained(demonstrations: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [json.loads(line) for line in demonstrations.read_text("utf-8").splitlines()]
+    read = conversations.read_demonstrations(demonstrations, tokenizer)
+    assert len(read) == len(rows)
+    for row, sample in zip(rows, read, strict=True):
+        (segment,) = sample.segments
+        whole = tokenizer.apply_chat_template(
+            row["messages"], tools=row["tools"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        kept = len(segment.token_ids)
+        assert segment.token_ids == whole["input_ids"][:kept]
+        assert tokenizer.decode(whole["input_ids"][kept:]) == "\n"  # after the last turn nobody says anything
+        mask = [0] * kept
+        for start, end in segment.spans:
+            mask[start:end] = [1] * (end - start)
+        assert mask == whole["assistant_masks"][:kept]
+        last = tokenizer.decode(segment.token_ids[slice(*segment.spans[-1])])
+        assert last == row["messages"][-1]["content"] + "<|im_end|>"
+
+
+def test_a_template_that_drops_old_reasoning_gives_a_segment_for_each_turn(
+    demonstrations: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    path = write(tmp_path / "two.jsonl", {"messages": turns})
+    (sample,) = conversations.read_demonstrations(path, forgetful)
+    said = [forgetful.decode(segment.token_ids) for segment in sample.segments]
+    first = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert said == [f"{first}<think>\n\n</think>\nb<|im_end|>", f"{second}<think>\n\n</think>\nd<|im_end|>"]
+    assert len(conversations.read_demonstrations(path, tokenizer)[0].segments) == 1
+
+
+def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    refused = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
+    path = write(tmp_path / "bad.jsonl", good, "{", {"prompt": "a"}, {"messages": good["messages"][:1]}, refused)
+    with pytest.raises(UsageError) as failure:
+        conversations.read_demonstrations(path, tokenizer)
+    lines = str(failure.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4, 5)]
+    assert "not JSON" in lines[0]
+    assert 'it needs "messages"' in lines[1]
+    assert "no message has the role 'assistant'" in lines[2]
+    assert "the chat template refuses it" in lines[3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("budget", [60, 500, 100_000])
+def test_a_plan_holds_every_sample_once_within_the_budget_and_equally_often_for_each_rank(
+    ranks: int, budget: int
+) -> None:
+    batch = ragged(40)
+    plan = packing.plan(batch, budget, ranks)
+    assert sorted(id(sample) for micro_batch in plan for sample in micro_batch) == sorted(map(id, batch))
+    assert len(plan) % ranks == 0
+    assert all(sum(s.tokens for s in bin_) <= budget or len(bin_) == 1 for bin_ in plan)
+    if budget == 100_000:
+        assert len(plan) == ranks
+
+
+def test_with_fewer_samples_than_ranks_some_have_nothing_to_do() -> None:
+    assert [len(micro_batch) for micro_batch in packing.plan(ragged(1), 500, ranks=3)] == [1, 0, 0]
+
+
+def test_packed_sequences_have_the_logprobs_and_gradients_that_they_have_alone(policy: Any) -> None:
+    batch = ragged(30)
+    packed = packing.pack(batch, CPU)
+    assert packed.token_ids_T.numel() == sum(sample.tokens for sample in batch)  # no padding is computed
+    together = policy(packed)
+    together.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in policy.parameters()]
+    policy.zero_grad()
+
+    # Hugging Face's own attention, one sequence at a time
+    policy.network.set_attn_implementation("sdpa")
+    alone = []
+    for segment in packed.segments:
+        ids = torch.tensor([segment.token_ids])
+        logprobs = policy.network(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        of_token = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
+        alone += [of_token[start - 1 : end - 1] for start, end in segment.spans]
+    torch.cat(alone).sum().backward()
+    policy.network.set_attn_implementation("ngym_packed")
+
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-5, rtol=1e-5)
+    for packed_gradient, parameter in zip(gradients, policy.parameters(), strict=True):
+        torch.testing.assert_close(packed_gradient, parameter.grad, atol=2e-4, rtol=1e-4)
+    policy.zero_grad()
+
+
+def test_attention_that_cannot_be_packed_is_refused(policy: Any) -> None:
+    attention = trainer("attention")
+    layout = attention.Layout.of([9], CPU)
+    query = torch.zeros(1, 4, 9, 8)
+    for unknown in ({"softcap": 30.0}, {"sliding_window": 4}):
+        with pytest.raises(NotImplementedError, match="not packed"):
+            attention.packed_attention(policy, query, query, query, None, layout=layout, **unknown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sfd.yaml"], "sfd.yaml: no such recipe; give a YAML file, or one that travels with ngym: sft.yaml"),
+        (["sft.yaml", "optimiser.lr=1"], "unknown key 'optimiser' (did you mean 'optimizer'?)"),
+        (["sft.yaml", "optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0; got -1"),
+        (["sft.yaml", "engine.zero_stage=2"], "muon needs whole matrices"),
+        (["sft.yaml", "engine.precision=bf16"], "set engine.zero_stage to 1, 2 or 3"),
+        (["sft.yaml", "model.path=nowhere"], "there is no folder nowhere in "),
+        (["sft.yaml", "model.path=data/tiny_policy/tokenizer"], "model.path is given too; keep one of the two"),
+        (["sft.yaml", "model.tokenizer=null"], "a model from scratch needs a tokenizer"),
+        (["sft.yaml", "model.from_scratch=null"], "name a model: model.path=FOLDER"),
+        (["sft.yaml", "data.path=none.jsonl", "data.made_by=[]"], "command line: data.path: there is no none.jsonl"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_one_line_that_says_where_and_how_to_mend_it(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_run_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sft" / "policy").mkdir(parents=True)
+    result = CliRunner().invoke(main, ["sft.yaml"])
+    assert result.exit_code == 2
+    assert result.stderr == "runs/sft: holds an earlier run; choose another output=FOLDER, or pass --overwrite\n"
+
+
+def test_a_dry_run_prints_the_recipe_with_its_overrides_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["sft.yaml", "output=elsewhere", "seed=7", "--dry-run"])
+    assert result.exit_code == 0
+    assert "path: elsewhere/demonstrations.jsonl" in result.stdout and "seed: 7" in result.stdout
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,255 @@
+"""One training step on the real DeepSpeed: exact normalisation, ZeRO stages, ranks, and a folder that others can load."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ngym.cli.train import main, trainer
+
+config, engine, loop, model, optimizer, packing, checkpoint, sft = map(
+    trainer, ("config", "engine", "loop", "model", "optimizer", "packing", "checkpoint", "algorithms.sft")
+)
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def data(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
+    script = root / "data" / "calculator" / "generate.py"
+    subprocess.run([sys.executable, script, "demonstrations", "--output", path, "--count", "512"], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def samples(data: Path, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    read: list[Any] = sft.Sft().samples(data, tokenizer)
+    return read
+
+
+def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 0, precision: str = "fp32", **options: Any) -> Any:
+    policy = model.load_policy(
+        config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0
+    )
+    optimizing = config.OptimizerOptions(**{"lr": 1e-2, **options})
+    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    return engine.Engine(policy, launch, config.EngineOptions(zero_stage=stage, precision=precision), optimizing)
+
+
+def steps(learner: Any, samples: list[Any], count: int, budget: int = 100_000) -> list[Any]:
+    batches = loop.epochs(samples, 16, 1, seed=0)
+    return [loop.take_step(learner, sft.Sft(), batch, budget, 1.0) for batch, _ in zip(batches, range(count))]  # noqa: B905
+
+
+def weights_of(learner: Any) -> Weights:
+    return {name: tensor.detach().clone() for name, tensor in learner._gathered().items()}
+
+
+def largest_difference(one: Weights, other: Weights) -> float:
+    assert set(one) - {"lm_head.weight"} == set(other) - {"lm_head.weight"}  # the tied head may or may not be named
+    return max((one[name] - other[name]).abs().max().item() for name in one if name in other)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_does_not_depend_on_how_the_batch_is_cut(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], stage: int
+) -> None:
+    # the eps of Adam hides no gradient here: a wrong factor on a micro-batch changes the weights by about lr
+    whole = learner(tokenizer, stage, eps=1e-3)
+    (all_at_once,) = steps(whole, samples, 1)
+    for budget in (400, 1):
+        cut = learner(tokenizer, stage, eps=1e-3)
+        (in_pieces,) = steps(cut, samples, 1, budget)
+        assert largest_difference(weights_of(whole), weights_of(cut)) < 1e-6
+        assert in_pieces.means["loss"] == pytest.approx(all_at_once.means["loss"], rel=1e-6)
+        assert in_pieces.update.grad_norm == pytest.approx(all_at_once.update.grad_norm, rel=1e-5)
+
+
+def test_all_zero_stages_take_the_same_steps(tokenizer: PreTrainedTokenizerBase, samples: list[Any]) -> None:
+    reference = learner(tokenizer, 0)
+    expected = steps(reference, samples, 3)
+    for stage in (1, 2, 3):
+        other = learner(tokenizer, stage)
+        got = steps(other, samples, 3)
+        assert [s.means["loss"] for s in got] == pytest.approx([s.means["loss"] for s in expected], rel=1e-5), stage
+        assert [s.update.grad_norm for s in got] == pytest.approx([s.update.grad_norm for s in expected], rel=1e-4)
+        assert largest_difference(weights_of(reference), weights_of(other)) < 1e-5, stage
+
+
+def test_bf16_with_float32_master_weights_follows_float32(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path
+) -> None:
+    expected = steps(learner(tokenizer, 0), samples, 8)
+    low = learner(tokenizer, 2, "bf16")
+    got = steps(low, samples, 8)
+    assert got[-1].means["loss"] == pytest.approx(expected[-1].means["loss"], rel=0.03)
+    low.save(tmp_path / "policy", tokenizer)
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_muon_learns_the_demonstrations(tokenizer: PreTrainedTokenizerBase, samples: list[Any]) -> None:
+    losses = [step.means["loss"] for step in steps(learner(tokenizer, name="muon", lr=1e-2), samples * 2, 40)]
+    assert losses[0] > 6.5 and losses[-1] < 1.2
+
+
+def test_muon_updates_are_nearly_orthogonal() -> None:
+    torch.manual_seed(0)
+    for rows, columns in ((32, 32), (16, 48)):
+        gradients = torch.randn(3, rows, columns) * torch.logspace(-3, 3, 3).view(3, 1, 1)
+        values = torch.linalg.svdvals(optimizer.orthogonalise(gradients))
+        assert values.min() > 0.3 and values.max() < 1.3
+        signs = torch.einsum("brc,brc->b", optimizer.orthogonalise(gradients), gradients)
+        assert (signs > 0).all()
+
+
+def test_weight_decay_spares_norms_and_muon_takes_the_matrices_only(tokenizer: PreTrainedTokenizerBase) -> None:
+    policy = model.load_policy(
+        config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0
+    )
+    built = optimizer.build(policy.network, config.OptimizerOptions(name="muon", lr=1e-3, weight_decay=0.1))
+    matrices, tables, vectors = built.param_groups
+    assert matrices["muon"] and not tables["muon"] and not vectors["muon"]
+    assert len(matrices["params"]) == 14 and len(tables["params"]) == 1 and vectors["weight_decay"] == 0
+    assert all(parameter.dim() == 1 for parameter in vectors["params"])
+    assert sum(len(group["params"]) for group in built.param_groups) == len(list(policy.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"name": "constant", "warmup_steps": 2}, [0.5, 1, 1, 1, 1]),
+        ({"name": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"name": "linear", "final": 0.5}, [1, 0.9, 0.8, 0.7, 0.6]),
+        ({"name": "cosine", "final": 0.1, "warmup_steps": 4}, [0.25, 0.457, 0.517, 0.411, 0.186]),
+    ],
+)
+def test_the_schedule_is_its_closed_form(options: dict[str, Any], expected: list[float]) -> None:
+    schedule = config.ScheduleOptions(**options)
+    assert [optimizer.schedule(step, 5, schedule) for step in range(5)] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path
+) -> None:
+    trained = learner(tokenizer)
+    steps(trained, samples, 2)
+    trained.save(tmp_path / "policy", tokenizer)
+
+    folder = tmp_path / "policy"
+    described = json.loads((folder / "config.json").read_text())
+    assert described["architectures"] == ["Qwen3ForCausalLM"] and described["dtype"] == "float32"
+    assert described["vocab_size"] == len(AutoTokenizer.from_pretrained(folder)) == 1024
+    assert described["tie_word_embeddings"] is True and "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    assert not [key for key in described if "attn" in key], "our attention is not the loader's"
+    assert all(file.stat().st_mode & 0o044 for file in folder.iterdir()), "a server may run as another user"
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    packed = packing.pack(samples[:8], torch.device("cpu"))
+    with torch.no_grad():
+        ours = trained.logprobs(packed)
+        again = model.load_policy(config.ModelOptions(path=str(folder)), tokenizer, 0)
+        assert torch.equal(ours, again(packed))
+        ids = torch.tensor([samples[0].segments[0].token_ids])
+        theirs = loaded(ids).logits
+        trained._deepspeed.module.network.set_attn_implementation("sdpa")
+        assert torch.equal(theirs, trained._deepspeed.module.network(ids).logits)
+
+
+def test_a_save_that_breaks_off_leaves_the_old_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    with checkpoint.committed(folder) as aside:
+        (aside / "weights").write_text("old")
+    with pytest.raises(KeyboardInterrupt), checkpoint.committed(folder) as aside:
+        (aside / "weights").write_text("half of the n")
+        raise KeyboardInterrupt
+    assert (folder / "weights").read_text() == "old"
+    with checkpoint.committed(folder) as aside:
+        assert not list(aside.iterdir())
+        (aside / "weights").write_text("new")
+    assert (folder / "weights").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any]
+) -> None:
+    broken = learner(tokenizer)
+    with torch.no_grad():
+        next(broken._deepspeed.module.parameters()).fill_(float("nan"))
+    with pytest.raises(loop.NotFinite, match=r"step 1: .*nan.*lower optimizer\.lr"):
+        loop.train(broken, sft.Sft(), [samples[:4]], 10_000, lambda step: 1.0, lambda step, values: None)
+
+
+def test_two_ranks_learn_what_one_learns(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], data: Path, root: Path, tmp_path: Path
+) -> None:
+    """The whole program: `ng_train` on two ranks, an odd last batch of one sample, micro-batches of unequal size."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    overrides = ["data.path=few.jsonl", "optimizer.name=adamw", "engine.zero_stage=1", "batch_size=16", "output=run"]
+    overrides += ["schedule=null", "schedule.name=constant", "optimizer.lr=1e-2", "optimizer.eps=1e-3", "micro_batch_tokens=300"]
+    overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
+    lines = data.read_text("utf-8").splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:33]), "utf-8")
+    command = [sys.executable, "-m", "ngym", "train", "sft.yaml", *overrides]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(root)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert "33 samples" in said[0] and "step 3/3" in said[0] and "policy saved in run/policy" in said[0]
+
+    one = learner(tokenizer, stage=1, eps=1e-3)
+    expected = steps(one, samples[:33], 3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[-1]["global_valid_seqs"] == 1
+    assert [row["loss"] for row in rows] == pytest.approx([step.means["loss"] for step in expected], rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([s.update.grad_norm for s in expected], rel=1e-4)
+    saved = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    assert largest_difference(saved, weights_of(one)) < 2e-6
+    again = CliRunner().invoke(main, ["sft.yaml", f"output={tmp_path / 'run'}", f"data.path={tmp_path / 'few.jsonl'}"])
+    assert again.exit_code == 2 and "holds an earlier run" in again.stderr

@@ -1,0 +1,31 @@
+"""Supervised fine-tuning: the negative log-likelihood of what the assistant says, a mean over the batch's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..conversations import read_demonstrations
+from ..samples import Sample
+from . import Loss, Mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from ..packing import Packed
+
+
+class Sft:
+    """loss = - sum of log p(token) / trained tokens of the batch."""
+
+    def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        return read_demonstrations(path, tokenizer)
+
+    def weight(self, samples: Sequence[Sample]) -> float:
+        return sum(sample.trained for sample in samples)
+
+    def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
+        nll = -logprobs_N.sum()
+        return Loss(nll, {"loss": Mean(nll.item(), len(logprobs_N))})

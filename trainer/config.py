@@ -1,0 +1,206 @@
+"""A recipe: YAML files and `key=value` -> one frozen record; every mistake is a line with its file, value and remedy.
+
+A path that is read (data, tokenizer, model) is looked up in the working directory first, then among the files that ship
+with ngym; a path that is written is relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from ngym.config import Tree, load_tree, parse, shipped
+from ngym.errors import ConfigError
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Word = Annotated[str, BeforeValidator(str)]  # a number in YAML is a word in a command
+
+
+def find(path: str) -> Path | None:
+    """A file or folder in the working directory, else among the shipped ones."""
+    return next((found for found in (Path(path), shipped() / path) if found.exists()), None)
+
+
+def _existing(path: str) -> str:
+    found = find(path)
+    if found is None:
+        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that travel with ngym")
+    return str(found.resolve())
+
+
+def _local_or_hub(name: str) -> str:
+    """A folder's absolute path; a name that can only be one on the Hugging Face hub stays as it is."""
+    found = find(name)
+    if found is not None:
+        return str(found.resolve())
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"there is no folder {name} in {Path.cwd()}, and owner/name of the Hugging Face hub it is not")
+    return name
+
+
+ExistingPath = Annotated[str, AfterValidator(_existing)]
+ModelName = Annotated[str, AfterValidator(_local_or_hub)]
+
+
+class Qwen3Shape(Record):
+    """A new Qwen3 network; the names are those of its Hugging Face config. The vocabulary is the tokenizer's."""
+
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    max_position_embeddings: Positive
+    tie_word_embeddings: bool = True
+    rope_theta: float = Field(default=10000.0, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the first weights.")
+
+
+class ModelOptions(Record):
+    """What is trained: the weights of `path`, or new ones of the shape `from_scratch`."""
+
+    path: ModelName | None = None
+    from_scratch: Qwen3Shape | None = None
+    tokenizer: ModelName | None = Field(default=None, validate_default=True, description="Default: that of `path`.")
+
+    @field_validator("from_scratch")
+    @classmethod
+    def _one_origin(cls, value: Qwen3Shape | None, info: ValidationInfo) -> Qwen3Shape | None:
+        if value is not None and info.data.get("path") is not None:
+            raise ValueError("model.path is given too; keep one of the two")
+        return value
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _some_origin(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if "path" not in info.data or "from_scratch" not in info.data:
+            return value  # they have an error of their own
+        if info.data["path"] is None and info.data["from_scratch"] is None:
+            raise ValueError("name a model: model.path=FOLDER, or model.from_scratch with a shape")
+        if info.data["from_scratch"] is not None and value is None:
+            raise ValueError("a model from scratch needs a tokenizer, such as data/tiny_policy/tokenizer")
+        return value
+
+
+class DataOptions(Record):
+    """path: the JSONL file. made_by: a script and its arguments, run with `--output PATH` if the file is not there."""
+
+    path: str
+    made_by: tuple[Word, ...] = ()
+    max_tokens: Positive | None = Field(default=None, description="Longer samples are left out; null: the context.")
+
+    @field_validator("made_by")
+    @classmethod
+    def _script_exists(cls, made_by: tuple[str, ...]) -> tuple[str, ...]:
+        return (_existing(made_by[0]), *made_by[1:]) if made_by else made_by
+
+
+class AlgorithmOptions(Record):
+    name: Literal["sft"]
+
+
+class OptimizerOptions(Record):
+    """AdamW for everything, or Muon for the matrices and AdamW for the rest. No weight decay on norms and biases."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(gt=0)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null does not clip.")
+    muon_lr: float = Field(default=0.02, gt=0)
+    muon_momentum: Share = 0.95
+
+
+class ScheduleOptions(Record):
+    """The learning rate over the run, as a factor: up from 0 over the warm-up, then on to `final`."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; `constant` has none.")
+
+
+class EngineOptions(Record):
+    """How DeepSpeed runs it. bf16 keeps float32 master weights."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    @field_validator("precision")
+    @classmethod
+    def _master_weights(cls, value: str, info: ValidationInfo) -> str:
+        if value == "bf16" and info.data.get("zero_stage") == 0:
+            raise ValueError("the float32 master weights of bf16 live in ZeRO; set engine.zero_stage to 1, 2 or 3")
+        return value
+
+
+class Recipe(Record):
+    """Everything that a training run depends on."""
+
+    algorithm: AlgorithmOptions
+    output: Path = Field(description="The run's folder: recipe.yaml, metrics.jsonl, policy/.")
+    seed: int = 0
+    model: ModelOptions
+    data: DataOptions
+    epochs: Positive = 1
+    max_steps: Positive | None = None
+    batch_size: Positive = Field(default=32, description="Samples in an optimiser step, over all ranks.")
+    micro_batch_tokens: Positive = Field(default=8192, description="Tokens that one rank computes at once.")
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions = ScheduleOptions()
+    engine: EngineOptions = EngineOptions()
+
+    @field_validator("engine")
+    @classmethod
+    def _muon_sees_matrices(cls, value: EngineOptions, info: ValidationInfo) -> EngineOptions:
+        optimizer = info.data.get("optimizer")
+        if optimizer is not None and optimizer.name == "muon" and value.zero_stage > 0:
+            raise ValueError("muon needs whole matrices, ZeRO cuts them up: zero_stage 0, or optimizer.name=adamw")
+        return value
+
+
+class Launch(NamedTuple):
+    """Which process of the run this is, as torchrun and the DeepSpeed launcher tell it."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher started several processes that will meet."""
+        return self.ranks > 1
+
+
+def read_launch() -> Launch:
+    said = os.environ.get
+    return Launch(rank=int(said("RANK", 0)), local_rank=int(said("LOCAL_RANK", 0)), ranks=int(said("WORLD_SIZE", 1)))
+
+
+def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+    """The recipe of these files; a bare `sft.yaml` is also found among the shipped recipes.
+
+    Raises:
+        ConfigError: one line for each mistake.
+    """
+    tree = load_tree([_recipe_file(name) for name in files], overrides)
+    return parse(Recipe, tree), tree
+
+
+def _recipe_file(name: str) -> Path:
+    found = find(name) or find(f"trainer/recipes/{name}")
+    if found is None:
+        known = ", ".join(sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml")))
+        raise ConfigError(f"{name}: no such recipe; give a YAML file, or one that travels with ngym: {known}")
+    return found

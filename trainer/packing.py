@@ -1,0 +1,78 @@
+"""A batch -> micro-batches -> flat tensors: whole sequences side by side, no padding computed, and none sees another.
+
+`plan` cuts a batch into micro-batches of about equal size within a token budget, the same number for every rank; `pack`
+lays one micro-batch out.
+
+    token_ids  [ a a a a a a a | b b b b b | c c ]      longest segment first
+    positions  [ 0 1 2 3 4 5 6 | 0 1 2 3 4 | 0 1 ]
+    trained    [       x x x x |     x x x |   x ]      indices [N]; logprob i is predicted from position trained[i] - 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import Layout
+from .samples import Sample, Segment
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One micro-batch.
+
+    segments: in the order of the tensors. token_ids_T, positions_T: int64. trained_N: int64 indices into T.
+    """
+
+    segments: tuple[Segment, ...]
+    token_ids_T: Tensor
+    positions_T: Tensor
+    trained_N: Tensor
+    layout: Layout
+
+
+def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sample]]:
+    """Micro-batches of at most `budget` tokens, a multiple of `ranks` of them; rank r takes every ranks-th from r.
+
+    Every rank plans the whole batch and gets the same plan. A sample longer than the budget is alone; with fewer
+    samples than ranks some micro-batches are empty.
+    """
+    longest_first = sorted(samples, key=lambda sample: -sample.tokens)
+    count = max(1, math.ceil(sum(sample.tokens for sample in samples) / budget))
+    count = math.ceil(count / ranks) * ranks
+    while True:
+        bins: list[list[Sample]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for sample in longest_first:
+            emptiest = min(range(count), key=filled.__getitem__)
+            bins[emptiest].append(sample)
+            filled[emptiest] += sample.tokens
+        if all(tokens <= budget or len(bin_) == 1 for bin_, tokens in zip(bins, filled, strict=True)):
+            return bins
+        count += ranks
+
+
+def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
+    """Lay the segments of a micro-batch side by side."""
+    segments = tuple(
+        sorted((segment for sample in samples for segment in sample.segments), key=lambda s: -len(s.token_ids))
+    )
+    lengths = [len(segment.token_ids) for segment in segments]
+    positions = [position for length in lengths for position in range(length)]
+    trained: list[int] = []
+    offset = 0
+    for segment, length in zip(segments, lengths, strict=True):
+        for start, end in segment.spans:
+            trained.extend(range(offset + start, offset + end))
+        offset += length
+    return Packed(
+        segments=segments,
+        token_ids_T=torch.tensor([token for segment in segments for token in segment.token_ids], device=device),
+        positions_T=torch.tensor(positions, device=device),
+        trained_N=torch.tensor(trained, dtype=torch.int64, device=device),
+        layout=Layout.of(lengths, device),
+    )

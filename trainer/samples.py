@@ -1,0 +1,44 @@
+"""What the trainer steps on: a batch is a list of samples, and a sample is the segments that belong together.
+
+A demonstration is one sample, of one segment as long as each turn's prompt continues the turn before. The segments of a
+sample always share a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One unbroken context.
+
+    token_ids: [T]. spans: [start, end) of the trained tokens; start >= 1, for nothing predicts the first token.
+    """
+
+    token_ids: list[int]
+    spans: list[tuple[int, int]]
+
+    @property
+    def trained(self) -> int:
+        """How many tokens are trained."""
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    segments: tuple[Segment, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the model computes."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest segment."""
+        return max(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def trained(self) -> int:
+        return sum(segment.trained for segment in self.segments)
