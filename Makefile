@@ -1,0 +1,33 @@
+# `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test check bench lock clean
+
+BIN := .venv/bin
+
+help: ## This list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
+
+install: ## .venv with the locked versions (on a CPU; for a GPU: uv sync --extra vllm --extra train)
+	@python=$$(scripts/find-python) && "$$python" scripts/install.py
+
+quickstart: install ## Train a tiny policy, serve it, collect scored rollouts
+	@$(BIN)/ng_quickstart $(ARGS)
+
+test: install ## All tests; some of them: make test ARGS="-k schema"
+	@$(BIN)/pytest $(ARGS)
+
+check: install ## Lint, format, types, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install ## Start-up, rollouts a second, the collector's own cost
+	@for name in startup rollouts collector; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit; done
+
+lock: install ## Renew locks/ from pyproject.toml; the newest versions: make lock ARGS=--upgrade
+	scripts/lock $(ARGS)
+
+clean: ## Remove what was built and cached, .venv too
+	rm -rf .venv .ngym build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

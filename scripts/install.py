@@ -1,0 +1,171 @@
+"""Makes .venv hold exactly what locks/cpu.txt says and this project, editable; done already, it does nothing.
+
+Run by `make` with the Python that .venv is to have. Only the standard library is used, because nothing else is there yet.
+pip installs uv, and uv the rest, many times faster. uv does not read pip's configuration, so that is translated:
+whoever configured pip for a mirror, a folder of wheels or a proxy has configured this too.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "locks" / "cpu.txt"
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "installed"
+# Where the CPU builds of torch live when no configured index or folder has them.
+PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+# pip's option -> uv's variable. Of uv's two names for an index the older: whoever set the newer one overrides ours.
+UV_VARIABLE = {
+    "index-url": "UV_INDEX_URL",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "timeout": "UV_HTTP_TIMEOUT",
+}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What .venv holds once it is complete. place: scripts in .venv name their folder, and packages fit one Python."""
+
+    place: str
+    digest: str
+
+    @classmethod
+    def wanted(cls) -> Installation:
+        """Its digest is of all that decides what is installed."""
+        inputs = (LOCK, ROOT / "pyproject.toml", Path(__file__))
+        digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in inputs)).hexdigest()
+        return cls(place=f"{ROOT} {sys.version_info.major}.{sys.version_info.minor}", digest=digest)
+
+    @classmethod
+    def found(cls) -> Installation | None:
+        """None where there is none, and where one was begun and not finished."""
+        if not (STAMP.is_file() and PYTHON.exists()):
+            return None
+        place, digest = STAMP.read_text().splitlines()
+        return cls(place, digest)
+
+    def write(self) -> None:
+        """Last of all and at once: an installation that was killed has no stamp."""
+        partial = STAMP.with_suffix(".partial")
+        partial.write_text(f"{self.place}\n{self.digest}\n")
+        partial.rename(STAMP)
+
+
+def main() -> None:
+    """Install unless the stamp says that this very installation is complete."""
+    warn_of_missing_libraries()
+    wanted = Installation.wanted()
+    if Installation.found() == wanted:
+        return
+    with LOCK.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second `make` in another terminal waits here, and then has nothing to do
+        found = Installation.found()
+        if found == wanted:
+            return
+        STAMP.unlink(missing_ok=True)
+        if found is None or found.place != wanted.place:
+            create()
+        fill()
+        wanted.write()
+
+
+def warn_of_missing_libraries() -> None:
+    """What no package of Python's brings and only the policy needs."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        say("libnuma is missing, and vLLM does not start without it (Debian, Ubuntu: apt install libnuma1)")
+
+
+def create() -> None:
+    """An empty .venv with uv in it."""
+    say("creating .venv")
+    venv.create(VENV, with_pip=True, clear=True)
+    run(str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", pinned("uv") or "uv")
+
+
+def fill() -> None:
+    """The packages of the lock, no others, and the project itself."""
+    settings = pip_settings(str(PYTHON))
+    environment = uv_environment(settings, os.environ)
+    offline = ["--no-index"] if settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on") else []
+    uv = [str(VENV / "bin" / "uv"), "pip"]
+    install = [*uv, "install", "--no-deps", *offline]
+    torch = pinned("torch")
+    if torch is not None and not succeeds(*install, "--dry-run", torch, environment=environment):
+        say(f"no configured source has {torch}; taking it from PyTorch's own index")
+        run(*install, "--index", PYTORCH_CPU_INDEX, torch, environment=environment)
+    say(f"installing {LOCK.relative_to(ROOT)}")
+    run(*uv, "sync", *offline, str(LOCK), environment=environment)
+    run(*install, "--no-build-isolation", "--editable", str(ROOT), environment=environment)
+
+
+def pinned(package: str) -> str | None:
+    """What the lock says of this package, such as `uv==1.2.3`."""
+    found = re.search(rf"^{re.escape(package)}==[^\s;]+", LOCK.read_text(), re.MULTILINE)
+    return found and found.group()
+
+
+def pip_settings(python: str) -> dict[str, list[str]]:
+    """What pip was told: option -> values. A PIP_* variable wins over [install] in a file, and that over [global]."""
+    listing = subprocess.run([python, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
+    sections: dict[str, dict[str, list[str]]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listing.stdout.splitlines():
+        key, _, value = line.partition("=")
+        section, _, option = key.rpartition(".")
+        if section in sections:
+            sections[section][option] = str(ast.literal_eval(value)).split()
+    return sections["global"] | sections["install"] | sections[":env:"]
+
+
+def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for uv: the caller's, and pip's settings wherever the caller told uv nothing else."""
+    translated = {
+        variable: ("," if option == "find-links" else " ").join(settings[option])
+        for option, variable in UV_VARIABLE.items()
+        if settings.get(option)
+    }
+    defaults = {
+        "DS_BUILD_OPS": "0",  # DeepSpeed compiles an operator when it is first needed
+        "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip does it: of several indexes the best version of all
+    }
+    return {**defaults, **translated, **environ, "VIRTUAL_ENV": str(VENV)}
+
+
+def say(step: str) -> None:
+    print(f"install: {step}", flush=True)
+
+
+def run(*command: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run a command with its output on this terminal; its failure is ours."""
+    # Not in this folder: uv would apply the [tool.uv] of pyproject.toml, which is for `uv sync`, to the lock.
+    status = subprocess.run(command, env=environment, cwd="/", check=False).returncode
+    if status:
+        sys.exit(f"install: failed ({status}): {' '.join(command)}")
+
+
+def succeeds(*command: str, environment: Mapping[str, str]) -> bool:
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    main()
