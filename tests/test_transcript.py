@@ -10,7 +10,11 @@ def row(**changes):
             "output": [
                 {"type": "function_call", "name": "calculator", "arguments": '{"expression": "37+58"}', "call_id": "c"},
                 {"type": "function_call_output", "call_id": "c", "output": "95"},
-                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "The answer is 95."}]},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "The answer is 95."}],
+                },
             ]
         },
         "reward": 1.0,

@@ -16,7 +16,7 @@ from ngym.schema import Json
 
 CONFIG = """\
 # Written by ng_quickstart. `ng_run --config {file}` starts these three services.
-policy: {{kind: model, app: models/vllm, model: policy}}
+policy: {{kind: model, app: models/vllm, model: sft/policy}}
 calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """
@@ -67,7 +67,7 @@ def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
     _run(str(data / "generate.py"), "demonstrations", "--output", str(demonstrations), "--seed", str(seed))
     _step(2, "supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
     recipe = shipped() / "trainer" / "recipes" / "sft.yaml"
-    _ng("train", str(recipe), f"data={demonstrations}", f"output={folder / 'policy'}", f"seed={seed}")
+    _ng("train", str(recipe), f"data.path={demonstrations}", f"output={folder / 'sft'}", f"seed={seed}")
     _step(3, f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
     where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(tasks), "--output", str(rollouts))
     _ng("collect_rollouts", *where, "--limit", str(limit), "--repeats", str(repeats), "--overwrite")
