@@ -289,8 +289,11 @@ def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
         return f"{tree.where(key)}: unknown key {key!r}{did_you_mean(path[-1], fields)}"
     if item["type"] == "missing":
         return f"{tree.where(key)}: {key!r} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    if not key:  # a rule about several keys at once: the whole input would be shown, secrets included
+        return f"{tree.default_where}: {message}"
     shown = repr(item["input"])
-    return f"{tree.where(key)}: {key}: {item['msg']}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
+    return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
 
 
 def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:

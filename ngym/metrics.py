@@ -73,6 +73,7 @@ class Rewards:
     def __init__(self) -> None:
         self.by_task: dict[int, list[float]] = {}
         self.count = 0
+        self.binary = True  # every reward is 0 or 1: then the best of k is pass@k
         self._total = 0.0
         self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2
         self._sum_sn = 0.0
@@ -82,6 +83,7 @@ class Rewards:
         rewards = self.by_task.setdefault(task, [])
         n, total = len(rewards), sum(rewards)
         rewards.append(reward)
+        self.binary = self.binary and reward in (0.0, 1.0)
         self._sum_ss += reward * (2 * total + reward)
         self._sum_sn += total + reward * (n + 1)
         self._sum_nn += 2 * n + 1
@@ -106,12 +108,8 @@ class Rewards:
         mean = self._total / self.count
         spread = max(0.0, self._sum_ss - 2 * mean * self._sum_sn + mean * mean * self._sum_nn)
         half = student_t(tasks - 1) * math.sqrt(tasks / (tasks - 1) * spread) / self.count
-        return Interval(mean - half, mean + half)
-
-    @property
-    def binary(self) -> bool:
-        """Whether every reward is 0 or 1: then the best of k is pass@k."""
-        return all(reward in (0.0, 1.0) for rewards in self.by_task.values() for reward in rewards)
+        low, high = mean - half, mean + half
+        return Interval(max(0.0, low), min(1.0, high)) if self.binary else Interval(low, high)
 
     def best_of(self) -> list[BestOfK]:
         """The expected best of k for each k worth showing, over the tasks that have k scored rollouts."""

@@ -204,9 +204,10 @@ class Peer:
             else:
                 if reply.status < 400:
                     return reply
-                again = reply.status in NOT_PROCESSED or (idempotent and reply.status in MAYBE_PROCESSED)
+                error = self._error(reply, method, url, path)
+                again = reply.status in NOT_PROCESSED or (idempotent and reply.status in MAYBE_PROCESSED and error.retryable)
                 if not again or attempt + 1 >= MAX_ATTEMPTS:
-                    raise self._error(reply, method, url, path)
+                    raise error
                 pause = _retry_after(reply) or _jittered(attempt)
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))

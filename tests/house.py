@@ -16,7 +16,7 @@ from ngym.services.options import ServiceContext
 
 
 def bound_socket() -> socket.socket:
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where it sees TCP
     listener.bind(("127.0.0.1", 0))
     listener.listen(512)
     return listener

@@ -26,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from ngym.errors import ConfigError, ServiceError
 
+from . import kernels
 from .arguments import parse_arguments
 from .doorkeeper import Say
 from .environment import Model
@@ -92,6 +93,8 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     elif single:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine process is its own only worker
     say("loading: reading the model's configuration")
+    if on_cpu and single:
+        kernels.prefer_ours(arguments)
     if on_cpu and model.local:
         _inspect_here(Path(model.name))
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)

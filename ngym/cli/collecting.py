@@ -26,8 +26,8 @@ from ngym.collect.report import as_json, files, tables
 from ngym.collect.run import Limits, Run
 from ngym.config import Config, load_config
 from ngym.errors import UsageError
-from ngym.jsonl import DiskFull
 from ngym.peers import Peers
+from ngym.rowlog import DiskFull
 from ngym.schema import Json
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import Launcher
@@ -247,17 +247,8 @@ class Session:
         self._on_state = lambda state: None
 
     async def _run(self, store: Files, peers: Peers, task: asyncio.Task[None]) -> None:
-        options = self.options
-        run = Run(
-            peers,
-            options.limits,
-            run_id=store.run_id,
-            token_format=options.token_format,
-            keep=store.keep,
-            failed_before=store.failed_before,
-            gate=self.gate,
-        )
-        plan = (rollout for rollout in store.plan() if not store.settled(rollout, options.max_attempts))
+        run = store.run(peers, self.options.limits, self.gate)
+        plan = store.todo(self.options.max_attempts)
         meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
         async with display(meter, self.stream, lost=lambda: self._interrupt(task)) as show:
             if self._supervisor:

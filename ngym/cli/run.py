@@ -99,6 +99,8 @@ def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
             supervisor.hurry()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
-            asyncio.get_running_loop().add_signal_handler(number, received)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, received)
+    loop.add_signal_handler(signal.SIGTERM, received)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is
+        loop.add_signal_handler(signal.SIGHUP, received)

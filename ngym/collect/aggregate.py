@@ -82,9 +82,7 @@ class AgentTally:
             "tasks": len(self.rewards.by_task),
             "mean_reward": self.rewards.mean,
             "mean_reward_interval": self.rewards.interval,
-            "best_of_k": [
-                {"name": self.best_name(item), **asdict(item)} for item in self.rewards.best_of()
-            ],
+            "best_of_k": [{"name": self.best_name(item), **asdict(item)} for item in self.rewards.best_of()],
             "unscored": self.unscored,
             "output_tokens": self.output_tokens,
             "means": {name: fmean(values) for name, values in sorted(self.numbers.items())},

@@ -18,11 +18,14 @@ import orjson
 
 import ngym
 from ngym.collect.aggregate import Aggregates
+from ngym.collect.gate import Gate
 from ngym.collect.outcome import FailedAttempt, Outcome, TokenFormat
 from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
-from ngym.collect.run import new_run_id
+from ngym.collect.run import Limits, Run, new_run_id
 from ngym.errors import UsageError
-from ngym.jsonl import RowLog, WriteFailed, write_whole
+from ngym.jsonl import WriteFailed, write_whole
+from ngym.peers import Peers
+from ngym.rowlog import RowLog
 from ngym.schema import SCHEMA_VERSION, Json, RolloutKey
 
 PLACES = frozenset({"url", "urls", "host", "port", "replicas"})  # where a service runs, not what it does
@@ -148,25 +151,44 @@ class Files:
             self._failures.clear()
         self._write_record(digests, command)
 
-    def plan(self) -> Iterator[PlannedRollout]:
-        """Every rollout of the recipe, done or not."""
-        return planned(input_rows(self.source.input, self.source.recipe), self.source.recipe)
+    def run(self, peers: Peers, limits: Limits, gate: Gate | None = None) -> Run:
+        """The run whose outcomes go into these files: `run.outcomes(files.todo(...))`."""
+        return Run(
+            peers,
+            limits,
+            run_id=self.run_id,
+            token_format=self.source.token_format,
+            keep=self.keep,
+            failed_before=self._failed_before,
+            gate=gate,
+        )
 
-    def settled(self, rollout: PlannedRollout, max_attempts: int) -> bool:
-        """Whether there is nothing left to do for it: it is done, or its attempts are used up."""
-        return rollout.key in self._done or self.failed_before(rollout) >= max_attempts
-
-    def failed_before(self, rollout: PlannedRollout) -> int:
-        """Its failed attempts in earlier sittings."""
-        return len(self._failed.get(rollout.key, ()))
+    def todo(self, max_attempts: int) -> Iterator[PlannedRollout]:
+        """The rollouts that are neither done nor out of attempts."""
+        plan = planned(input_rows(self.source.input, self.source.recipe), self.source.recipe)
+        return (rollout for rollout in plan if not self._settled(rollout, max_attempts))
 
     async def keep(self, outcome: Outcome) -> None:
         """Append an outcome's row; returns when it is on the disk."""
+        log = self._failures if isinstance(outcome, FailedAttempt) else self._rows
+        try:
+            await log.append(orjson.dumps(outcome.row))
+        except asyncio.CancelledError:
+            self._count(outcome)  # nobody waits for it any more, but flush() will write it
+            raise
+        self._count(outcome)
+
+    def _settled(self, rollout: PlannedRollout, max_attempts: int) -> bool:
+        return rollout.key in self._done or self._failed_before(rollout) >= max_attempts
+
+    def _failed_before(self, rollout: PlannedRollout) -> int:
+        """Its failed attempts in earlier sittings."""
+        return len(self._failed.get(rollout.key, ()))
+
+    def _count(self, outcome: Outcome) -> None:
         if isinstance(outcome, FailedAttempt):
-            await self._failures.append(orjson.dumps(outcome.row))
             self.aggregates.add_failure(outcome.row, final=outcome.final)
         else:
-            await self._rows.append(orjson.dumps(outcome.row))
             self.aggregates.add(outcome.row)
 
     def finish(self, status: str) -> None:
@@ -225,7 +247,7 @@ class Files:
             with beside.open("wb") as file:
                 for rollout in planned(rows, self.source.recipe):
                     file.write(orjson.dumps(rollout.row) + b"\n")
-                    self._count(rollout, max_attempts)
+                    self._settle(rollout, max_attempts)
                     ticking(f"checking the input: {self.progress.total} rollouts")
             beside.rename(path)
         except OSError as error:
@@ -235,11 +257,11 @@ class Files:
         if self.progress.total == 0:
             raise UsageError(f"{self.source.input}: no rows in it; each line is one task")
 
-    def _count(self, rollout: PlannedRollout, max_attempts: int) -> None:
+    def _settle(self, rollout: PlannedRollout, max_attempts: int) -> None:
         self.progress.total += 1
         if rollout.key in self._done:
             self.progress.done += 1
-        elif self.settled(rollout, max_attempts):
+        elif self._settled(rollout, max_attempts):
             self.progress.given_up += 1
             self.aggregates.give_up(rollout.row["agent_ref"], self._failed[rollout.key][-1])
 

@@ -12,27 +12,12 @@ from typing import Any, Literal
 
 import orjson
 
+from ngym.convert.fields import SAMPLING
 from ngym.convert.items import items_from_messages
 from ngym.convert.messages import messages_from_items
 from ngym.convert.think import ReasoningStyle
 from ngym.errors import BadRequest
 from ngym.schema import Json
-
-SAMPLING_EXTENSIONS = (
-    "chat_template_kwargs",
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "top_k",
-)
-"""Beyond OpenAI's Responses API, our `/v1/responses` takes these under vLLM's names, for back ends that know them."""
 
 PASSED = (
     "model",
@@ -43,7 +28,7 @@ PASSED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "service_tier",
-    *SAMPLING_EXTENSIONS,
+    *SAMPLING,
 )
 """Fields that mean the same, under the same name, on both sides."""
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 import uvloop
 
-from ngym.errors import ConfigError, UsageError
+from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.peers import Peers
 from ngym.schema import Kind
 from ngym.services.loader import load
@@ -49,7 +49,7 @@ class ServiceSpec:
 
 
 def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or EXIT_CONFIG after one line on stderr."""
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG or 1."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
     )
@@ -62,9 +62,9 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
         return EXIT_CONFIG
     try:
         uvloop.run(_serve(spec, module, options, list(sockets)))
-    except ConfigError as error:
+    except NgymError as error:
         print(error, file=sys.stderr, flush=True)
-        return EXIT_CONFIG
+        return EXIT_CONFIG if isinstance(error, UsageError) else 1
     return 0
 
 
@@ -84,8 +84,10 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
     if hasattr(module, "serve"):
         await module.serve(context)
         return
-    module.app.state.context = context
-    await serve_app(module.app, sockets)
+    app = module.app
+    app.state.context = context
+    async with app.router.lifespan_context(app):  # here, so that what it raises is an error of ours and no traceback of uvicorn's
+        await serve_app(app, sockets, lifespan="off")
 
 
 class _Server(uvicorn.Server):
@@ -99,14 +101,14 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def serve_app(app: Any, sockets: list[socket.socket]) -> None:
+async def serve_app(app: Any, sockets: list[socket.socket], lifespan: Literal["on", "off"] = "on") -> None:
     """An ASGI application on sockets that are already bound, until SIGTERM or SIGINT; answers in flight are finished first."""
     config = uvicorn.Config(
         app,
         loop="none",
         http="httptools",
         ws="none",
-        lifespan="on",
+        lifespan=lifespan,
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEPALIVE_S,

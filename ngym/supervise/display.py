@@ -77,7 +77,7 @@ class JsonLines:
         self._print({"event": kind, "text": text, **details})
 
     def _print(self, record: dict[str, Any]) -> None:
-        line = json.dumps({"time": datetime.now(UTC).isoformat(), **record}, default=str)
+        line = json.dumps({"time": datetime.now(UTC).isoformat(), **record}, default=datetime.isoformat)
         self._output.write(lambda: print(line))
 
 

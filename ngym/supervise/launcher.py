@@ -117,10 +117,12 @@ class Launcher:
             return
         event, child = message.content, self._children[message.content["number"]]
         if event["event"] == "forked":
-            child.pid.set_result(event["pid"])
+            future, value = child.pid, event["pid"]
         else:
             del self._children[event["number"]]
-            child.exit_code.set_result(event["code"])
+            future, value = child.exit_code, event["code"]
+        if not future.cancelled():  # whoever waited for it may have been cancelled
+            future.set_result(value)
 
     def _lost(self) -> None:
         """The zygote is gone and the kernel kills its children; their own workers are ours to kill."""
@@ -129,10 +131,12 @@ class Launcher:
         for child in self._children.values():
             if not child.pid.done():
                 child.pid.set_exception(error)
-                continue
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid.result(), signal.SIGKILL)
-            child.exit_code.set_exception(error)
+            elif not child.pid.cancelled():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid.result(), signal.SIGKILL)
+            if not child.exit_code.cancelled():
+                child.exit_code.set_exception(error)
+                child.exit_code.exception()  # not everybody asks; that is no warning's business
         self._children.clear()
 
     def _gone(self) -> LauncherGone:

@@ -148,8 +148,9 @@ class Process(Watched):
         self._launcher = launcher
         self._spec = spec
         self._socket = sock
-        self._log = ServiceLog(log, on_status=super().describe)
+        self._log = ServiceLog(log, on_status=self._said)
         self._limits = limits
+        self._speaks = False
         self._child: Child | None = None
         self._deaths = Deaths()
 
@@ -173,6 +174,7 @@ class Process(Watched):
     async def _live(self, restarts: int) -> tuple[int, bool]:
         """One life: its exit code, and whether it had been ready."""
         self.ready.clear()
+        self._speaks = False
         output = self._log.open()
         child = self._child = await self._launcher.fork("run", self.state.label, self._spec, output, [self._socket])
         now = datetime.now(UTC)
@@ -192,9 +194,13 @@ class Process(Watched):
         return child.exit_code.result(), self.ready.is_set()
 
     def describe(self, reason: str) -> None:
-        """The service's own status line says more than that its port does not answer yet."""
-        if not reason.startswith("no answer"):
+        """A service that prints status lines says more there than its /ready does."""
+        if not self._speaks:
             super().describe(reason)
+
+    def _said(self, status: str) -> None:
+        self._speaks = True
+        self.change(detail=status)
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:
         """SIGTERM, and SIGKILL to the whole group when it is not gone after grace_s or when `hurry` is set."""

@@ -1,0 +1,48 @@
+"""RMS norm on a CPU by vLLM's own C++ kernels, which vLLM itself uses on GPUs only: 3 microseconds instead of 60.
+
+A tiny model spends a tenth (64 requests at a time) to a third (one) of each step in it. They are registered with
+vLLM as implementations of its operators, and chosen by its argument `ir_op_priority`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+from torch import Tensor
+from vllm import ir
+from vllm.config.kernel import IrOpPriorityConfig
+
+PROVIDER = "ngym_cpu"
+
+
+def prefer_ours(arguments: Namespace) -> None:
+    """Register the kernels, in the process that the engine is forked from; a choice of the user's own stands."""
+    ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_can)(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_can_fused)(fused_add_rms_norm)
+    undecided = IrOpPriorityConfig()
+    if arguments.ir_op_priority == arguments.kernel_config.ir_op_priority == undecided:
+        arguments.ir_op_priority = IrOpPriorityConfig(rms_norm=[PROVIDER], fused_add_rms_norm=[PROVIDER])
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    output = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops._C.rms_norm(output, x.contiguous(), weight, epsilon)  # the kernel takes rows that follow one another
+    return output
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    total = x + x_residual
+    return rms_norm(total, weight, epsilon), total
+
+
+def _can(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype
+
+
+def _can_fused(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return _can(x, weight, epsilon, variance_size) and x_residual.dtype == x.dtype
