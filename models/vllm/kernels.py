@@ -1,6 +1,6 @@
 """RMS norm on a CPU by vLLM's own C++ kernels, which vLLM itself uses on GPUs only: 3 microseconds instead of 60.
 
-A tiny model spends a tenth (64 requests at a time) to a third (one) of each step in it. They are registered with
+Measured with 64 requests at a time: 7 % more tokens a second from a tiny model. They are registered with
 vLLM as implementations of its operators, and chosen by its argument `ir_op_priority`.
 """
 
@@ -14,10 +14,13 @@ from vllm import ir
 from vllm.config.kernel import IrOpPriorityConfig
 
 PROVIDER = "ngym_cpu"
+VECTOR = 16
 
 
 def prefer_ours(arguments: Namespace) -> None:
     """Register the kernels, in the process that the engine is forked from; a choice of the user's own stands."""
+    if not hasattr(torch.ops._C, "rms_norm"):  # a build of vLLM for a CPU that it has no kernels for
+        return
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_can)(rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_can_fused)(fused_add_rms_norm)
     undecided = IrOpPriorityConfig()
@@ -39,7 +42,9 @@ def fused_add_rms_norm(
 
 
 def _can(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype
+    """float32, in which both agree to the bit, and rows of whole vectors, or the kernel refuses them."""
+    plain = variance_size is None and weight is not None and x.shape[-1] % VECTOR == 0
+    return plain and x.dtype == weight.dtype == torch.float32  # type: ignore[union-attr]  # plain has seen to that
 
 
 def _can_fused(
