@@ -177,7 +177,7 @@ class Peer:
         ends = loop.time() + (timeout if remaining is None else min(timeout, remaining))
         attempt = 0
         while True:
-            url = self._url(affinity, attempt)
+            url = self._url(affinity)
             left = ends - loop.time()
             if left <= 0:
                 raise PeerTimeout(
@@ -212,8 +212,10 @@ class Peer:
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
 
-    def _url(self, affinity: str | None, attempt: int) -> str:
+    def _url(self, affinity: str | None) -> str:
         urls = self._peers.urls[self.name]
+        if not urls:
+            raise Unreachable(f"{self.name} has no address here; give its stanza a url, or start it with ng_run", retryable=False)
         if len(urls) == 1:
             return urls[0]
         if affinity is not None:

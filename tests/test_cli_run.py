@@ -170,6 +170,15 @@ def test_a_closed_terminal_leaves_nothing_running(folder: Path) -> None:
     assert len(everyone) == 2 and still_there(everyone) == []
 
 
+def test_a_reader_that_goes_away_ends_the_run_without_a_word(folder: Path) -> None:
+    reading, writing = os.pipe()
+    with subprocess.Popen(command("run"), cwd=folder, stdout=writing, stderr=subprocess.PIPE, text=True) as process:
+        os.close(writing)
+        os.read(reading, 10)
+        os.close(reading)
+        assert process.communicate(timeout=20)[1] == "" and process.returncode == 0
+
+
 def test_json_has_an_event_for_each_change(run: Callable[..., Running]) -> None:
     events = run("one.replicas=2").events
     services = [event for event in events if event["event"] == "service"]

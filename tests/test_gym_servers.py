@@ -216,9 +216,9 @@ async def test_a_row_without_its_verifiers_field_is_refused_by_name(name, field)
 SCRIPTS = {
     "calculator": [
         {
-            "match": "(\\d+) .*?(\\d+) each",
+            "match": "(\\d+) .*(?:lost|gave away) (\\d+)",
             "turn": 1,
-            "tool_calls": [{"name": "calculator", "arguments": {"expression": "{1}*{2}"}}],
+            "tool_calls": [{"name": "calculator", "arguments": {"expression": "{1}-{2}"}}],
         },
         {"turn": 2, "text": "The answer is {tool_output}."},
     ],

@@ -133,6 +133,7 @@ def test_a_plan_holds_every_sample_once_within_the_budget_and_equally_often_for_
     assert sorted(id(sample) for micro_batch in plan for sample in micro_batch) == sorted(map(id, batch))
     assert len(plan) % ranks == 0
     assert all(sum(s.tokens for s in bin_) <= budget or len(bin_) == 1 for bin_ in plan)
+    assert len(plan) <= len(batch) + ranks - 1
     if budget == 100_000:
         assert len(plan) == ranks
 

@@ -42,7 +42,7 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
     samples than ranks some micro-batches are empty.
     """
     longest_first = sorted(samples, key=lambda sample: -sample.tokens)
-    count = max(1, math.ceil(sum(sample.tokens for sample in samples) / budget))
+    count = min(len(samples), math.ceil(sum(sample.tokens for sample in samples) / budget))
     count = math.ceil(count / ranks) * ranks
     while True:
         bins: list[list[Sample]] = [[] for _ in range(count)]

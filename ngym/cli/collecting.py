@@ -76,6 +76,8 @@ class Options:
             raise UsageError(f"{self.overrides[0]!r}: {hint}")
         if not self.source.is_file():
             raise UsageError(f"{self.source}: no such file (--input)")
+        for text in self.settings:
+            _setting(text)
 
     @property
     def recipe(self) -> Recipe:
@@ -175,6 +177,8 @@ class Session:
         if live:
             self._echo("\r\x1b[2K", nl=False)
         before = store.progress
+        if options.agent and options.agent not in before.agents:
+            self._echo(f"note: every row names its own agent ({', '.join(sorted(before.agents))}); --agent is not used")
         if before.done or before.given_up or store.duplicates:
             left = before.total - before.done - before.given_up
             self._echo(

@@ -67,7 +67,7 @@ def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
     _run(str(data / "generate.py"), "demonstrations", "--output", str(demonstrations), "--seed", str(seed))
     _step(2, "supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
     recipe = shipped() / "trainer" / "recipes" / "sft.yaml"
-    _ng("train", str(recipe), f"data.path={demonstrations}", f"output={folder / 'sft'}", f"seed={seed}")
+    _ng("train", str(recipe), f"data.path={demonstrations}", f"output={folder / 'sft'}", f"seed={seed}", "--overwrite")
     _step(3, f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
     where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(tasks), "--output", str(rollouts))
     _ng("collect_rollouts", *where, "--limit", str(limit), "--repeats", str(repeats), "--overwrite")
