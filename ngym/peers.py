@@ -204,10 +204,12 @@ class Peer:
             else:
                 if reply.status < 400:
                     return reply
-                error = self._error(reply, method, url, path)
-                again = reply.status in NOT_PROCESSED or (idempotent and reply.status in MAYBE_PROCESSED and error.retryable)
+                refusal = self._error(reply, method, url, path)
+                again = reply.status in NOT_PROCESSED or (
+                    idempotent and reply.status in MAYBE_PROCESSED and refusal.retryable
+                )
                 if not again or attempt + 1 >= MAX_ATTEMPTS:
-                    raise error
+                    raise refusal
                 pause = _retry_after(reply) or _jittered(attempt)
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
@@ -215,7 +217,9 @@ class Peer:
     def _url(self, affinity: str | None) -> str:
         urls = self._peers.urls[self.name]
         if not urls:
-            raise Unreachable(f"{self.name} has no address here; give its stanza a url, or start it with ng_run", retryable=False)
+            raise Unreachable(
+                f"{self.name} has no address here; give its stanza a url, or start it with ng_run", retryable=False
+            )
         if len(urls) == 1:
             return urls[0]
         if affinity is not None:

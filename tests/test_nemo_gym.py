@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import yaml
 from fastapi import FastAPI, Request, Response
-
 from house import house
+
 from ngym import ServiceOptions
 from ngym.config import app_file, load_config
 from ngym.services.loader import load
@@ -49,7 +49,10 @@ def service(name: str) -> FastAPI:
 def weather_house():
     options = {"policy": SCRIPT, "weather_agent": {"gym": "weather", "model": "policy"}}
     return house(
-        options, policy=service("models/scripted"), weather=service("gym_servers/weather"), weather_agent=service("agents/simple")
+        options,
+        policy=service("models/scripted"),
+        weather=service("gym_servers/weather"),
+        weather_agent=service("agents/simple"),
     )
 
 
@@ -64,11 +67,16 @@ async def test_its_collector_finds_an_agent_through_the_head_and_runs_a_row(tmp_
             }
         )
     )
-    async with Supervisor(load_config([tmp_path / "global_config.yaml"])) as stack, httpx.AsyncClient(timeout=30) as client:
+    async with (
+        Supervisor(load_config([tmp_path / "global_config.yaml"])) as stack,
+        httpx.AsyncClient(timeout=30) as client,
+    ):
         told = yaml.safe_load(json.loads((await client.get(f"{stack.head_url}/global_config_dict_yaml")).text))
         agent = next(iter(next(iter(told["weather_agent"].values())).values()))  # cfg[name].<only key>.<only key>
         base = f"http://{agent['host']}:{agent['port']}"
-        row = (await client.post(f"{base}/run", json={**WEATHER_ROW, "_ng_task_index": 0, "_ng_rollout_index": 3})).json()
+        row = (
+            await client.post(f"{base}/run", json={**WEATHER_ROW, "_ng_task_index": 0, "_ng_rollout_index": 3})
+        ).json()
         metrics = (await client.post(f"{base}/aggregate_metrics", json={"verify_responses": [row]})).json()
     assert row["reward"] == 1.0
     assert row["_ng_task_index"] == 0 and row["_ng_rollout_index"] == 3
@@ -84,7 +92,9 @@ async def test_its_agents_drive_our_gym_and_model_servers_with_nothing_but_cooki
         output = []
         params = WEATHER_ROW["responses_create_params"]
         while True:
-            answer = (await client.post(f"{model}/v1/responses", json={**params, "input": params["input"] + output})).json()
+            answer = (
+                await client.post(f"{model}/v1/responses", json={**params, "input": params["input"] + output})
+            ).json()
             output += answer["output"]
             calls = [item for item in answer["output"] if item["type"] == "function_call"]
             if not calls:
@@ -123,7 +133,11 @@ def nemo_gym_server() -> FastAPI:
 
 async def test_our_agent_drives_a_gym_server_that_knows_rollouts_by_cookie():
     options = {"policy": SCRIPT, "weather_agent": {"gym": "theirs", "model": "policy"}}
-    services = {"policy": service("models/scripted"), "theirs": nemo_gym_server(), "weather_agent": service("agents/simple")}
+    services = {
+        "policy": service("models/scripted"),
+        "theirs": nemo_gym_server(),
+        "weather_agent": service("agents/simple"),
+    }
     async with house(options, **services) as peers:
         rows = [await peers["weather_agent"].post("/run", WEATHER_ROW) for _ in range(2)]
     assert [row["reward"] for row in rows] == [1.0, 1.0]

@@ -86,7 +86,9 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
         return
     app = module.app
     app.state.context = context
-    async with app.router.lifespan_context(app):  # here, so that what it raises is an error of ours and no traceback of uvicorn's
+    async with app.router.lifespan_context(
+        app
+    ):  # here, so that what it raises is an error of ours and no traceback of uvicorn's
         await serve_app(app, sockets, lifespan="off")
 
 
