@@ -19,10 +19,11 @@ from pathlib import Path
 
 import orjson
 
-from ngym.collect.files import Files, Source
+from ngym.collect.files import Files
 from ngym.collect.plan import Recipe
 from ngym.collect.process import run
-from ngym.collect.run import Limits, Run
+from ngym.collect.record import Source
+from ngym.collect.run import Limits
 from ngym.peers import Peers
 
 
@@ -33,9 +34,9 @@ def cpu_s() -> float:
 
 async def collected(files: Files, url: str, in_flight: int) -> int:
     peers = Peers({"agent": [url]})
-    collection = Run(peers, Limits(concurrency=in_flight), run_id=files.run_id, keep=files.keep)
+    collection = files.run(peers, Limits(concurrency=in_flight))
     count = 0
-    async with aclosing(collection.outcomes(files.plan())) as outcomes:
+    async with aclosing(collection.outcomes(files.todo(max_attempts=3))) as outcomes:
         async for _ in outcomes:
             count += 1
     await files.flush()

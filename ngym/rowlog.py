@@ -62,6 +62,7 @@ class RowLog:
         self._on_stall = on_stall
         self._retry_s = retry_s
         self._give_up_s = give_up_s
+        self._ending = False
         self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
         self._wake = asyncio.Event()
         self._many = asyncio.Event()
@@ -121,15 +122,18 @@ class RowLog:
         await written
 
     async def flush(self) -> None:
-        """Write what waits; nothing can be appended after it. Cancelled on a full disk, it gives the rest up."""
-        try:
-            while self._waiting and self._committer is not None and not self._committer.done():
-                self._many.set()
-                await asyncio.wait([self._waiting[-1][1], self._committer], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if self._committer is not None:
-                self._committer.cancel()
-                await asyncio.gather(self._committer, return_exceptions=True)  # appenders were told what ended it
+        """Write what waits, also for appenders that were cancelled; nothing can be appended after it.
+
+        Cancelled (say, while the disk is full), it gives up what waits.
+
+        Raises:
+            DiskFull, WriteFailed: not all of it is on the disk.
+        """
+        self._ending = True
+        self._wake.set()
+        self._many.set()
+        if self._committer is not None:
+            await self._committer
 
     def close(self) -> None:
         """Let go of the file; an empty one is removed."""
@@ -138,20 +142,12 @@ class RowLog:
         os.close(self._fd)
 
     async def _commit_forever(self) -> None:
-        batch: list[tuple[bytes, asyncio.Future[None]]] = []
         try:
-            while True:
-                await self._wake.wait()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(COMMIT_S):
-                        await self._many.wait()
+            while self._waiting or not self._ending:
+                await self._batch_is_due()
                 batch = self._waiting[:]
                 await self._commit(b"".join([row + b"\n" for row, _ in batch]))
                 del self._waiting[: len(batch)]
-                if not self._waiting:
-                    self._wake.clear()
-                if len(self._waiting) < COMMIT_ROWS:
-                    self._many.clear()
                 for _, written in batch:
                     if not written.done():
                         written.set_result(None)
@@ -160,6 +156,18 @@ class RowLog:
                 if not written.done():
                     written.set_exception(error)
             raise
+
+    async def _batch_is_due(self) -> None:
+        """Until 64 rows wait, or some have waited for 50 ms, or everything ends."""
+        if not self._ending:
+            if not self._waiting:
+                self._wake.clear()
+            if len(self._waiting) < COMMIT_ROWS:
+                self._many.clear()
+        await self._wake.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_S):
+                await self._many.wait()
 
     async def _commit(self, data: bytes) -> None:
         """Write and sync in a thread; wait out a full disk."""

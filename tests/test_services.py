@@ -142,6 +142,22 @@ async def test_a_failing_tool_is_shown_to_the_model(name: str, arguments: str, s
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
 
 
+async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_shown_to_the_model():
+    gym = counter()
+
+    async def forgets(request: Request):
+        gym.state.sessions.end(next(iter(gym.state.sessions._sessions)))
+        return JsonResponse({"status": "completed", "output": calls("add", '{"amount": 7}')})
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", forgets)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match="no such session") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.retryable
+
+
 async def test_a_model_that_never_answers_is_stopped_and_still_scored():
     async with simple_house(scripted(calls("add", '{"amount": 1}'))) as peers:
         row = await peers["agent"].post("/run", ROW)

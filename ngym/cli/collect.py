@@ -94,6 +94,7 @@ def main(ctx: click.Context, /, **options: Any) -> None:
     Examples: ng_collect_rollouts --agent math_agent --input data/math/train.jsonl --output out.jsonl --repeats 8
               ng_collect_rollouts --config global_config.yaml --agent math_agent --input ... --output ... --resume
     """
-    from ngym.cli.collecting import Options, collect_into_files
+    from ngym.cli.collect_options import Options
+    from ngym.cli.collecting import collect_into_files
 
     ctx.exit(collect_into_files(Options(**options)))

@@ -8,27 +8,27 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import click
 import orjson
 
+from ngym.cli.collect_options import Options
 from ngym.collect import process
 from ngym.collect.discovery import Known, discover
 from ngym.collect.display import Meter, Show, clock, display
-from ngym.collect.files import Files, Source
+from ngym.collect.files import Files
 from ngym.collect.gate import Gate
-from ngym.collect.outcome import FailedAttempt, TokenFormat
-from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
+from ngym.collect.outcome import FailedAttempt
+from ngym.collect.plan import PlannedRollout, input_rows, planned
+from ngym.collect.record import Source
 from ngym.collect.report import as_json, files, tables
-from ngym.collect.run import Limits, Run
+from ngym.collect.run import Run
 from ngym.config import Config, load_config
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.rowlog import DiskFull
-from ngym.schema import Json
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.redact import shown_config
@@ -41,61 +41,10 @@ FLUSH_S = 4.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line of ng_collect_rollouts, see its --help."""
-
-    agent: str | None
-    source: Path
-    output: Path
-    limit: int | None
-    repeats: int
-    concurrency: int
-    resume: bool
-    overwrite: bool
-    temperature: float | None
-    max_output_tokens: int | None
-    settings: tuple[str, ...]
-    seed: int | None
-    token_format: TokenFormat
-    timeout: float
-    max_attempts: int
-    configs: tuple[Path, ...]
-    head: str | None
-    dry_run: bool
-    as_json: bool
-    overrides: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise UsageError("--resume and --overwrite contradict each other; keep one")
-        if self.configs and self.head:
-            raise UsageError("--config starts services here and --head uses running ones; keep one")
-        if self.overrides and not self.configs:
-            hint = "overrides of the config need --config FILE; for a sampling setting use --set"
-            raise UsageError(f"{self.overrides[0]!r}: {hint}")
-        if not self.source.is_file():
-            raise UsageError(f"{self.source}: no such file (--input)")
-        for text in self.settings:
-            _setting(text)
-
-    @property
-    def recipe(self) -> Recipe:
-        params: Json = dict(map(_setting, self.settings))
-        named = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
-        params |= {key: value for key, value in named.items() if value is not None}
-        return Recipe(self.agent, self.repeats, self.limit, params, self.seed)
-
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.concurrency, self.timeout, self.max_attempts)
-
-
 def collect_into_files(options: Options) -> int:
     """The whole command; returns its exit code."""
-    launcher = (
-        Launcher.start() if options.configs and not options.dry_run else None
-    )  # its imports overlap with our checks
+    starts = bool(options.configs) and not options.dry_run
+    launcher = Launcher.start() if starts else None  # first of all: its imports take longer than our checks
     try:
         config = load_config(options.configs, options.overrides) if options.configs else None
         known = _known(options, config)
@@ -152,7 +101,11 @@ class Session:
         try:
             self._prepare(store)
             try:
-                process.run(self._collect(store, config, launcher))
+                if store.progress.left:
+                    process.run(self._collect(store, config, launcher))
+                else:
+                    self.status = "done"
+                    store.finish(self.status)
             finally:
                 self._tell(store)
         except DiskFull as error:
@@ -180,12 +133,11 @@ class Session:
         if options.agent and options.agent not in before.agents:
             self._echo(f"note: every row names its own agent ({', '.join(sorted(before.agents))}); --agent is not used")
         if before.done or before.given_up or store.duplicates:
-            left = before.total - before.done - before.given_up
             self._echo(
                 f"resumed run {store.run_id}: {before.done:,} of {before.total:,} rollouts are done"
                 + (f", {before.given_up:,} given up (--max-attempts gives them more)" if before.given_up else "")
                 + (f", {store.duplicates:,} rows stood twice and were dropped" if store.duplicates else "")
-                + f"; {left:,} to go"
+                + f"; {before.left:,} to go"
             )
 
     async def _collect(self, store: Files, config: Config | None, launcher: Launcher | None) -> None:
@@ -305,14 +257,3 @@ class Session:
 
     def _echo(self, text: str, nl: bool = True) -> None:
         click.echo(text, self.stream, nl=nl)
-
-
-def _setting(text: str) -> tuple[str, object]:
-    """`key=value` of --set; a value that is no JSON is a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise UsageError(f"--set {text}: write --set key=value, such as --set top_p=0.9")
-    try:
-        return key, orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return key, value

@@ -6,13 +6,14 @@ files (the log, resume), then aggregate and display.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from ngym.collect.gate import Gate
 from ngym.collect.outcome import FailedAttempt, Outcome, Rollout, TokenFormat
 from ngym.collect.plan import Recipe, checked_rows, planned
-from ngym.collect.run import Limits, Run, new_run_id
+from ngym.collect.run import Limits, Run
 from ngym.peers import Peers
 from ngym.schema import Json
 
@@ -41,7 +42,7 @@ async def collect(
     Raises:
         UsageError: a task is not one. ServiceGone: a service was down for too long.
     """
-    run = Run(peers, limits, run_id=new_run_id(), token_format=token_format, gate=gate)
+    run = Run(peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate)
     async with aclosing(run.outcomes(planned(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
         async for outcome in outcomes:
             yield outcome

@@ -31,14 +31,15 @@ class AgentTally:
         """Count an output row (wire.md, section 3)."""
         trace = row["ng"]
         self.rollouts += 1
-        self.statuses[trace["status"]] += 1
-        self.stops[trace["stop_reason"]] += 1
+        self.statuses[str(trace["status"])] += 1
+        self.stops[str(trace["stop_reason"])] += 1
         if row["reward"] is None:
             self.unscored += 1
         else:
             self.rewards.add(row["_ng_task_index"], row["reward"])
         usage = row["response"].get("usage") or {}
-        self.output_tokens += usage.get("output_tokens") or 0
+        tokens = usage.get("output_tokens")
+        self.output_tokens += tokens if isinstance(tokens, int) else 0
         for name in ("input_tokens", "output_tokens"):
             self._number(name, usage.get(name))
         for name in ("turns", "tool_calls", "tool_errors"):

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
-import platform
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import orjson
 
-import ngym
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.gate import Gate
-from ngym.collect.outcome import FailedAttempt, Outcome, TokenFormat
-from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
-from ngym.collect.run import Limits, Run, new_run_id
+from ngym.collect.outcome import FailedAttempt, Outcome
+from ngym.collect.plan import PlannedRollout, input_rows, planned
+from ngym.collect.record import RunRecord, Source
+from ngym.collect.run import Limits, Run
 from ngym.errors import UsageError
 from ngym.jsonl import WriteFailed, write_whole
 from ngym.peers import Peers
 from ngym.rowlog import RowLog
-from ngym.schema import SCHEMA_VERSION, Json, RolloutKey
+from ngym.schema import Json, RolloutKey
 
-PLACES = frozenset({"url", "urls", "host", "port", "replicas"})  # where a service runs, not what it does
 TICK_S = 0.2
 
 
@@ -51,41 +45,19 @@ class Paths:
         return cls(output, *map(sibling, siblings))
 
 
-@dataclass(frozen=True)
-class Source:
-    """What is collected, as far as a resumed run must agree. services: the resolved config, name -> stanza."""
-
-    input: Path
-    recipe: Recipe
-    token_format: TokenFormat = "ng"
-    services: Json = field(default_factory=dict)
-
-    def config(self) -> Json:
-        """What decides a rollout beside its row. More repeats or rows are more rollouts, not others, so they are not in it."""
-        recipe = asdict(self.recipe)
-        stanzas = {
-            name: {key: value for key, value in stanza.items() if key not in PLACES}
-            for name, stanza in self.services.items()
-            if name != "ngym" and isinstance(stanza, dict)
-        }
-        own = {key: recipe[key] for key in ("agent", "params", "seed")}
-        return {**own, "token_format": self.token_format, "services": stanzas}
-
-    def digests(self) -> dict[str, str]:
-        """`{"input": sha256 of the file, "config": sha256 of config()}`."""
-        with self.input.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        settings = orjson.dumps(self.config(), option=orjson.OPT_SORT_KEYS)
-        return {"input": content, "config": hashlib.sha256(settings).hexdigest()}
-
-
 @dataclass
 class Progress:
-    """How far the plan is: rollouts in all, finished before this sitting, and given up before it."""
+    """How far the plan is: rollouts in all, finished before this sitting, given up before it; the agents it needs."""
 
     total: int = 0
     done: int = 0
     given_up: int = 0
+    agents: set[str] = field(default_factory=set)
+
+    @property
+    def left(self) -> int:
+        """Rollouts to do in this sitting."""
+        return self.total - self.done - self.given_up
 
 
 class Files:
@@ -108,13 +80,13 @@ class Files:
             raise UsageError(f"{output} is both --input and --output; choose another --output")
         self.paths = Paths.beside(output)
         self.source = source
-        self.run_id = new_run_id()
         self.aggregates = Aggregates()
         self.progress = Progress()
         self.duplicates = 0
         self._done: set[RolloutKey] = set()
+        self._left: list[Outcome] = []  # handed to the log when the run was cancelled
         self._failed: dict[RolloutKey, list[str]] = {}  # the class of each failed attempt
-        self._record: Json = {}
+        self._record = RunRecord.new(self.paths.run)
         self._rows = RowLog(self.paths.output, _row_key, on_stall=on_stall)
         self._failures = RowLog(self.paths.failures, _failure_key, on_stall=on_stall)
 
@@ -142,14 +114,17 @@ class Files:
             raise UsageError(
                 f"{self.paths.output} already holds rollouts; add --resume to go on with that run, or --overwrite to start again"
             )
-        digests = self.source.digests()
         if used and resume:
-            self._continue(digests, tick)
+            self._continue(tick)
         self._materialize(agents, max_attempts, tick)
         if used and not resume:
             self._rows.clear()
             self._failures.clear()
-        self._write_record(digests, command)
+        self._record.begin(self.source, self.progress.total, command)
+
+    @property
+    def run_id(self) -> str:
+        return self._record.run_id
 
     def run(self, peers: Peers, limits: Limits, gate: Gate | None = None) -> Run:
         """The run whose outcomes go into these files: `run.outcomes(files.todo(...))`."""
@@ -174,7 +149,7 @@ class Files:
         try:
             await log.append(orjson.dumps(outcome.row))
         except asyncio.CancelledError:
-            self._count(outcome)  # nobody waits for it any more, but flush() will write it
+            self._left.append(outcome)  # nobody waits for it any more, but flush() will write it
             raise
         self._count(outcome)
 
@@ -194,30 +169,22 @@ class Files:
     def finish(self, status: str) -> None:
         """Write the aggregates, and how this sitting ended."""
         write_whole(self.paths.aggregates, orjson.dumps(self.aggregates.as_json(), option=orjson.OPT_INDENT_2))
-        self._record["sittings"][-1] |= {"ended_at": _now(), "status": status}
-        self._save_record()
+        self._record.end(status)
 
     async def flush(self) -> None:
         """Put on the disk what waits; nothing can be kept after it."""
         await asyncio.gather(self._rows.flush(), self._failures.flush())
+        for outcome in self._left:
+            self._count(outcome)
 
     def close(self) -> None:
         """Let go of the files."""
         self._rows.close()
         self._failures.close()
 
-    def _continue(self, digests: dict[str, str], tick: Callable[[str], None]) -> None:
+    def _continue(self, tick: Callable[[str], None]) -> None:
         """Take up the run whose rows stand in the files."""
-        self._record = self._read_record()
-        before = self._record["digests"]
-        for name, label in (("input", f"the input ({self.source.input})"), ("config", "the config or its overrides")):
-            if before[name] != digests[name]:
-                raise UsageError(
-                    f"{self.paths.output}: {label} changed since this run began: sha256 {before[name]} then, "
-                    f"{digests[name]} now; restore it, choose another --output, or start again with --overwrite"
-                    + (_difference(self._record["config"], self.source.config()) if name == "config" else "")
-                )
-        self.run_id = self._record["run_id"]
+        self._record = RunRecord.resumed(self.paths.run, self.source, self.paths.output)
         ticking = _Ticker(tick)
         for line in chain(self._rows.rows(), self._failures.rows()):
             run_id = line.row["ng"].get("run_id")
@@ -259,47 +226,12 @@ class Files:
 
     def _settle(self, rollout: PlannedRollout, max_attempts: int) -> None:
         self.progress.total += 1
+        self.progress.agents.add(rollout.agent)
         if rollout.key in self._done:
             self.progress.done += 1
         elif self._settled(rollout, max_attempts):
             self.progress.given_up += 1
             self.aggregates.give_up(rollout.row["agent_ref"], self._failed[rollout.key][-1])
-
-    def _write_record(self, digests: dict[str, str], command: list[str]) -> None:
-        recipe = self.source.recipe
-        sitting = {"started_at": _now(), "pid": os.getpid(), "command": command}
-        self._record = {
-            "schema_version": SCHEMA_VERSION,
-            "run_id": self.run_id,
-            "input": str(self.source.input),
-            "repeats": recipe.repeats,
-            "limit": recipe.limit,
-            "rollouts": self.progress.total,
-            "digests": digests,
-            "config": self.source.config(),
-            "versions": {"ngym": ngym.__version__, "python": platform.python_version()},
-            "sittings": [*self._record.get("sittings", []), sitting],
-        }
-        self._save_record()
-
-    def _save_record(self) -> None:
-        write_whole(self.paths.run, orjson.dumps(self._record, option=orjson.OPT_INDENT_2))
-
-    def _read_record(self) -> Json:
-        path = self.paths.run
-        try:
-            record = orjson.loads(path.read_bytes())
-            if {"run_id", "digests", "config", "sittings"} <= record.keys():
-                return dict(record)
-            problem = "is not a run's record"
-        except FileNotFoundError:
-            problem = "does not exist"
-        except (OSError, orjson.JSONDecodeError, AttributeError) as error:
-            problem = f"cannot be read ({error})"
-        raise UsageError(
-            f"{path} {problem}, so nobody can tell which run wrote {self.paths.output}; "
-            "choose another --output, or start again with --overwrite"
-        )
 
 
 class _Ticker:
@@ -322,16 +254,3 @@ def _row_key(row: Json) -> RolloutKey:
 
 def _failure_key(row: Json) -> tuple[RolloutKey, int]:
     return _row_key(row), row["attempt"]
-
-
-def _difference(before: Any, now: Any, path: str = "") -> str:
-    """` (first difference: policy.model: 'a' then, 'b' now)`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                return _difference(before.get(key), now.get(key), f"{path}.{key}".lstrip("."))
-    return f" (first difference: {path}: {before!r:.80} then, {now!r:.80} now)"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

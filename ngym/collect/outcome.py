@@ -117,6 +117,8 @@ def _trusted(attempt: Attempt, answer: Any) -> Json:
         raise ServiceError(
             f"{agent} answered /run without a response whose output is a list of items", failure="agent_error"
         )
+    if not isinstance(response.get("usage") or {}, dict):
+        raise ServiceError(f"{agent} answered /run with a usage that is no record", failure="agent_error")
     if "reward" not in answer:
         raise ServiceError(
             f"{agent} answered /run without a reward (null would mean: cannot be scored)", failure="verify_error"

@@ -17,16 +17,17 @@ from datetime import UTC, datetime
 import orjson
 
 from ngym import correlation
-from ngym.collect.gate import Gate, Outages
+from ngym.collect.gate import Gate
+from ngym.collect.outages import Outages
 from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout
 from ngym.collect.plan import PlannedRollout
-from ngym.errors import ServiceError
+from ngym.errors import ServiceError, boundary
 from ngym.peers import Peers
-from ngym.schema import Failure
+from ngym.schema import TOKEN_FORMAT_HEADER
 
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
+FREE_OUTAGES = 5  # of one rollout
 RETRY_S = (1.0, 4.0)
-TOKEN_FORMAT_HEADER = "x-ng-token-format"  # tells our agents not to send each token twice
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,6 @@ Keep = Callable[[Outcome], Awaitable[None]]
 
 async def _keep_nothing(outcome: Outcome) -> None:
     return None
-
-
-def new_run_id() -> str:
-    """Sortable by time, and unlike any other: `20261121t014507-3f2a9c`."""
-    return f"{datetime.now(UTC):%Y%m%dt%H%M%S}-{secrets.token_hex(3)}"
 
 
 class Run:
@@ -112,6 +108,7 @@ class Run:
 
     async def _dispatch(self, plan: Iterable[PlannedRollout]) -> None:
         try:
+            await self._outages.begin()
             async with asyncio.TaskGroup() as group:
                 for planned in plan:
                     await self._slots.acquire()
@@ -141,15 +138,16 @@ class Run:
         self._finished.put_nowait(outcome)
 
     async def _attempts(self, planned: PlannedRollout) -> Outcome:
-        number = self._failed_before(planned)
+        number, outages = self._failed_before(planned), 0
         while True:
             await self.gate.opened()
             began = asyncio.get_running_loop().time()
             outcome = await self._attempt(planned, number)
             if isinstance(outcome, Rollout):
                 return outcome
-            if _may_be_outage(outcome.failure) and await self._outages.explain(outcome.failure["service"], began):
-                continue  # nobody's fault but the service's: no attempt is spent
+            if outages < FREE_OUTAGES and await self._outages.explain(outcome.failure, began):
+                outages += 1  # not the rollout's fault, so no attempt is spent; unless it is what kills the service
+                continue
             if outcome.final:
                 return outcome
             await self._deliver(outcome)
@@ -175,15 +173,12 @@ class Run:
                 raise ServiceError(
                     f"{planned.agent} answered /run with no JSON: {error}", failure="agent_error"
                 ) from None
-            return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
+            with boundary("agent_error", f"{planned.agent} answered /run with a record that is none"):
+                return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:
             failure = failure_of(error, planned.agent)
             final = not failure["retryable"] or number + 1 >= limits.max_attempts
             return failed(attempt, failure, final=final)
-
-
-def _may_be_outage(failure: Failure) -> bool:
-    return failure["class"] == "connect" or failure["http_status"] == 503
 
 
 def _first(error: BaseException) -> BaseException:

@@ -15,12 +15,11 @@ from starlette.responses import Response
 from ngym import correlation
 from ngym.errors import ServiceError, boundary
 from ngym.peers import Reply
-from ngym.schema import SCHEMA_VERSION, Json, Segment, StopReason, Trace
+from ngym.schema import SCHEMA_VERSION, TOKEN_FORMAT_HEADER, Json, Segment, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in, without_tokens
 from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
 
-TOKEN_FORMAT_HEADER = "x-ng-token-format"  # "ng": segments only; otherwise NeMo Gym's fields stay on the items, too
 MAX_TOOL_ERROR_CHARS = 2000
 
 
@@ -95,7 +94,8 @@ class RolloutContext:
         try:
             reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
         except ServiceError as error:
-            if error.status not in (400, 404, 409, 422) and error.failure != "tool_error":
+            shown = error.status in (400, 404, 409, 422) or error.failure == "tool_error"
+            if error.retryable or not shown:
                 raise  # the environment is broken: the rollout failed, the model did nothing wrong
             return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
         return reply.body.decode("utf-8", "replace"), False

@@ -1,0 +1,131 @@
+"""Did this attempt fail because a service was down? Then the run pauses until it is back, and the attempt is not counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+
+from ngym.collect.gate import Gate
+from ngym.errors import NgymError
+from ngym.peers import Peers
+from ngym.schema import Failure
+
+READY_TIMEOUT_S = 5.0
+NEVER = float("-inf")
+
+
+class ServiceGone(NgymError):
+    """A service was down for longer than a run waits."""
+
+
+class Outages:
+    """Tells an outage of a service from a rollout's own misfortune, and waits the outage out with the gate shut.
+
+    A service that does not answer /ready is down. One that was started again since (the head counts that) was down: its
+    sessions, and what it was asked, are lost. Call `begin` first.
+
+    Args:
+        poll_s, give_up_s: how often a service that is down is asked, and for how long.
+    """
+
+    def __init__(self, peers: Peers, gate: Gate, *, poll_s: float, give_up_s: float) -> None:
+        self._peers = peers
+        self._gate = gate
+        self._poll_s = poll_s
+        self._give_up_s = give_up_s
+        self._watches: dict[str, asyncio.Task[bool]] = {}
+        self._back_at: dict[str, float] = {}
+        self._restarts: dict[str, int] = {}
+
+    async def begin(self) -> None:
+        """Learn how often each service was started before this run."""
+        self._restarts = await self._restarts_now()
+
+    async def explain(self, failure: Failure, since: float) -> bool:
+        """Whether an attempt that began at `since` (loop time) failed because of an outage; returns when it is over.
+
+        Raises:
+            ServiceGone: the service did not come back.
+        """
+        service = failure["service"]
+        lost = failure["class"] == "connect" or failure["http_status"] in (404, 503)  # 404: a session that is gone
+        if not lost or service is None or service not in self._peers.urls:
+            return False
+        if since < self._back_at.get(service, NEVER):
+            return True
+        if service not in self._watches:
+            self._watches[service] = asyncio.create_task(self._watch(service), name=f"outage of {service}")
+        try:
+            was_down = await asyncio.shield(self._watches[service])
+        finally:
+            if service in self._watches and self._watches[service].done():
+                del self._watches[service]
+        return was_down and since < self._back_at[service]
+
+    async def close(self) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+
+    async def _watch(self, service: str) -> bool:
+        """Whether the service is down or was; returns when it is up."""
+        was_down = await self._wait_until_ready(service)
+        restarts = await self._restarts_now()
+        if was_down or restarts.get(service, 0) > self._restarts.get(service, 0):
+            self._restarts |= restarts
+            self._back_at[service] = asyncio.get_running_loop().time()
+            return True
+        return False
+
+    async def _wait_until_ready(self, service: str) -> bool:
+        """Whether it had to be waited for."""
+        reason = await self._not_ready(service)
+        if reason is None:
+            return False
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._give_up_s
+        try:
+            while reason is not None:
+                self._gate.hold(service, reason)
+                if loop.time() >= ends:
+                    waited = f"{reason}, for {self._give_up_s:.0f} s now"
+                    raise ServiceGone(f"{waited}; mend it, then run again with --resume")
+                await asyncio.sleep(self._poll_s)
+                await self._peers.refresh()
+                reason = await self._not_ready(service)
+        finally:
+            self._gate.hold(service, None)
+        return True
+
+    async def _not_ready(self, service: str) -> str | None:
+        """Why no replica of the service can serve, or None."""
+        reason = None
+        for url in self._peers.urls[service]:
+            try:
+                reply = await self._peers.send("GET", f"{url}/ready", None, {}, READY_TIMEOUT_S)
+            except (OSError, TimeoutError):
+                reason = f"{service} does not answer at {url}"
+                continue
+            if reply.status != 503:
+                return None  # also a 404: NeMo Gym's services have no /ready
+            reason = f"{service} is not ready at {url}: {_told(reply.body)}"
+        return reason
+
+    async def _restarts_now(self) -> dict[str, int]:
+        """How often each service was started again, as the head tells it; nothing from a head that does not."""
+        if self._peers.head_url is None:
+            return {}
+        try:
+            reply = await self._peers.send("GET", f"{self._peers.head_url}/servers", None, {}, READY_TIMEOUT_S)
+            servers = reply.json() if reply.status == 200 else []
+        except (OSError, TimeoutError, orjson.JSONDecodeError):
+            return {}
+        return {server["name"]: server.get("restarts", 0) for server in servers}
+
+
+def _told(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["reason"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "503"

@@ -1,0 +1,309 @@
+"""ng_collect_rollouts as a process: where it finds services, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import pytest
+from aiohttp import web
+from click.testing import CliRunner
+from stub_agents import head, problem, scored, task
+
+from ngym.cli.collect import main
+from ngym.collect.nemo_flags import hint, translated
+from ngym.errors import UsageError
+from ngym.jsonl import read
+from ngym.schema import Json
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(task(n)) + b"\n" for n in range(20)))
+    return path
+
+
+async def started(*arguments: object, cwd: Path) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "ngym", "collect_rollouts", *map(str, arguments)]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, cwd=cwd, stdout=pipe, stderr=pipe)
+
+
+async def ended(*arguments: object, cwd: Path) -> Ended:
+    process = await started(*arguments, cwd=cwd)
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+def count(path: Path) -> int:
+    return sum(1 for _ in read(path))
+
+
+async def test_rollouts_from_a_running_head(tasks: Path, tmp_path: Path) -> None:
+    async with head(lambda row: scored(row, row["n"] % 2)) as url:
+        run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--repeats", 2)
+        done = await ended(*run, cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert count(tmp_path / "out.jsonl") == 40
+    for words in ("agent: 40 rollouts of 20 tasks", "mean reward", "0.500", "pass@2", "done: 40 of 40 rollouts in"):
+        assert words in done.out
+    assert "out_run.json" in done.out and "out_failures.jsonl" not in done.out
+
+
+async def test_json_is_all_that_stands_on_standard_output(tasks: Path, tmp_path: Path) -> None:
+    async with head() as url:
+        run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--json")
+        done = await ended(*run, cwd=tmp_path)
+    told = json.loads(done.out)
+    assert (told["status"], told["rollouts"], told["done"], told["given_up"]) == ("done", 20, 20, 0)
+    assert told["agents"][0]["mean_reward"] == 1.0 and told["files"]["output"] == "out.jsonl"
+
+
+async def test_nemo_gyms_flags_and_its_head_are_understood(tasks: Path, tmp_path: Path) -> None:
+    sent: list[Json] = []
+
+    def answer(row: Json) -> Json:
+        sent.append(row)
+        return scored(row)
+
+    async with head(answer, nemo=True) as url:
+        flags = (
+            "+agent_name=agent",
+            f"+input_jsonl_fpath={tasks}",
+            "+output_jsonl_fpath=out.jsonl",
+            "+num_repeats=2",
+            "+limit=3",
+            "+num_samples_in_parallel=null",
+            "++responses_create_params.temperature=0.5",
+        )
+        done = await ended("--head", url, *flags, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "understood as: ng_collect_rollouts --head" in done.err and "--set temperature=0.5" in done.err
+    assert count(tmp_path / "out.jsonl") == 6
+    assert sent[0]["responses_create_params"] == {"input": "task 0", "temperature": 0.5}
+
+
+async def test_services_of_a_config_are_started_and_stopped(tasks: Path, tmp_path: Path) -> None:
+    (tmp_path / "gym_servers").mkdir()
+    (tmp_path / "gym_servers" / "odd.py").write_text(
+        '"""odd: reward 1 for odd tasks."""\n'
+        "from ngym import VerifyRequest, gym_server\n\n\n"
+        "class Task(VerifyRequest):\n    n: int\n\n\n"
+        "def verify(task: Task) -> float:\n    return float(task.n % 2)\n\n\n"
+        "app = gym_server(verify=verify)\n"
+    )
+    (tmp_path / "global_config.yaml").write_text(
+        "ngym: {head: {port: 0}}\n"
+        "policy: {kind: model, app: models/scripted}\n"
+        "odd: {kind: gym_server, app: gym_servers/odd}\n"
+        "agent: {kind: agent, app: agents/simple, gym: odd, model: policy}\n"
+    )
+    run = (
+        "--config",
+        "global_config.yaml",
+        "--agent",
+        "agent",
+        "--input",
+        tasks,
+        "--output",
+        "out.jsonl",
+        "--repeats",
+        2,
+    )
+    done = await ended(*run, "policy.model=echo", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "0.500" in done.out and "done: 40 of 40 rollouts" in done.out
+    record = json.loads((tmp_path / "out_run.json").read_text())
+    assert record["config"]["services"]["policy"] == {"kind": "model", "app": "models/scripted", "model": "echo"}
+    assert not (tmp_path / ".ngym" / "head.json").exists()
+    again = await ended(*run, "--resume", "policy.model=echo", cwd=tmp_path)
+    assert again.code == 0 and "40 of 40 rollouts are done; 0 to go" in again.out
+    other = await ended(*run, "--resume", cwd=tmp_path)
+    assert other.code == 2 and "first difference: services.policy.model: 'echo' then, None now" in other.err
+
+
+async def test_rollouts_that_were_given_up_are_told_and_give_exit_code_1(tasks: Path, tmp_path: Path) -> None:
+    def answer(row: Json) -> Json | web.Response:
+        upstream = {"service": "policy", "url": "http://x", "status": 401}
+        return (
+            problem(502, failure="model_error", detail="the API key is wrong", upstream=upstream, retryable=False)
+            if row["n"]
+            else scored(row)
+        )
+
+    async with head(answer) as url:
+        done = await ended("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
+    assert done.code == 1
+    assert len(re.findall(r"first model_error \(task \d+, policy\): the API key is wrong", done.out)) == 1
+    assert "model_error 19" in done.out and "go on with" not in done.out
+    assert count(tmp_path / "out_failures.jsonl") == 19
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
+    tasks: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    hanging = True
+
+    async def answer(row: Json) -> Json:
+        if hanging and row["n"] >= 5:
+            await asyncio.sleep(60)
+        return scored(row)
+
+    async with head(answer) as url:
+        run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
+        process = await started(*run, cwd=tmp_path)
+        async with asyncio.timeout(30):
+            while not (tmp_path / "out.jsonl").exists() or count(tmp_path / "out.jsonl") < 5:
+                await asyncio.sleep(0.02)
+        began = time.monotonic()
+        process.send_signal(number)
+        process.send_signal(number)
+        out, err = await process.communicate()
+        assert time.monotonic() - began < 5
+        assert (process.returncode, err) == (130, b"")
+        assert b"interrupted: 5 of 20 rollouts" in out and b"--resume" in out
+        assert count(tmp_path / "out.jsonl") == 5
+        hanging = False
+        done = await ended(*run, "--resume", cwd=tmp_path)
+    assert done.code == 0 and "5 of 20 rollouts are done; 15 to go" in done.out
+    assert count(tmp_path / "out.jsonl") == 20
+
+
+async def test_a_second_collector_ends_at_once_and_names_the_first(tasks: Path, tmp_path: Path) -> None:
+    async def answer(row: Json) -> Json:
+        await asyncio.sleep(60)
+        return scored(row)
+
+    async with head(answer) as url:
+        run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
+        first = await started(*run, cwd=tmp_path)
+        async with asyncio.timeout(30):
+            while not (tmp_path / "out_run.json").exists():
+                await asyncio.sleep(0.02)
+        second = await ended(*run, "--resume", cwd=tmp_path)
+        first.kill()
+        await first.communicate()
+    assert second.code == 1
+    assert f"out.jsonl is being written by process {first.pid}" in second.err
+
+
+async def test_a_dry_run_shows_what_would_be_sent_and_touches_nothing(tasks: Path, tmp_path: Path) -> None:
+    async with head(lambda row: problem(500)) as url:
+        run = (
+            "--head",
+            url,
+            "--agent",
+            "agent",
+            "--input",
+            tasks,
+            "--output",
+            "out.jsonl",
+            "--repeats",
+            4,
+            "--dry-run",
+        )
+        done = await ended(*run, "--temperature", 0.7, cwd=tmp_path)
+    assert done.code == 0
+    assert done.out.startswith("80 rollouts into out.jsonl; the first, by agent:\n")
+    assert '"temperature": 0.7' in done.out
+    assert list(tmp_path.iterdir()) == [tasks]
+
+
+async def test_bad_lines_are_named_before_anything_is_run(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'{"responses_create_params": {}}\n{"x"\n{"responses_create_param": {}}\n')
+    asked: list[Json] = []
+    async with head(lambda row: asked.append(row)) as url:
+        done = await ended(
+            "--head", url, "--agent", "agent", "--input", "bad.jsonl", "--output", "out.jsonl", cwd=tmp_path
+        )
+    assert done.code == 2 and not asked
+    lines = done.err.splitlines()
+    assert lines[0].startswith("bad.jsonl:2: not JSON: ")
+    assert lines[1].startswith("bad.jsonl:3: no responses_create_params in this row (is 'responses_create_param' meant")
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume", "--overwrite"], "--resume and --overwrite contradict each other"),
+        (["--config", "c.yaml", "--head", "http://127.0.0.1:1"], "--config starts services here and --head uses"),
+        (["policy.model=x"], "overrides of the config need --config FILE"),
+        (["--set", "temperature"], "--set temperature: write --set key=value"),
+        (["--head", "http://127.0.0.1:1"], "nothing answers at http://127.0.0.1:1: start the services with ng_run"),
+        (["--input", "none.jsonl", "--head", "http://127.0.0.1:1"], "none.jsonl: no such file (--input)"),
+        (["--config", "none.yaml"], "none.yaml: no such file"),
+        (["--repeats", "0"], "0 is not in the range x>=1"),
+        (["+prompt_config=a.yaml"], "+prompt_config: this flag of NeMo Gym's has no counterpart here"),
+        (
+            ["+num_repeat=4"],
+            "+num_repeat: this flag of NeMo Gym's has no counterpart here (did you mean 'num_repeats'?)",
+        ),
+        (["+limit=many"], "'many' is not a valid integer range"),
+    ],
+)
+def test_a_wrong_command_is_one_clear_line(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tasks.parent)
+    result = CliRunner().invoke(
+        main, ["--input", "tasks.jsonl", "--output", "out.jsonl", "--agent", "agent", *arguments]
+    )
+    assert result.exit_code == 2
+    assert message in result.output
+    assert [path.name for path in tasks.parent.iterdir()] == ["tasks.jsonl"]
+
+
+def test_an_agent_that_does_not_exist_is_named(tasks: Path) -> None:
+    (tasks.parent / "c.yaml").write_text("math_agent: {kind: agent, url: http://127.0.0.1:1}\n")
+    files = [
+        "--config",
+        str(tasks.parent / "c.yaml"),
+        "--input",
+        str(tasks),
+        "--output",
+        str(tasks.parent / "out.jsonl"),
+    ]
+    result = CliRunner().invoke(main, [*files, "--agent", "maths_agent"])
+    assert result.exit_code == 2
+    assert "--agent: no agent named 'maths_agent' (did you mean 'math_agent'?)" in result.output
+    assert not (tasks.parent / "out.jsonl").exists()
+
+
+def test_nemo_gyms_flags_in_our_spelling() -> None:
+    theirs = [
+        "+config_paths=[a.yaml,b.yaml]",
+        "agent_name=math",
+        "+resume_from_cache=true",
+        "+num_repeats_add_seed=true",
+        "+upload_rollouts=false",
+        "+limit=null",
+        "+responses_create_params={temperature: 0.5, reasoning: {effort: low}}",
+        "--json",
+        "policy.model=x",
+    ]
+    assert translated(theirs) == [
+        *("--config", "a.yaml", "--config", "b.yaml", "--agent", "math", "--resume", "--seed", "0"),
+        *("--set", "temperature=0.5", "--set", 'reasoning={"effort": "low"}', "--json", "policy.model=x"),
+    ]
+    assert hint(["--agent", "math", "policy.model=x"]) is None
+    with pytest.raises(UsageError, match="must be a mapping"):
+        translated(["+responses_create_params=3"])
