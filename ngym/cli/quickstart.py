@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """
 NEXT = """\
-What to try next
+What to try next{activate}
   ng_run --config {config}
       the same services, with a status page; then in a second terminal, from the folder {folder}:
   ng_collect_rollouts --agent calculator_agent --input {tasks} --output more.jsonl --repeats 16 --temperature 0.7
@@ -79,7 +81,9 @@ def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
     click.echo(
         f"Done in {time.monotonic() - started:.0f} s. Everything is in {folder}: the policy (a Hugging Face folder), {rollouts.name}, logs.\n"
     )
-    click.echo(NEXT.format(config=config, folder=folder, tasks=tasks))
+    bin_folder = Path(sys.executable).parent
+    activate = "" if shutil.which("ng_run") else f" (after `. {os.path.relpath(bin_folder / 'activate')}`)"
+    click.echo(NEXT.format(activate=activate, config=config, folder=folder, tasks=tasks))
 
 
 def _step(number: int, what: str) -> None:

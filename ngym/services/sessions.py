@@ -51,7 +51,9 @@ class SessionStore:
         """The session of this id. NotFound when it has ended or never began: state is never silently started afresh."""
         self._expire()
         if session_id not in self._sessions:
-            lost = "no such session: it ended (after /verify or idle), this server was restarted, or it was never seeded"
+            lost = (
+                "no such session: it ended (after /verify or idle), this server was restarted, or it was never seeded"
+            )
             raise NotFound(lost, retryable=True)  # as a whole: a rollout that lost its state starts afresh
         _, session = self._sessions.pop(session_id)
         self._sessions[session_id] = (time.monotonic(), session)
