@@ -45,10 +45,19 @@ async def verify(task: VerifyRequest) -> float:
 
 app = gym_server(verify=verify)
 '''
-STOCK = (
-    "--enforce-eager --kv-cache-memory-bytes 67108864 --no-enable-chunked-prefill --dtype float32 "
-    "--logprobs-mode processed_logprobs --generation-config vllm --disable-log-stats"
-).split()
+STOCK = [
+    "--enforce-eager",
+    "--kv-cache-memory-bytes",
+    "67108864",
+    "--no-enable-chunked-prefill",
+    "--dtype",
+    "float32",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--generation-config",
+    "vllm",
+    "--disable-log-stats",
+]
 STOCK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
@@ -63,7 +72,8 @@ STOCK_ENVIRONMENT = {
 def tasks(count: int, tokens: int) -> Iterator[dict[str, Any]]:
     for i in range(count):
         question = f"Tom has {i % 90 + 10} coins and buys {i * 7 % 90 + 10} more. How many coins does Tom have?"
-        yield {"responses_create_params": {"input": question, "max_output_tokens": tokens, "temperature": 1.0}}
+        params = {"input": question, "max_output_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        yield {"responses_create_params": params}
 
 
 @contextmanager
