@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check bench lock clean
+.PHONY: help install quickstart offline test check bench lock clean
 
 BIN := .venv/bin
 
@@ -12,6 +12,9 @@ install: ## .venv with the locked versions (on a CPU; for a GPU: uv sync --extra
 
 quickstart: install ## Train a tiny policy, serve it, collect scored rollouts
 	@$(BIN)/ng_quickstart $(ARGS)
+
+offline: install ## Rollouts, preference pairs, DPO: a policy learns from finished files
+	@$(BIN)/python -m ngym.cli.offline $(ARGS)
 
 test: install ## All tests; some of them: make test ARGS="-k schema"
 	@$(BIN)/pytest $(ARGS)

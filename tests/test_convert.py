@@ -614,3 +614,9 @@ def test_the_chunks_of_a_stream_add_up_to_the_completion(message: Json) -> None:
         assert pieces[0]["id"] == one["id"]
     assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], None)
+
+
+@pytest.mark.parametrize("content", [[{"type": "x"}], "text", [1], 5])
+def test_a_reasoning_item_whose_parts_have_no_text_is_refused_by_name(content: object) -> None:
+    with pytest.raises(BadRequest, match=r"input\[0\]\.content"):
+        check_create_params({"input": [{"type": "reasoning", "summary": [], "content": content}]})

@@ -229,7 +229,9 @@ def checkout(root: Path, tmp_path: Path) -> Path:
 
 
 def make(checkout: Path, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, settings = ["make", target], {**os.environ, **environment}
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the `make test` that this may run in: it would report its folders
+    kept = {name: value for name, value in os.environ.items() if name not in outer}
+    command, settings = ["make", target], {**kept, **environment}
     return subprocess.run(command, cwd=checkout, env=settings, capture_output=True, text=True, check=False, timeout=120)
 
 

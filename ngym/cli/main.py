@@ -20,6 +20,7 @@ COMMANDS = {
     "status": ("ngym.cli.status", "Show the services of the run in this folder."),
     "serve": ("ngym.cli.serve", "Run one service of the config, alone, in this process."),
     "collect_rollouts": ("ngym.cli.collect", "Run an agent over tasks and write scored rollouts."),
+    "export": ("ngym.cli.export", "Turn rollouts into training files."),
     "validate": ("ngym.cli.validate", "Check a config and every service's options; start nothing."),
     "train": ("ngym.cli.train", "Train a policy."),
     "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, serve it, and score its rollouts."),

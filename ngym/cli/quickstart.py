@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 import click
 
 from ngym.cli.main import command
+from ngym.cli.steps import ng, python, step
 from ngym.schema import Json
 
 CONFIG = """\
@@ -65,15 +64,15 @@ def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
     config.write_text(CONFIG.format(file=config))
     tasks = data / "validation.jsonl"
 
-    _step(1, "word problems, and demonstrations of how (and how not) to solve them")
-    _run(str(data / "generate.py"), "demonstrations", "--output", str(demonstrations), "--seed", str(seed))
-    _step(2, "supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
+    step(1, 4, "word problems, and demonstrations of how (and how not) to solve them")
+    python(str(data / "generate.py"), "demonstrations", "--output", str(demonstrations), "--seed", str(seed))
+    step(2, 4, "supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
     recipe = shipped() / "trainer" / "recipes" / "sft.yaml"
-    _ng("train", str(recipe), f"data.path={demonstrations}", f"output={folder / 'sft'}", f"seed={seed}", "--overwrite")
-    _step(3, f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
+    ng("train", str(recipe), f"data.path={demonstrations}", f"output={folder / 'sft'}", f"seed={seed}", "--overwrite")
+    step(3, 4, f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
     where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(tasks), "--output", str(rollouts))
-    _ng("collect_rollouts", *where, "--limit", str(limit), "--repeats", str(repeats), "--overwrite")
-    _step(4, "three of the rollouts")
+    ng("collect_rollouts", *where, "--limit", str(limit), "--repeats", str(repeats), "--overwrite")
+    step(4, 4, "three of the rollouts")
     from ngym.transcript import transcript
 
     for row in _telling(rollouts):
@@ -84,28 +83,6 @@ def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
     bin_folder = Path(sys.executable).parent
     activate = "" if shutil.which("ng_run") else f" (after `. {os.path.relpath(bin_folder / 'activate')}`)"
     click.echo(NEXT.format(activate=activate, config=config, folder=folder, tasks=tasks))
-
-
-def _step(number: int, what: str) -> None:
-    click.secho(f"\n[{number}/4] {what}", bold=True)
-
-
-def _ng(name: str, *arguments: str) -> None:
-    click.secho(f"$ ng_{name} {shlex.join(arguments)}", dim=True)
-    _call([sys.executable, "-m", "ngym", name, *arguments], f"ng_{name}")
-
-
-def _run(*arguments: str) -> None:
-    click.secho(f"$ python {shlex.join(arguments)}", dim=True)
-    _call([sys.executable, *arguments], arguments[0])
-
-
-def _call(arguments: list[str], name: str) -> None:
-    """Run a step; its own words say what went wrong, so a failure only ends this command with the same exit code."""
-    code = subprocess.run(arguments, check=False).returncode
-    if code:
-        click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
-        sys.exit(code if code > 0 else 1)
 
 
 def _telling(rollouts: Path) -> list[Json]:

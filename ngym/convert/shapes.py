@@ -113,10 +113,16 @@ def _reasoning_problems(item: Json, where: str) -> Iterator[Problem]:
             yield from _content_problems(item[name], f"{where}.{name}")
             if isinstance(item[name], str):
                 yield Problem(f"{where}.{name}", "must be a list of parts")
+            elif isinstance(item[name], list) and not all(_says_text(part) for part in item[name]):
+                yield Problem(f"{where}.{name}", "each part must have its text, a string")
     match item.get("ng", {"tags": ["", ""]}):
         case {"tags": [str(), str()]}:
             return
     yield Problem(f"{where}.ng", "must be sent back as it came")
+
+
+def _says_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _token_problems(item: Json, where: str) -> Iterator[Problem]:

@@ -1,0 +1,108 @@
+"""`ng_export`: turn rollouts into the files that trainers read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ngym.cli.main import command
+from ngym.export.options import FORMATS, STRATEGIES, Options
+
+EXIT_CODES = """\
+Exit codes: 0    the output is written (with --dry-run: it would be)
+            1    no rollout is left to export, or the output cannot be written
+            2    the command or a line of the input is wrong; the lines say where
+            130  interrupted; nothing is written"""
+EXIT_DONE, EXIT_EMPTY, EXIT_INTERRUPTED = 0, 1, 130
+TICK_S = 2.0
+FILE = click.Path(path_type=Path)
+
+
+@command("ng_export", epilog=EXIT_CODES)
+@click.option(
+    "--format",
+    "format",
+    type=click.Choice(FORMATS),
+    required=True,
+    help="demonstrations for SFT, preferences for DPO; rollouts are copied as they are.",
+)
+@click.option("--input", "source", type=FILE, metavar="FILE...", help="Rollouts, JSONL; one or several files.")
+@click.option("--output", type=FILE, required=True, metavar="FILE", help="JSONL.")
+@click.option("--min-reward", type=float, help="Of what is to be imitated.  [default: 1; preferences, rollouts: any]")
+@click.option("--best", type=click.IntRange(1), metavar="N", help="The N best rollouts of each task.")
+@click.option(
+    "--pairs",
+    type=click.Choice(STRATEGIES),
+    help="Which rollouts of a task are paired.  [default: best-worst]",
+)
+@click.option("--margin", type=click.FloatRange(0), help="Least difference of a pair's rewards.  [default: any]")
+@click.option(
+    "--max-pairs", type=click.IntRange(1), metavar="N", help="Pairs of each task.  [default: best-worst 1, else all]"
+)
+@click.option("--dedupe", is_flag=True, help="The same conversation once only.")
+@click.option("--keep-reasoning/--drop-reasoning", default=True, help="[default: keep]")
+@click.option("--keep-truncated", is_flag=True, help="Imitate what the step limit stopped, too.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows, drawn at random.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Decides among equals, and for --limit.")
+@click.option("--overwrite", is_flag=True, help="Replace the output.")
+@click.option("--dry-run", is_flag=True, help="Show the numbers and the first row, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
+@click.argument("more", nargs=-1, type=FILE, metavar="")
+@click.pass_context
+def main(ctx: click.Context, /, source: Path | None, more: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Turn scored rollouts into demonstrations, preference pairs, KTO or ShareGPT rows, or a filtered copy.
+
+    Failed and unscored rollouts are never used, and none that was cut off in mid-turn is said to have ended there. A
+    table says what was kept, and why the rest was not.
+
+    \b
+    Examples: ng_export --format demonstrations --input out.jsonl --output sft.jsonl --best 2 --dedupe
+              ng_export --format preferences --input runs/*/out.jsonl --output dpo.jsonl --pairs all --margin 0.5
+    """
+    inputs = (source, *more) if source else more
+    try:
+        ctx.exit(_export(Options(inputs=inputs, **options), as_json))
+    except KeyboardInterrupt:
+        ctx.exit(EXIT_INTERRUPTED)
+
+
+def _export(options: Options, as_json: bool) -> int:
+    import orjson
+    from rich.console import Console
+
+    from ngym.export.report import as_object, table
+    from ngym.export.run import export
+
+    started = time.monotonic()
+    stream = sys.stderr if as_json else sys.stdout
+
+    def show(line: bytes) -> None:
+        click.echo(orjson.dumps(orjson.loads(line), option=orjson.OPT_INDENT_2).decode(), file=stream)
+
+    tally = export(options, show, _Ticker() if sys.stderr.isatty() else lambda lines: None)
+    Console(file=stream).print(table(tally, options))
+    for place in tally.unsayable:
+        click.echo(f"left out: {place}", file=stream)
+    if not tally.rows:
+        click.echo(f"no rollout is left to export; {options.output} is not written", err=True)
+    elif not options.dry_run:
+        click.echo(f"{options.output}: {tally.rows:,} rows", file=stream)
+    if as_json:
+        click.echo(orjson.dumps(as_object(tally, options, time.monotonic() - started)))
+    return EXIT_DONE if tally.rows else EXIT_EMPTY
+
+
+class _Ticker:
+    """Says now and then how far the reading is."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + TICK_S
+
+    def __call__(self, lines: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + TICK_S
+            click.echo(f"reading: {lines:,} rollouts", err=True)

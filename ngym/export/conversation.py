@@ -1,0 +1,118 @@
+"""A rollout as a conversation in chat form: the prompt, what followed, and the tools; as chat templates want it.
+
+Beyond `ngym.convert`: text parts become one string, a null content becomes "", and a call's arguments become the object
+that they spell, because templates print an object as JSON and a string as a string in quotes (transformers asks for
+objects, and vLLM makes them before it renders). Arguments that are no JSON object stay the text that the policy wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from ngym.convert import chat_request, check_create_params, content_text, split_think
+from ngym.errors import BadRequest
+from ngym.schema import Json
+
+QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+LONG_NUMBER = re.compile(r"\d{19}")  # orjson reads what exceeds 64 bits as a float
+
+
+class Unsayable(Exception):
+    """A conversation that the format has no form for; the message says what in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """prompt: the messages that the policy was given. completion: all that followed, to the policy's last turn."""
+
+    prompt: list[Json]
+    completion: list[Json]
+    tools: list[Json]
+
+
+def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversation:
+    """Of a rollout's create params and its Response, whose output is the whole trajectory.
+
+    Args:
+        reasoning: keep it, in `reasoning_content`; if not, text between leading think tags goes, too.
+
+    Raises:
+        Unsayable: there is no prompt, nothing was said, or an item has no chat form.
+    """
+    # what an agent or a gym server added on the way (a system prompt, its own tools) is echoed in the Response
+    told = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
+    asked = _chat({**told, "input": params.get("input")}, "responses_create_params.input")
+    output = response.get("output")
+    if not isinstance(output, list):
+        raise Unsayable("response.output is not a list of items")
+    said = _chat({"input": output}, "response.output")
+    last = max((index for index, message in enumerate(said["messages"]) if message["role"] == "assistant"), default=-1)
+    if last < 0:
+        raise Unsayable("the policy said nothing")
+    if not asked["messages"]:
+        raise Unsayable("there is no prompt")
+    prompt, completion = (
+        [_for_templates(message, reasoning) for message in messages]
+        for messages in (asked["messages"], said["messages"][: last + 1])
+    )
+    return Conversation(prompt, completion, asked.get("tools", []))
+
+
+def fingerprint(*messages: Json) -> bytes:
+    """Equal for messages that say the same, whatever ids the server gave the calls and whatever blanks surround the text."""
+    ordinals: dict[Any, int] = {}
+    said = [_essence(message, ordinals) for message in messages]
+    return hashlib.blake2b(orjson.dumps(said, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def _chat(params: Json, place: str) -> Json:
+    try:
+        return chat_request(check_create_params(params))
+    except BadRequest as error:
+        raise Unsayable(re.sub(r"\binput\b(?=[\[' ])", place, error.detail, count=1)) from None
+
+
+def _for_templates(message: Json, reasoning: bool) -> Json:
+    content = message.get("content")
+    if content is None or isinstance(content, str) or all(part["type"] == "text" for part in content):
+        content = content_text(content)
+    result = {**message, "content": content}
+    refusal = result.pop("refusal", None)  # no template shows it
+    if refusal:
+        result["content"] = f"{content}{refusal}"
+    if not reasoning and message["role"] == "assistant":
+        result.pop("reasoning_content", None)
+        result["content"] = split_think(result["content"]).text
+    if "tool_calls" in message:
+        result["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return result
+
+
+def _call(call: Json) -> Json:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function["arguments"])}}
+
+
+def _arguments(text: str) -> Json | str:
+    if not text.strip():
+        return {}
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return value if isinstance(value, dict) and not LONG_NUMBER.search(QUOTED.sub("", text)) else text
+
+
+def _essence(message: Json, ordinals: dict[Any, int]) -> Json:
+    essence = {key: value.strip() if isinstance(value, str) else value for key, value in message.items()}
+    if "tool_call_id" in message:
+        essence["tool_call_id"] = ordinals.setdefault(message["tool_call_id"], len(ordinals))
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        essence["tool_calls"] = [{**call, "id": ordinals.setdefault(call["id"], len(ordinals))} for call in calls]
+    return essence

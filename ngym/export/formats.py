@@ -1,0 +1,83 @@
+"""Conversations -> the rows of wire.md, section 5. A key that has nothing to say is left out, `tools` of a task without any."""
+
+from __future__ import annotations
+
+import orjson
+
+from ngym.export.conversation import Conversation, Unsayable
+from ngym.schema import Json
+
+SPEAKERS = {"system": "system", "user": "human"}
+
+
+def demonstration(said: Conversation) -> Json:
+    return {"messages": said.prompt + said.completion} | _tools(said)
+
+
+def preference(chosen: Conversation, rejected: Conversation, margin: float) -> Json:
+    """margin: by how much the chosen one's reward is larger."""
+    sides = {"prompt": chosen.prompt, "chosen": chosen.completion, "rejected": rejected.completion}
+    return sides | _tools(chosen) | {"margin": margin}
+
+
+def kto(said: Conversation, label: bool) -> Json:
+    return {"prompt": said.prompt, "completion": said.completion, "label": label} | _tools(said)
+
+
+def sharegpt(said: Conversation) -> Json:
+    """As LLaMA-Factory documents it: human and gpt take turns, so do function_call and observation; parallel calls, and
+    their results, are one JSON list; reasoning stands between think tags; the tools are JSON in a string.
+
+    Raises:
+        Unsayable: text beside a tool call, arguments that are no object, or content that is no text.
+    """
+    turns: list[Json] = []
+    results: list[str] = []
+    for message in said.prompt + said.completion:
+        if not isinstance(message["content"], str):
+            raise Unsayable(f"a {message['role']} message holds more than text, and ShareGPT has no form for that")
+        if message["role"] == "tool":
+            results.append(message["content"])
+            continue
+        turns += _observation(results)
+        results = []
+        turns.append(_turn(message))
+    turns += _observation(results)
+    return {"conversations": turns} | ({"tools": _text(said.tools)} if said.tools else {})
+
+
+def check_prompt(said: Conversation) -> None:
+    """Raises Unsayable for a prompt that cannot stand alone, as those of pairs and of KTO do."""
+    role = said.prompt[-1]["role"]
+    if role == "system":
+        raise Unsayable("the prompt ends with a system message; as a prompt it has to end with a user's or a tool's")
+
+
+def _tools(said: Conversation) -> Json:
+    # not []: some templates (Llama 3) announce tools then
+    return {"tools": said.tools} if said.tools else {}
+
+
+def _turn(message: Json) -> Json:
+    if message["role"] != "assistant":
+        return {"from": SPEAKERS[message["role"]], "value": message["content"]}
+    thought = message.get("reasoning_content", "").strip("\n")
+    before = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    if "tool_calls" not in message:
+        return {"from": "gpt", "value": before + message["content"]}
+    if message["content"].strip():
+        raise Unsayable("text beside a tool call, and ShareGPT has no form for that")
+    functions = [call["function"] for call in message["tool_calls"]]
+    if not all(isinstance(function["arguments"], dict) for function in functions):
+        raise Unsayable("a call whose arguments are no JSON object, and ShareGPT has no form for that")
+    return {"from": "function_call", "value": before + _text(functions[0] if len(functions) == 1 else functions)}
+
+
+def _observation(results: list[str]) -> list[Json]:
+    if not results:
+        return []
+    return [{"from": "observation", "value": results[0] if len(results) == 1 else _text(results)}]
+
+
+def _text(value: Json | list[Json] | list[str]) -> str:
+    return orjson.dumps(value).decode()

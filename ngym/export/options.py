@@ -1,0 +1,108 @@
+"""What is to be exported? The command line as a value; what makes no sense together is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ngym.errors import UsageError
+
+Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
+Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+
+FULL_MARKS = 1.0
+WITH_BEST: tuple[Format, ...] = ("demonstrations", "sharegpt", "rollouts")
+WITH_THRESHOLD: tuple[Format, ...] = ("demonstrations", "kto", "sharegpt")  # the others take every reward if not told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line of ng_export, see its --help. None: not given."""
+
+    format: Format
+    inputs: tuple[Path, ...]
+    output: Path
+    min_reward: float | None = None
+    best: int | None = None
+    pairs: Strategy | None = None
+    margin: float | None = None
+    max_pairs: int | None = None
+    dedupe: bool = False
+    keep_reasoning: bool = True
+    keep_truncated: bool = False
+    limit: int | None = None
+    seed: int = 0
+    overwrite: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_combinations()
+        self._check_files()
+
+    @property
+    def threshold(self) -> float:
+        """The reward that an example to follow has at least."""
+        if self.min_reward is not None:
+            return self.min_reward
+        return FULL_MARKS if self.format in WITH_THRESHOLD else -math.inf
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.pairs or "best-worst"
+
+    @property
+    def pairs_per_task(self) -> int | None:
+        """None: as many as the strategy finds."""
+        if self.max_pairs is None and self.strategy == "best-worst":
+            return 1
+        return self.max_pairs
+
+    @property
+    def imitated(self) -> bool:
+        """Whether a trainer learns to say all that is exported."""
+        return self.format in ("demonstrations", "sharegpt")
+
+    def _check_numbers(self) -> None:
+        for name, value in (("--min-reward", self.min_reward), ("--margin", self.margin)):
+            if value is not None and not math.isfinite(value):
+                raise UsageError(f"{name} must be a number, not {value}")
+
+    def _check_combinations(self) -> None:
+        if self.best is not None and self.format not in WITH_BEST:
+            instead = "; --max-pairs bounds the pairs of a task" if self.format == "preferences" else ""
+            raise UsageError(f"--best means nothing with --format {self.format}{instead}")
+        pair_options = {"--pairs": self.pairs, "--margin": self.margin, "--max-pairs": self.max_pairs}
+        for name, value in pair_options.items():
+            if value is not None and self.format != "preferences":
+                raise UsageError(f"{name} is for --format preferences, not {self.format}")
+        if self.format == "rollouts":
+            for name, given in (
+                ("--drop-reasoning", not self.keep_reasoning),
+                ("--keep-truncated", self.keep_truncated),
+            ):
+                if given:
+                    raise UsageError(f"{name} means nothing with --format rollouts, whose rows are copied as they are")
+
+    def _check_files(self) -> None:
+        if not self.inputs:
+            raise UsageError("--input FILE is missing: rollouts, as ng_collect_rollouts writes them")
+        for number, path in enumerate(self.inputs):
+            if not path.is_file():
+                raise UsageError(f"{path}: no such file (--input)")
+            if self.output.exists() and self.output.samefile(path):
+                raise UsageError(f"{self.output} is both --input and --output; choose another --output")
+            if any(path.samefile(other) for other in self.inputs[:number]):
+                raise UsageError(f"{path}: given twice (--input)")
+        folder = self.output.parent
+        if not folder.is_dir():
+            raise UsageError(f"{self.output}: the folder {folder} does not exist; make it first: mkdir -p {folder}")
+        if self.output.is_dir():
+            raise UsageError(f"{self.output} is a folder; name a file for --output")
+        if self.output.exists() and not self.overwrite and not self.dry_run:
+            raise UsageError(f"{self.output} exists; add --overwrite to replace it, or choose another --output")

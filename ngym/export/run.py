@@ -1,0 +1,123 @@
+"""One export, from the inputs to the file that is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from ngym.errors import UsageError
+from ngym.export import formats
+from ngym.export.candidate import Candidate, Pair, Place, Row
+from ngym.export.choose import choose
+from ngym.export.conversation import Conversation, conversation
+from ngym.export.options import Options
+from ngym.export.rollout import NoRollout, Rollout, parse
+from ngym.export.scan import Scan
+from ngym.export.shapes import leaders_first
+from ngym.export.tally import Tally
+from ngym.jsonl import BOM, READ_BYTES, WriteFailed, sync_folder
+
+REREAD = 64  # conversations that are kept for the next pairs of their task
+
+
+def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int], None] = lambda lines: None) -> Tally:
+    """Write the output; where no row is left, or with --dry-run, there is none, and what was there stays.
+
+    Args:
+        show: given the first row with --dry-run.
+        tick: told how many lines were read, after every line.
+
+    Raises:
+        UsageError: lines of the input that are no rollouts.
+        WriteFailed: the output cannot be written.
+    """
+    tally = Tally()
+    with ExitStack() as stack:
+        candidates = Scan(options, tally, tick).candidates()
+        rows = list(leaders_first(choose(candidates, options, tally)))
+        sources = [stack.enter_context(_opened(path)) for path in options.inputs]
+        lines = map(Renderer(options, sources).line, rows)
+        if options.dry_run:
+            for line in lines:
+                show(line)
+                break
+        elif rows:
+            with written_whole(options.output) as file:
+                for line in lines:
+                    file.write(line + b"\n")
+    return tally
+
+
+class Renderer:
+    """Rows -> the bytes of their lines, without newlines; the second reading of the inputs."""
+
+    def __init__(self, options: Options, sources: list[BinaryIO]) -> None:
+        self._options = options
+        self._sources = sources
+        self._said = lru_cache(REREAD)(self._conversation)
+
+    def line(self, row: Row) -> bytes:
+        if isinstance(row, Pair):
+            chosen, rejected = map(self._said, row)
+            return orjson.dumps(formats.preference(chosen, rejected, row.margin))
+        match self._options.format:
+            case "demonstrations":
+                return orjson.dumps(formats.demonstration(self._said(row.candidate)))
+            case "kto":
+                return orjson.dumps(formats.kto(self._said(row.candidate), row.label))
+            case "sharegpt":
+                return orjson.dumps(formats.sharegpt(self._said(row.candidate)))
+        return self._bytes(row.candidate.place)
+
+    def _conversation(self, candidate: Candidate) -> Conversation:
+        try:
+            rollout = parse(orjson.loads(self._bytes(candidate.place)))
+        except (orjson.JSONDecodeError, NoRollout):
+            rollout = None
+        if not isinstance(rollout, Rollout):
+            raise self._changed(candidate.place)
+        return conversation(rollout.params, rollout.response, reasoning=self._options.keep_reasoning)
+
+    def _bytes(self, place: Place) -> bytes:
+        source = self._sources[place.file]
+        source.seek(place.start)
+        found = source.read(place.end - place.start)
+        if len(found) < place.end - place.start:
+            raise self._changed(place)
+        return found.removeprefix(BOM).strip()
+
+    def _changed(self, place: Place) -> UsageError:
+        path = self._options.inputs[place.file]
+        return UsageError(
+            f"{path} changed while it was read (at byte {place.start}); export again when nobody writes it"
+        )
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written: aside, synced and renamed if the block ends well, removed if not."""
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        with beside.open("wb", buffering=READ_BYTES) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+    except OSError as error:
+        raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,144 @@
+"""The first reading: every line of every input -> a Candidate, or a count under the reason why it is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ngym.errors import UsageError
+from ngym.export import formats
+from ngym.export.candidate import Candidate, Place
+from ngym.export.conversation import Conversation, Unsayable, conversation, fingerprint
+from ngym.export.options import Options
+from ngym.export.rollout import NoRollout, Rollout, parse
+from ngym.export.shapes import Shapes
+from ngym.export.tally import Reason, Tally
+from ngym.jsonl import REPORTED_LINES, Line, read
+from ngym.schema import Json
+
+
+class Scan:
+    """One first reading.
+
+    Args:
+        tally: every rollout that is left out here is counted in it.
+        tick: told how many lines were read, after every line.
+    """
+
+    def __init__(self, options: Options, tally: Tally, tick: Callable[[int], None] = lambda lines: None) -> None:
+        self.options = options
+        self.tally = tally
+        self.tick = tick
+        self._tasks: dict[tuple[str, int, bytes], int] = {}
+        self._conversations: set[bytes] = set()
+        self._shapes = Shapes()
+
+    def candidates(self) -> list[Candidate]:
+        """In the order of the inputs and their lines.
+
+        Raises:
+            UsageError: lines that are no rollouts; the first 20 are named.
+        """
+        bad: list[str] = []
+        bad_count = 0
+        found: list[Candidate] = []
+        for number, path in enumerate(self.options.inputs):
+            for line in read(path):
+                try:
+                    outcome = self._outcome(path, number, line)
+                except NoRollout as error:
+                    bad_count += 1
+                    if bad_count <= REPORTED_LINES:
+                        bad.append(f"{path}:{line.number}: {error}")
+                    continue
+                self.tally.read += 1
+                self.tick(self.tally.read)
+                if isinstance(outcome, Candidate):
+                    found.append(outcome)
+                elif outcome is not None:
+                    self.tally.drop(outcome)
+        if bad_count > REPORTED_LINES:
+            bad.append(f"... and {bad_count - REPORTED_LINES} more lines")
+        if bad:
+            raise UsageError("\n".join(bad))
+        self.tally.tasks = len({candidate.task for candidate in found})
+        return found
+
+    def _outcome(self, path: Path, number: int, line: Line) -> Candidate | Reason | None:
+        """None: counted already."""
+        if line.problem is not None:
+            if not line.complete:
+                return Reason.TORN
+            raise NoRollout(line.problem)
+        rollout = parse(line.row)
+        if isinstance(rollout, Reason):
+            return rollout
+        if reason := self._unfit(rollout):
+            return reason
+        try:
+            return self._candidate(Place(number, line.start, line.end), rollout, line.row)
+        except Unsayable as error:
+            self.tally.cannot_say(f"{path}:{line.number}: {error}")
+            return None
+
+    def _unfit(self, rollout: Rollout) -> Reason | None:
+        """Why the format would lie about it, or why it is not wanted."""
+        options = self.options
+        good = rollout.reward >= options.threshold
+        if options.format == "rollouts":
+            return None if good else Reason.LOW
+        if rollout.ending == "cut":
+            return Reason.CUT
+        to_be_said = options.imitated or (options.format == "kto" and good)
+        if rollout.ending == "step limit" and to_be_said and not options.keep_truncated:
+            return Reason.TRUNCATED
+        return Reason.LOW if options.imitated and not good else None
+
+    def _candidate(self, place: Place, rollout: Rollout, row: Json) -> Candidate | Reason:
+        """Raises Unsayable."""
+        if self.options.format == "rollouts":  # copied as they are: nothing has to be said, only told apart
+            if self.options.dedupe and self._seen(_identity(rollout)):
+                return Reason.DUPLICATE
+            return Candidate(place, self._task(rollout), rollout.reward, True, b"", self._shapes.number(row))
+        said = self._sayable(rollout)
+        prompt = fingerprint(*said.prompt, *said.tools)
+        if self.options.dedupe and self._seen(prompt + fingerprint(*said.completion)):
+            return Reason.DUPLICATE
+        return Candidate(
+            place,
+            self._task(rollout, prompt),
+            rollout.reward,
+            self._exemplary(rollout),
+            words=fingerprint(*(message for message in said.completion if message["role"] == "assistant")),
+            shape=self._shapes.number([said.prompt, said.completion, said.tools]),
+        )
+
+    def _sayable(self, rollout: Rollout) -> Conversation:
+        """Raises Unsayable, also for what Chat has a form for but the format has none."""
+        said = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
+        if self.options.format == "sharegpt":
+            formats.sharegpt(said)
+        elif self.options.format in ("preferences", "kto"):
+            formats.check_prompt(said)
+        return said
+
+    def _exemplary(self, rollout: Rollout) -> bool:
+        whole = rollout.ending == "whole" or self.options.keep_truncated
+        return whole and rollout.reward >= self.options.threshold
+
+    def _task(self, rollout: Rollout, prompt: bytes = b"") -> int:
+        """The number of its group. Rollouts of one task that were given other prompts or tools are no group."""
+        return self._tasks.setdefault((*rollout.task, prompt), len(self._tasks))
+
+    def _seen(self, identity: bytes) -> bool:
+        known = identity in self._conversations
+        self._conversations.add(identity)
+        return known
+
+
+def _identity(rollout: Rollout) -> bytes:
+    try:
+        said = conversation(rollout.params, rollout.response, reasoning=True)
+    except Unsayable:
+        return fingerprint(rollout.params, rollout.response)
+    return fingerprint(*said.prompt, *said.tools, *said.completion)

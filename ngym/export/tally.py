@@ -1,0 +1,106 @@
+"""What was kept, what was left out, and why? Each rollout that was read is counted exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import fmean
+
+from ngym.export.candidate import Candidate, Pair, Row, Single
+from ngym.schema import Json
+
+SHOWN_UNSAYABLE = 5
+
+
+class Reason(Enum):
+    """Why a rollout is left out. The value is its name in --json."""
+
+    FAILED = "failed"
+    UNSCORED = "unscored"
+    TORN = "torn"
+    CUT = "cut"
+    TRUNCATED = "truncated"
+    LOW = "low"
+    UNSAYABLE = "unsayable"
+    DUPLICATE = "duplicate"
+    NOT_BEST = "not_best"
+    ALONE = "alone"
+    NO_PARTNER = "no_partner"
+    SPARE = "spare"
+    LIMIT = "limit"
+
+    @property
+    def told(self) -> str:
+        return _TOLD[self]
+
+
+_TOLD = {
+    Reason.FAILED: "failed attempts",
+    Reason.UNSCORED: "not scored (reward null)",
+    Reason.TORN: "a torn last line: whoever wrote the file was stopped",
+    Reason.CUT: "cut off in mid-turn (token limit or context)",
+    Reason.TRUNCATED: "stopped by the step limit (--keep-truncated keeps them)",
+    Reason.LOW: "reward under --min-reward",
+    Reason.UNSAYABLE: "the format cannot say it",
+    Reason.DUPLICATE: "the same conversation again (--dedupe)",
+    Reason.NOT_BEST: "better ones of the same task (--best)",
+    Reason.ALONE: "the only one of its task",
+    Reason.NO_PARTNER: "no partner in its task: reward too near, or the same words",
+    Reason.SPARE: "its task has its pairs without it (--pairs, --max-pairs)",
+    Reason.LIMIT: "more than --limit",
+}
+
+
+@dataclass
+class Tally:
+    """The numbers of one export.
+
+    read: rollouts in the input. kept: those of them that stand in the output. tasks: whose rollouts were usable.
+    unsayable: place and reason of the first few. labels, margins: of the rows written, where the format has them.
+    """
+
+    read: int = 0
+    kept: int = 0
+    rows: int = 0
+    tasks: int = 0
+    dropped: Counter[Reason] = field(default_factory=Counter)
+    unsayable: list[str] = field(default_factory=list)
+    labels: Counter[bool] = field(default_factory=Counter)
+    margins: list[float] = field(default_factory=list)
+
+    def drop(self, reason: Reason, count: int = 1) -> None:
+        self.dropped[reason] += count
+
+    def cannot_say(self, where: str) -> None:
+        self.drop(Reason.UNSAYABLE)
+        if len(self.unsayable) < SHOWN_UNSAYABLE:
+            self.unsayable.append(where)
+
+    def count(self, rows: Sequence[Row]) -> None:
+        """These are written."""
+        self.rows = len(rows)
+        self.kept = len(used(rows))
+        self.labels = Counter(row.label for row in rows if isinstance(row, Single))
+        self.margins = [row.margin for row in rows if isinstance(row, Pair)]
+
+    def as_json(self) -> Json:
+        summary: Json = {
+            "rows": self.rows,
+            "read": self.read,
+            "kept": self.kept,
+            "tasks": self.tasks,
+            "dropped": {reason.value: self.dropped[reason] for reason in Reason if self.dropped[reason]},
+            "unsayable": self.unsayable,
+        }
+        if self.labels:
+            summary["labels"] = {"true": self.labels[True], "false": self.labels[False]}
+        if self.margins:
+            summary["margin"] = {"mean": fmean(self.margins), "min": min(self.margins), "max": max(self.margins)}
+        return summary
+
+
+def used(rows: Iterable[Row]) -> set[Candidate]:
+    """The rollouts that stand in these rows."""
+    return {candidate for row in rows for candidate in row.candidates}
