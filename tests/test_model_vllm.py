@@ -6,43 +6,25 @@ import asyncio
 import importlib.util
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from vllm_service import Server, metric, start, tokens_of, user, wait_until_ready, write_checkpoint
 
 from ngym.errors import ConfigError
 from ngym.services.loader import load
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
-SERVE = """
-import json, socket, sys
-from ngym.services.runner import ServiceSpec, run
-sys.exit(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
-"""
-TEMPLATE = r"""{%- for m in messages -%}
-<|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
-{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}
-{%- if m.reasoning %}<think>
-{{ m.reasoning }}
-</think>
-{% endif %}{{ m.content or '' }}{% endif %}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 ADD = {
     "type": "function",
     "name": "add",
@@ -52,61 +34,9 @@ ADD = {
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
-@dataclass
-class Server:
-    """A service process, and what it answered on its way to ready."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-    while_loading: list[httpx.Response] = field(default_factory=list)
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
-
-    def answer(self, **body: Any) -> dict[str, Any]:
-        reply = self.post("/v1/responses", **body)
-        assert reply.status_code == 200, reply.text
-        return reply.json()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of 40,000 parameters with a byte-level tokenizer, as Hugging Face writes it."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words = 'user assistant tool hello world what is {"name": "add", "arguments": {"a": 1}}'
-    bpe.train_from_iterator(
-        [words] * 9, trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
-    )
-    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
-    tokenizer.chat_template = TEMPLATE
-    set_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.2,  # sharper than a fresh model's: its errors show
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    folder = tmp_path_factory.mktemp("policy")
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -154,40 +84,6 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pa
 @pytest.fixture
 def policy(servers: dict[str, Server]) -> Server:
     return servers["policy"]
-
-
-def start(folder: Path, root: Path, name: str, options: dict[str, Any]) -> Server:
-    app_file = root / "models" / "vllm" / "app.py"
-    spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
-    log = folder / f"{name}.log"
-    with socket.socket() as listener, log.open("wb") as output:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        command = [sys.executable, "-c", SERVE, str(listener.fileno()), json.dumps(spec)]
-        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=output, cwd=folder)
-        return Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
-
-
-def wait_until_ready(server: Server, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert server.process.poll() is None, server.log.read_text()[-3000:]
-        alive, ready = (httpx.get(server.url + path, timeout=20) for path in ("/health", "/ready"))
-        assert alive.json() == {"status": "ok"}
-        if ready.status_code == 200:
-            return
-        server.while_loading.append(ready)
-        time.sleep(0.2)
-    raise AssertionError(f"not ready after {timeout_s} s:\n{server.log.read_text()[-3000:]}")
-
-
-def tokens_of(response: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
-    last = response["output"][-1]
-    return last["prompt_token_ids"], last["generation_token_ids"], last["generation_log_probs"]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def test_while_it_loads_it_is_alive_but_not_ready_and_says_why(policy: Server) -> None:
@@ -270,7 +166,7 @@ def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_goes_on(servers:
 
 def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server) -> None:
     for length in (900, 1100, 100_000):
-        response = policy.answer(input="a" * length + "!", max_output_tokens=200)
+        response = policy.answer(input="a" * length + "!", max_output_tokens=200, ignore_eos=True)
         assert response["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["content"][0]["text"] == "" and response["usage"]["output_tokens"] == 0
@@ -309,7 +205,6 @@ def test_a_nemo_gym_row_reaches_the_engine_through_its_metadata(policy: Server, 
         ("POST", "/inference/v1/generate"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/responses/resp_1/cancel"),
-        ("POST", "/weights"),
         ("GET", "/docs"),
         ("GET", "/version"),
         ("GET", "/metrics/../version"),
@@ -333,6 +228,13 @@ def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
     assert {"/v1/responses", "/v1/chat/completions", "/v1/messages", "/weights", "/ready"} <= paths
     assert "/tokenize" not in paths
     assert policy.post("/rollouts/r-1/v1/responses", input="hi", max_output_tokens=1).status_code == 200
+
+
+def test_without_a_token_nobody_can_push_weights_and_the_answer_says_how_to_set_one(policy: Server) -> None:
+    for method, path in (("POST", "/weights"), ("PUT", "/weights/files"), ("POST", "/weights/commit")):
+        reply = httpx.request(method, policy.url + path, headers={"authorization": "Bearer None"}, json={})
+        assert reply.status_code == 403
+        assert "ng_run" in reply.json()["detail"] and "push_token" in reply.json()["detail"]
 
 
 def test_a_bad_request_names_the_field(policy: Server) -> None:
@@ -368,11 +270,6 @@ def test_a_caller_who_hangs_up_frees_its_place(policy: Server) -> None:
     while metric(policy, "num_requests_running"):
         time.sleep(0.05)
     assert metric(policy, "generation_tokens_total") - before < 900
-
-
-def metric(server: Server, name: str) -> float:
-    metrics = httpx.get(server.url + "/metrics").text
-    return float(re.findall(rf"^vllm:{name}{{.*}} (.*)$", metrics, re.MULTILINE)[0])
 
 
 def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(policy: Server) -> None:

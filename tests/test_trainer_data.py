@@ -180,7 +180,10 @@ def test_attention_that_cannot_be_packed_is_refused(policy: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sfd.yaml"], "sfd.yaml: no such recipe; give a YAML file, or one that travels with ngym: sft.yaml"),
+        (
+            ["sfd.yaml"],
+            "sfd.yaml: no such recipe; give a YAML file, or one that travels with ngym: dpo.yaml, grpo.yaml, sft.yaml",
+        ),
         (["sft.yaml", "optimiser.lr=1"], "unknown key 'optimiser' (did you mean 'optimizer'?)"),
         (["sft.yaml", "optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0; got -1"),
         (["sft.yaml", "engine.zero_stage=2"], "muon needs whole matrices"),

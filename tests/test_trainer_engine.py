@@ -19,8 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ngym.cli.train import main, trainer
 
-config, engine, loop, model, optimizer, packing, checkpoint, sft = map(
-    trainer, ("config", "engine", "loop", "model", "optimizer", "packing", "checkpoint", "algorithms.sft")
+config, engine, guard, loop, model, optimizer, packing, checkpoint, sft, samples_module = map(
+    trainer,
+    (
+        "config",
+        "engine",
+        "guard",
+        "loop",
+        "model",
+        "optimizer",
+        "packing",
+        "checkpoint",
+        "algorithms.sft",
+        "samples",
+    ),
 )
 SHAPE = {
     "hidden_size": 32,
@@ -208,14 +220,62 @@ def test_a_save_that_breaks_off_leaves_the_old_folder(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(
-    tokenizer: PreTrainedTokenizerBase, samples: list[Any]
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path, stage: int, precision: str
 ) -> None:
-    broken = learner(tokenizer)
+    class Sometimes(sft.Sft):
+        calls = 0
+
+        def loss(self, logprobs_N: torch.Tensor, packed: Any) -> Any:
+            self.calls += 1
+            loss = super().loss(logprobs_N, packed)
+            return loss._replace(sum=loss.sum * float("inf")) if self.calls == 2 else loss
+
+    trained, seen = learner(tokenizer, stage, precision), []
+    batches = [only_batch(samples[start : start + 4]) for start in (0, 4, 8)]
+    weights: list[Weights] = []
+
+    def report(step: int, values: dict[str, float]) -> None:
+        seen.append(values)
+        weights.append(weights_of(trained))
+
+    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, guard.Guard(tmp_path, 2), report)
+    assert [values["skipped_steps"] for values in seen] == [0, 1, 1]
+    assert largest_difference(weights[0], weights[1]) == 0 and largest_difference(weights[1], weights[2]) > 0
+    assert "loss" not in seen[1] and seen[2]["loss"] < 8 and seen[2]["grad_norm"] > 0
+    (kept,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert kept.name == "step-000002-1.jsonl"
+    assert [row["segments"][0]["token_ids"] for row in rows] == [
+        sample.segments[0].token_ids for sample in samples[4:8]
+    ]
+
+
+def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
+    tokenizer: PreTrainedTokenizerBase, samples: list[Any], tmp_path: Path
+) -> None:
+    broken, reports = learner(tokenizer), []
     with torch.no_grad():
         next(broken.policy.parameters()).fill_(float("nan"))
-    with pytest.raises(loop.NotFinite, match=r"step 1: .*nan.*lower optimizer\.lr"):
-        loop.train(broken, sft.Sft(), [samples[:4]], 10_000, lambda step: 1.0, lambda step, values: None)
+    watch = guard.Guard(tmp_path, 3)
+    with pytest.raises(
+        guard.NotFinite, match=r"step 3: the loss is nan .*3 optimiser steps in a row.*Lower optimizer\.lr"
+    ) as e:
+        loop.train(
+            broken,
+            sft.Sft(),
+            [only_batch(samples[:4])] * 4,
+            10_000,
+            lambda step: 1.0,
+            watch,
+            lambda step, values: reports.append(step),
+        )
+    assert reports == [1, 2] and str(tmp_path / "step-000003-3.jsonl") in str(e.value)
+
+
+def only_batch(batch: list[Any]) -> Any:
+    return samples_module.Batch([batch])
 
 
 def test_two_ranks_learn_what_one_learns(

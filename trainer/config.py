@@ -11,45 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
-from ngym.config import Tree, load_tree, parse, shipped
+from ngym.config import Tree, did_you_mean, load_tree, parse, shipped
 from ngym.errors import ConfigError
 
-
-class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Word = Annotated[str, BeforeValidator(str)]  # a number in YAML is a word in a command
-
-
-def find(path: str) -> Path | None:
-    """A file or folder in the working directory, else among the shipped ones."""
-    return next((found for found in (Path(path), shipped() / path) if found.exists()), None)
-
-
-def _existing(path: str) -> str:
-    found = find(path)
-    if found is None:
-        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that travel with ngym")
-    return str(found.resolve())
-
-
-def _local_or_hub(name: str) -> str:
-    """A folder's absolute path; a name that can only be one on the Hugging Face hub stays as it is."""
-    found = find(name)
-    if found is not None:
-        return str(found.resolve())
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"there is no folder {name} in {Path.cwd()}, and owner/name of the Hugging Face hub it is not")
-    return name
-
-
-ExistingPath = Annotated[str, AfterValidator(_existing)]
-ModelName = Annotated[str, AfterValidator(_local_or_hub)]
+from .objective import Preference, Refusal, preference_refusals
+from .records import ModelName, Positive, Record, Share, Word, existing, find
+from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, grpo_refusals
 
 
 class Qwen3Shape(Record):
@@ -103,11 +72,37 @@ class DataOptions(Record):
     @field_validator("made_by")
     @classmethod
     def _script_exists(cls, made_by: tuple[str, ...]) -> tuple[str, ...]:
-        return (_existing(made_by[0]), *made_by[1:]) if made_by else made_by
+        return (existing(made_by[0]), *made_by[1:]) if made_by else made_by
 
 
-class AlgorithmOptions(Record):
+class SftOptions(Record):
     name: Literal["sft"]
+
+
+class DpoOptions(Preference):
+    """What each pair costs."""
+
+    name: Literal["dpo"]
+    sft_weight: float = Field(default=0.0, ge=0, description="Of the negative log-likelihood of what was chosen.")
+
+
+ALGORITHMS: dict[str, type[BaseModel]] = {"dpo": DpoOptions, "grpo": GrpoOptions, "sft": SftOptions}
+
+
+def _of_its_name(value: object) -> object:
+    """The options of the algorithm that is named: a mistake in them is one line, not one for each algorithm."""
+    if not isinstance(value, dict):
+        return value
+    name = str(value.get("name", ""))
+    if name not in ALGORITHMS:
+        said = f"there is no algorithm {name!r}" if name else "it needs a name"
+        raise ValueError(said + did_you_mean(name, ALGORITHMS))
+    return ALGORITHMS[name].model_validate(value)
+
+
+AlgorithmOptions = Annotated[
+    SftOptions | DpoOptions | GrpoOptions, BeforeValidator(_of_its_name), Field(discriminator="name")
+]
 
 
 class OptimizerOptions(Record):
@@ -152,7 +147,7 @@ class Recipe(Record):
     output: Path = Field(description="The run's folder: recipe.yaml, metrics.jsonl, policy/.")
     seed: int = 0
     model: ModelOptions
-    data: DataOptions
+    data: DataOptions | None = Field(default=None, description="A finished file; it is used instead of `rollouts`.")
     epochs: Positive = 1
     max_steps: Positive | None = None
     batch_size: Positive = Field(default=32, description="Samples in an optimiser step, over all ranks.")
@@ -160,6 +155,31 @@ class Recipe(Record):
     optimizer: OptimizerOptions
     schedule: ScheduleOptions = ScheduleOptions()
     engine: EngineOptions = EngineOptions()
+    max_skipped: Positive = Field(default=3, description="Optimiser steps in a row whose gradient is no number.")
+    rollouts: RolloutOptions | None = Field(default=None, validate_default=True, description="Live ones.")
+    evaluation: EvaluationOptions | None = None
+
+    @property
+    def live(self) -> RolloutOptions | None:
+        """Where live rollouts come from; None: they stand in a file."""
+        return self.rollouts if self.data is None else None
+
+    @field_validator("rollouts")
+    @classmethod
+    def _something_to_learn_from(cls, value: RolloutOptions | None, info: ValidationInfo) -> RolloutOptions | None:
+        algorithm = info.data.get("algorithm")
+        if algorithm is None or "data" not in info.data:
+            return value  # they have an error of their own
+        if value is not None and algorithm.name != "grpo":
+            raise ValueError(f"{algorithm.name} learns from a file; remove rollouts, and name data.path")
+        if info.data["data"] is None and value is None:
+            raise ValueError(
+                "nothing to learn from; name a file with data.path"
+                + (", or give rollouts an agent and tasks" if algorithm.name == "grpo" else "")
+            )
+        if info.data["data"] is None and info.data.get("max_steps") is None:
+            raise ValueError("live rollouts have no end; set max_steps")
+        return value
 
     @field_validator("engine")
     @classmethod
@@ -195,7 +215,21 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
         ConfigError: one line for each mistake.
     """
     tree = load_tree([_recipe_file(name) for name in files], overrides)
-    return parse(Recipe, tree), tree
+    recipe = parse(Recipe, tree)
+    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in _refusals(recipe.algorithm)]
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return recipe, tree
+
+
+def _refusals(options: SftOptions | DpoOptions | GrpoOptions) -> list[Refusal]:
+    """Combinations that make no sense, each with its key in the recipe."""
+    found: list[Refusal] = []
+    if isinstance(options, DpoOptions):
+        found = preference_refusals(options)
+    elif isinstance(options, GrpoOptions):
+        found = grpo_refusals(options)
+    return [Refusal(f"algorithm.{key}", reason) for key, reason in found]
 
 
 def _recipe_file(name: str) -> Path:

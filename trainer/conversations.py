@@ -1,4 +1,6 @@
-"""Demonstrations -> samples: every assistant turn is trained as if it had been sampled, and nothing else is.
+"""Conversations -> samples: every assistant turn is trained as if it had been sampled, and nothing else is.
+
+Of a demonstration those are all its assistant turns, of a preference pair those that come after the prompt.
 
 For each assistant turn the chat template renders the prompt that an inference server would have seen, and the text with
 the turn in it; what the second adds to the first is what the policy says, its end-of-turn token included. A turn whose
@@ -8,9 +10,9 @@ templates that drop old reasoning work as they do at inference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ngym import jsonl
 from ngym.errors import UsageError
@@ -20,6 +22,8 @@ from .samples import Sample, Segment
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SIDES = ("chosen", "rejected")
+
 
 class Piece(NamedTuple):
     """A stretch of text that is tokenised on its own, as its writer (template or policy) wrote it."""
@@ -28,26 +32,68 @@ class Piece(NamedTuple):
     trained: bool
 
 
+# the pieces of each segment
+Conversation: TypeAlias = list[list[Piece]]
+
+
+class Pair(NamedTuple):
+    """Two ways to go on from the same prompt."""
+
+    chosen: Sample
+    rejected: Sample
+
+
 def read_demonstrations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The samples of a JSONL file of `{"messages": [...], "tools": [...]}`.
 
     Raises:
         UsageError: a line is no demonstration, or the chat template cannot render it; all such lines are named.
     """
-    conversations: list[list[list[Piece]]] = []
 
-    def problem(row: dict[str, Any]) -> str | None:
-        found = _problem(row)
+    def rendered(row: dict[str, Any]) -> list[Conversation]:
+        return [list(_segments(row["messages"], 0, row.get("tools"), tokenizer))]
+
+    return _tokenize(_read(path, _problem, rendered), tokenizer)
+
+
+def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+    """The pairs of a JSONL file of `{"prompt": [...], "chosen": [...], "rejected": [...], "tools": [...]}`.
+
+    Raises:
+        UsageError: a line is no pair, its sides say the same, or the chat template cannot render it; all are named.
+    """
+
+    def rendered(row: dict[str, Any]) -> list[Conversation]:
+        start = len(row["prompt"])
+        sides = [list(_segments(row["prompt"] + row[side], start, row.get("tools"), tokenizer)) for side in SIDES]
+        if sides[0] == sides[1]:
+            raise _Unrenderable("chosen and rejected say the same, and nothing can be learned from that; drop the row")
+        return sides
+
+    samples = _tokenize(_read(path, _pair_problem, rendered), tokenizer)
+    return [Pair(*sides) for sides in zip(samples[::2], samples[1::2], strict=True)]
+
+
+def _read(
+    path: Path,
+    problem: Callable[[dict[str, Any]], str | None],
+    rendered: Callable[[dict[str, Any]], list[Conversation]],
+) -> list[Conversation]:
+    """What is rendered of all rows, one after the other."""
+    conversations: list[Conversation] = []
+
+    def check(row: dict[str, Any]) -> str | None:
+        found = problem(row)
         if found is None:
             try:
-                conversations.append(list(_segments(row, tokenizer)))
+                conversations.extend(rendered(row))
             except _Unrenderable as error:
                 return str(error)
         return found
 
-    for _ in jsonl.checked(path, problem):
+    for _ in jsonl.checked(path, check):
         pass
-    return _tokenize(conversations, tokenizer)
+    return conversations
 
 
 class _Unrenderable(Exception):
@@ -55,32 +101,55 @@ class _Unrenderable(Exception):
 
 
 def _problem(row: dict[str, Any]) -> str | None:
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+    if not _are_messages(row.get("messages")):
         return 'no demonstration: it needs "messages", a list of {"role", "content"}'
-    if not any(message["role"] == "assistant" for message in messages):
+    if row["messages"] and row["messages"][0]["role"] == "assistant":
+        return "the assistant speaks first: there is no prompt that its words could be learned from"
+    if not _has_assistant(row["messages"]):
         return "nothing to train on: no message has the role 'assistant'"
     return None
 
 
-def _segments(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[Piece]]:
+def _pair_problem(row: dict[str, Any]) -> str | None:
+    for key in ("prompt", *SIDES):
+        if not _are_messages(row.get(key)):
+            return f'no preference pair: it needs "{key}", a list of {{"role", "content"}}'
+    if not row["prompt"]:
+        return "the prompt is empty: nobody says anything that could be answered"
+    for side in SIDES:
+        if not _has_assistant(row[side]):
+            return f"nothing to train on: no message of {side!r} has the role 'assistant'"
+    return None
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
+
+
+def _has_assistant(messages: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
+
+
+def _segments(
+    messages: list[dict[str, Any]], first: int, tools: Any, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[Piece]]:
+    """The segments that hold the assistant turns from message `first` on."""
     from jinja2 import TemplateError
 
     def render(messages: list[dict[str, Any]], prompt: bool) -> str:
         try:
             return str(
                 tokenizer.apply_chat_template(
-                    messages, tools=row.get("tools") or None, tokenize=False, add_generation_prompt=prompt
+                    messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise _Unrenderable(f"the chat template refuses it: {error}") from error
 
-    messages = row["messages"]
     segment: list[Piece] = []
     so_far = ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for index in range(first, len(messages)):
+        if messages[index]["role"] != "assistant":
             continue
         prompt = render(messages[:index], prompt=True)
         whole = render(messages[: index + 1], prompt=False)
@@ -101,7 +170,7 @@ def _segments(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterat
     yield segment
 
 
-def _tokenize(conversations: Sequence[list[list[Piece]]], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def _tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     texts = {piece.text for segments in conversations for pieces in segments for piece in pieces}
     if not texts:
         return []

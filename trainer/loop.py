@@ -1,6 +1,6 @@
 """The one loop: batches in, steps out, whatever the algorithm.
 
-batch -> plan -> this rank's micro-batches -> logprobs -> loss -> backward ... -> step -> metrics
+batch -> updates -> plan -> this rank's micro-batches -> logprobs -> loss -> backward ... -> step -> metrics
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
-
-from ngym.errors import NgymError
 
 from .algorithms import Algorithm
 from .engine import Engine, Update
+from .guard import Guard
 from .packing import pack, plan
-from .samples import Sample
+from .samples import Batch, Sample
 
-
-class NotFinite(NgymError):
-    """The loss or the gradient is no number."""
+# What compares the policy with its sampler is said of the first update: after that they differ on purpose.
+BEFORE_TRAINING = frozenset({"token_mult_prob_error", "mismatch_kl"})
 
 
 class Step(NamedTuple):
-    """One optimiser step. means: the algorithm's metrics over the whole batch."""
+    """One optimiser step. means: the algorithm's metrics over its samples, `loss` among them."""
 
     means: dict[str, float]
     update: Update
@@ -34,40 +33,46 @@ class Step(NamedTuple):
 def train(
     engine: Engine,
     algorithm: Algorithm,
-    batches: Iterable[list[Sample]],
+    batches: Iterable[Batch],
     budget: int,
     factor: Callable[[int], float],
+    guard: Guard,
     report: Callable[[int, dict[str, float]], None],
 ) -> None:
-    """Take one optimiser step on each batch.
+    """Train each batch: an optimiser step on each of its updates.
 
     Args:
         budget: tokens that a rank computes at once.
         factor: step (from 0) -> factor on the learning rates.
-        report: called after each step (from 1) with its metrics.
+        guard: is told every optimiser step, and knows those that were none.
+        report: called after each batch (from 1) with its metrics.
 
     Raises:
-        NotFinite: a loss or gradient is nan or infinite; the step is named.
+        NotFinite: losses or gradients are no numbers, several times in a row.
     """
     for number, batch in enumerate(batches, 1):
         began = time.monotonic()
-        step = take_step(engine, algorithm, batch, budget, factor(number - 1))
-        if not math.isfinite(step.update.grad_norm) or not all(map(math.isfinite, step.means.values())):
-            raise NotFinite(f"step {number}: gradient norm {step.update.grad_norm}, {step.means}; lower optimizer.lr")
-        report(number, _values(batch, step, time.monotonic() - began))
+        taken: list[Step] = []
+        for samples in batch.updates:
+            step = take_step(engine, algorithm, samples, budget, factor(number - 1))
+            if guard.passes(number, samples, step.means["loss"], step.update.grad_norm):
+                taken.append(step)
+        report(number, {**batch.values, **_values(batch, taken, guard.skipped, time.monotonic() - began)})
 
 
-def take_step(engine: Engine, algorithm: Algorithm, batch: Sequence[Sample], budget: int, factor: float) -> Step:
-    """One optimiser step. Every rank is given the whole batch and computes its share of it."""
-    weight = algorithm.weight(batch)
-    micro_batches = plan(batch, budget, engine.ranks)[engine.rank :: engine.ranks]
+def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, factor: float) -> Step:
+    """One optimiser step. Every rank is given all samples and computes its share of them."""
+    weight = algorithm.weight(samples)
+    micro_batches = plan(samples, budget, engine.ranks)[engine.rank :: engine.ranks]
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for index, samples in enumerate(micro_batches):
+    for index, mine in enumerate(micro_batches):
         # A rank without work computes something and counts none of it: the ranks' collectives must match.
-        counted = 1.0 if samples else 0.0
-        packed = pack(samples or batch[:1], engine.device)
+        counted = 1.0 if mine else 0.0
+        packed = pack(mine or samples[:1], engine.device)
         loss = algorithm.loss(engine.logprobs(packed), packed)
-        engine.backward(counted * loss.sum, weight, last=index == len(micro_batches) - 1)
+        # A loss that is no number on one rank makes the gradient none on all, whatever its own gradient is.
+        poison = 1.0 if loss.sum.isfinite() else math.nan
+        engine.backward(counted * poison * loss.sum, weight, last=index == len(micro_batches) - 1)
         for name, mean in loss.metrics.items():
             sums[name][0] += counted * mean.total
             sums[name][1] += counted * mean.count
@@ -82,15 +87,21 @@ def _means(engine: Engine, sums: dict[str, list[float]]) -> dict[str, float]:
     return {name: total / max(count, 1.0) for name, total, count in zip(names, added[::2], added[1::2], strict=True)}
 
 
-def _values(batch: Sequence[Sample], step: Step, seconds: float) -> dict[str, float]:
+def _values(batch: Batch, taken: Sequence[Step], skipped: int, seconds: float) -> dict[str, float]:
+    """The metrics of a batch: means over its optimiser steps."""
+    samples = [sample for update in batch.updates for sample in update]
+    names = taken[0].means if taken else ()
+    means = {name: fmean(step.means[name] for step in taken) for name in names}
+    means |= {name: taken[0].means[name] for name in names if name in BEFORE_TRAINING}
+    if taken:
+        means |= {"lr": taken[-1].update.lr, "grad_norm": fmean(step.update.grad_norm for step in taken)}
     return {
-        **step.means,
-        "lr": step.update.lr,
-        "grad_norm": step.update.grad_norm,
-        "global_valid_toks": sum(sample.trained for sample in batch),
-        "global_valid_seqs": len(batch),
-        "tokens_per_s": sum(sample.tokens for sample in batch) / seconds,
-        "time/step": seconds,
+        **means,
+        "global_valid_toks": sum(sample.trained for sample in samples),
+        "global_valid_seqs": len(samples),
+        "skipped_steps": skipped,
+        "tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
+        "time/train": seconds,
     }
 
 

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with logprobs."""
+    """A causal language model that answers with logprobs.
 
-    def __init__(self, network: PreTrainedModel) -> None:
+    temperature: what its logits are divided by, as when its rollouts were sampled.
+    """
+
+    def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
         super().__init__()
         self.network = network
+        self.temperature = temperature
 
     @property
     def context(self) -> int:
         """The most tokens that a sequence may have."""
         return int(self.network.config.max_position_embeddings)
 
-    def forward(self, packed: Packed) -> Tensor:
+    def forward(self, packed: Packed, temperature: float | None = None) -> Tensor:
         """Log p of each trained token given what stands before it in its sequence, float32 [N]."""
         hidden_T = self.network.get_decoder()(
             input_ids=packed.token_ids_T.unsqueeze(0),
@@ -39,7 +43,9 @@ class Policy(nn.Module):
             layout=packed.layout,
         ).last_hidden_state[0]
         logits_NV = self.network.get_output_embeddings()(hidden_T[packed.trained_N - 1])
-        return -F.cross_entropy(logits_NV.float(), packed.token_ids_T[packed.trained_N], reduction="none")
+        divisor = self.temperature if temperature is None else temperature
+        logits_NV = logits_NV.float() if divisor == 1 else logits_NV.float() / divisor
+        return -F.cross_entropy(logits_NV, packed.token_ids_T[packed.trained_N], reduction="none")
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -60,7 +66,9 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> Policy:
+def load_policy(
+    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int, temperature: float = 1.0
+) -> Policy:
     """The network of the recipe, in float32 (master weights); `seed` decides new weights.
 
     Raises:
@@ -75,12 +83,12 @@ def load_policy(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed:
     torch.manual_seed(seed)
     how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if options.from_scratch is not None:
-        return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how))
+        return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how), temperature)
     try:
         network = AutoModelForCausalLM.from_pretrained(options.path, **how)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
-    return Policy(network)
+    return Policy(network, temperature)
 
 
 def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase) -> object:

@@ -25,13 +25,17 @@ from .samples import Sample, Segment
 class Packed:
     """One micro-batch.
 
-    segments: in the order of the tensors. token_ids_T, positions_T: int64. trained_N: int64 indices into T.
+    samples: as given. segments: theirs, in the order of the tensors. token_ids_T, positions_T: int64.
+    trained_N: int64 indices into T. sample_S: index into `samples` of each segment; sample_N: of each trained token.
     """
 
+    samples: tuple[Sample, ...]
     segments: tuple[Segment, ...]
     token_ids_T: Tensor
     positions_T: Tensor
     trained_N: Tensor
+    sample_S: Tensor
+    sample_N: Tensor
     layout: Layout
 
 
@@ -58,9 +62,9 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
 
 def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
     """Lay the segments of a micro-batch side by side."""
-    segments = tuple(
-        sorted((segment for sample in samples for segment in sample.segments), key=lambda s: -len(s.token_ids))
-    )
+    owned = [(segment, owner) for owner, sample in enumerate(samples) for segment in sample.segments]
+    owned.sort(key=lambda pair: -len(pair[0].token_ids))
+    segments = tuple(segment for segment, _ in owned)
     lengths = [len(segment.token_ids) for segment in segments]
     positions = [position for length in lengths for position in range(length)]
     trained: list[int] = []
@@ -69,10 +73,14 @@ def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
         for start, end in segment.spans:
             trained.extend(range(offset + start, offset + end))
         offset += length
+    sample_S = torch.tensor([owner for _, owner in owned])
     return Packed(
+        samples=tuple(samples),
         segments=segments,
         token_ids_T=torch.tensor([token for segment in segments for token in segment.token_ids], device=device),
         positions_T=torch.tensor(positions, device=device),
         trained_N=torch.tensor(trained, dtype=torch.int64, device=device),
+        sample_S=sample_S.to(device),
+        sample_N=sample_S.repeat_interleave(torch.tensor([segment.trained for segment in segments])).to(device),
         layout=Layout.of(lengths, device),
     )

@@ -1,27 +1,38 @@
-"""From a recipe to a saved policy: read it, make the data if need be, load, train, save."""
+"""From a recipe to a saved policy: read it, find its samples in a file or live, load, train, save."""
 
 from __future__ import annotations
 
-import math
 import os
-import subprocess
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
-from ngym.config import Tree
-from ngym.errors import ConfigError, UsageError
+from ngym.errors import UsageError
 
-from .config import Recipe, find, read_launch, read_recipe
-from .samples import Sample
+from . import offline
+from .config import DpoOptions, Launch, Recipe, read_launch, read_recipe
+from .rl import GrpoOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .algorithms import Algorithm
+    from .engine import Engine
+    from .metrics import Metrics
+    from .samples import Batch
+    from .services import Services
 
 POLICY = "policy"
 METRICS = "metrics.jsonl"
 RESOLVED = "recipe.yaml"
+SKIPPED = "skipped"
+CURVE = "curve.png"
 
 
 def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, dry_run: bool) -> None:
@@ -34,82 +45,182 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, dry
     if dry_run:
         print(_as_yaml(recipe), end="")
         return
-    _check_data(recipe, tree)
-    if read_launch().rank == 0:
+    if recipe.data is not None:
+        offline.check(recipe.data, tree)
+    launch = read_launch()
+    if launch.rank == 0:
         _claim(recipe.output, overwrite)
         (recipe.output / RESOLVED).write_text(_as_yaml(recipe), encoding="utf-8")
-    _run(recipe)
+    _run(recipe, launch)
 
 
-def _run(recipe: Recipe) -> None:
+def _run(recipe: Recipe, launch: Launch) -> None:
     """torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
     # On a CPU the threads of torch spin while they wait; where anything else runs, that makes two slower than one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    launch = read_launch()
-    _say("loading torch, transformers and deepspeed")
-    from . import engine, loop, model, optimizer
-    from .algorithms.sft import Sft
-    from .metrics import Metrics
-
-    algorithm = Sft()
     with ExitStack() as stack:
+        services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
+        _say("loading torch, transformers and deepspeed")
+        from . import engine, loop, model, optimizer
+        from .guard import Guard
+        from .metrics import Metrics
+
         stack.enter_context(engine.joined(launch))
-        if launch.rank == 0:
-            _make_data(recipe)
+        if recipe.data is not None and launch.rank == 0:
+            offline.make(recipe.data, _say)
         engine.wait_for_all()
 
         tokenizer = model.load_tokenizer(recipe.model)
-        policy = model.load_policy(recipe.model, tokenizer, recipe.seed)
-        samples = _samples(recipe, algorithm.samples(_data_file(recipe), tokenizer), policy.context)
-        steps = math.ceil(len(samples) / recipe.batch_size) * recipe.epochs
-        steps = min(steps, recipe.max_steps or steps)
-        tokens = sum(sample.tokens for sample in samples)
-        _say(f"{len(samples):,} samples of {tokens:,} tokens; {steps:,} steps of {recipe.batch_size} samples")
-
+        policy = model.load_policy(recipe.model, tokenizer, recipe.seed, _temperature(recipe))
+        if isinstance(recipe.algorithm, GrpoOptions):
+            policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
-        with Metrics(recipe.output / METRICS, steps, shown=launch.rank == 0) as metrics:
+        algorithm = _algorithm(recipe, learner, tokenizer)
+        found = Parts(recipe, learner, algorithm, tokenizer)
+        source = _live(found, services) if recipe.live else _file(found)
+        shown = launch.rank == 0
+        with Metrics(recipe.output / METRICS, source.steps, shown) as metrics:
             loop.train(
                 learner,
                 algorithm,
-                islice(loop.epochs(samples, recipe.batch_size, recipe.epochs, recipe.seed), steps),
+                source.batches(metrics),
                 recipe.micro_batch_tokens,
-                lambda step: optimizer.schedule(step, steps, recipe.schedule),
+                lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
+                Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped),
                 metrics.log,
             )
         learner.save(recipe.output / POLICY, tokenizer)
+        if shown:
+            _draw(metrics, recipe.output / CURVE)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
 
 
-def _samples(recipe: Recipe, samples: list[Sample], context: int) -> list[Sample]:
-    """Those that fit; what is left out is said."""
-    bound = min(recipe.data.max_tokens or context, context)
-    kept = [sample for sample in samples if sample.longest <= bound]
-    if len(kept) < len(samples):
-        _say(f"{len(samples) - len(kept):,} of {len(samples):,} samples are longer than {bound} tokens: left out")
-    if not kept:
-        raise UsageError(f"{recipe.data.path}: no sample to train on; data.max_tokens is {bound}")
-    return kept
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    recipe: Recipe
+    learner: Engine
+    algorithm: Algorithm
+    tokenizer: PreTrainedTokenizerBase
 
 
-def _check_data(recipe: Recipe, tree: Tree) -> None:
-    if find(recipe.data.path) is None and not recipe.data.made_by:
-        raise ConfigError(
-            f"{tree.where('data.path')}: data.path: there is no {recipe.data.path}; "
-            "name a JSONL file, or data.made_by with the script that writes it"
+class Source(NamedTuple):
+    """Where batches come from. steps: how many there will be."""
+
+    steps: int
+    batches: Callable[[Metrics], Iterator[Batch]]
+
+
+def _file(parts: Parts) -> Source:
+    recipe, learner, algorithm, tokenizer = parts
+    assert recipe.data is not None
+    samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, _say)
+    steps = offline.steps(samples, recipe)
+    tokens = sum(sample.tokens for sample in samples)
+    _say(f"{len(samples):,} samples of {tokens:,} tokens; {steps:,} steps of {recipe.batch_size} samples")
+    return Source(steps, lambda metrics: _checked(parts, offline.batches(samples, recipe)))
+
+
+def _live(parts: Parts, services: Services | None) -> Source:
+    from .evaluation import Evaluation
+    from .live import Live
+    from .publish import Publisher, probe_ids
+    from .push import Pusher
+
+    recipe, learner, algorithm, tokenizer = parts
+    options, temperature = recipe.live, _temperature(recipe)
+    assert options is not None and recipe.max_steps is not None
+    steps = recipe.max_steps
+    pusher = None
+    if services is not None:
+        reached = services.reached
+        pusher = Pusher(reached.peers.urls[options.policy], reached.token)
+    rollouts = options.tasks_per_step * options.group_size
+    _say(
+        f"{steps:,} steps of {options.tasks_per_step} tasks x {options.group_size} rollouts = {rollouts:,} rollouts, "
+        f"{options.updates_per_step} optimiser steps each"
+    )
+
+    def batches(metrics: Metrics) -> Iterator[Batch]:
+        publisher = Publisher(learner, pusher, probe_ids(tokenizer))
+        evaluation = None
+        if recipe.evaluation is not None and services is not None:
+            evaluation = Evaluation(recipe.evaluation, options, temperature, services, metrics.note)
+        live = Live(
+            options,
+            temperature,
+            recipe.seed,
+            recipe.micro_batch_tokens,
+            algorithm,
+            learner,
+            publisher,
+            services,
+            evaluation,
         )
+        try:
+            yield from _checked(parts, live.batches(steps))
+        finally:
+            if pusher is not None:
+                pusher.finish()
+
+    return Source(steps, batches)
 
 
-def _data_file(recipe: Recipe) -> Path:
-    return find(recipe.data.path) or Path(recipe.data.path)
+def _checked(parts: Parts, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence."""
+    from . import checks
+    from .algorithms.grpo import Grpo
+
+    if not isinstance(parts.algorithm, Grpo) or not isinstance(parts.recipe.algorithm, GrpoOptions):
+        return batches
+    bound = parts.recipe.algorithm.max_mismatch
+    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, parts.algorithm.sampler_N, bound)
 
 
-def _make_data(recipe: Recipe) -> None:
-    if find(recipe.data.path) is not None:
-        return
-    _say(f"making {recipe.data.path}")
-    done = subprocess.run([sys.executable, *recipe.data.made_by, "--output", recipe.data.path], check=False)
-    if done.returncode != 0:
-        raise UsageError(f"data.made_by: {' '.join(recipe.data.made_by)} ended with exit code {done.returncode}")
+def _algorithm(recipe: Recipe, learner: Engine, tokenizer: PreTrainedTokenizerBase) -> Algorithm:
+    from . import model
+    from .algorithms.dpo import Dpo
+    from .algorithms.grpo import Grpo
+    from .algorithms.sft import Sft
+
+    options = recipe.algorithm
+    if isinstance(options, DpoOptions):
+        return Dpo(options)
+    if not isinstance(options, GrpoOptions):
+        return Sft()
+    reference = None
+    if options.kl.coef > 0:
+        reference = model.load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(learner.device)
+        reference.eval().requires_grad_(False)
+    return Grpo(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
+
+
+def _services(recipe: Recipe) -> Services:
+    """Those of the recipe's config, or of a running ng_run; they begin to start now, while torch is imported."""
+    from .services import Services, running, started
+
+    options = recipe.live
+    assert options is not None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is stopped
+    if options.services is None:
+        return Services(partial(running, Path.cwd(), options.agent, options.policy))
+    if recipe.model.path is None:
+        raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
+    file = Path(options.services)
+    return Services(partial(started, file, options.agent, options.policy, recipe.model.path, _say))
+
+
+def _temperature(recipe: Recipe) -> float:
+    return recipe.algorithm.temperature if isinstance(recipe.algorithm, GrpoOptions) else 1.0
+
+
+def _draw(metrics: Metrics, image: Path) -> None:
+    from .curves import as_png, as_text, curves
+
+    shown = curves(metrics.history)
+    if shown:
+        _say(as_text(shown))
+        as_png(shown, image)
 
 
 def _claim(output: Path, overwrite: bool) -> None:

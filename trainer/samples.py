@@ -1,4 +1,4 @@
-"""What the trainer steps on: a batch is a list of samples, and a sample is the segments that belong together.
+"""What the trainer steps on: a batch is lists of samples, and a sample is the segments that belong together.
 
 A demonstration is one sample, of one segment as long as each turn's prompt continues the turn before. The segments of a
 sample always share a micro-batch.
@@ -6,7 +6,8 @@ sample always share a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,14 @@ class Sample:
     @property
     def trained(self) -> int:
         return sum(segment.trained for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is trained between two reports.
+
+    updates: an optimiser step is taken on each. values: what is known of them beforehand, for the log.
+    """
+
+    updates: Sequence[Sequence[Sample]]
+    values: dict[str, float] = field(default_factory=dict)

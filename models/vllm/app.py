@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -13,6 +14,9 @@ from ngym.services.runner import serve_app
 
 from .doorkeeper import Doorkeeper
 from .environment import find_model, prepare_environment
+
+if TYPE_CHECKING:
+    from .push import PushOptions
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -27,6 +31,13 @@ class Options(ServiceOptions):
     engine: dict[str, Any] = Field(default_factory=dict, description="Any argument of `vllm serve`, by its name there.")
     kv_cache_mb: int = Field(default=64, ge=1, description="CPU only: the KV cache; all of it is used at once.")
     threads: int = Field(default=1, ge=1, description="CPU only: more help a large model, and ruin a tiny one.")
+    push_token: str | None = Field(
+        default=None, min_length=16, description="Opens the weight push; default: ng_run's own, in .ngym/head.json."
+    )
+    push_lease_s: float = Field(default=60.0, gt=0, description="A pusher that is silent for so long is given up.")
+    weights_root: Path | None = Field(
+        default=None, description="A folder (relative to the config file) that a push may name files in; null: none."
+    )
 
 
 async def serve(context: ServiceContext) -> None:
@@ -48,7 +59,7 @@ async def serve(context: ServiceContext) -> None:
         arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
         try:
             doorkeeper.say("loading: preparing the routes")
-            application = await build_application(context.name, arguments, engine)
+            application = await build_application(context.name, arguments, engine, _push_options(context))
             doorkeeper.leave()
             watch = asyncio.create_task(engine.raise_when_dead())
             await serve_app(application, context.sockets)
@@ -57,6 +68,14 @@ async def serve(context: ServiceContext) -> None:
     watch.cancel()
     if watch.done() and not watch.cancelled():
         watch.result()
+
+
+def _push_options(context: ServiceContext) -> PushOptions:
+    from .push import PushOptions
+
+    options: Options = context.options
+    root = (context.root / options.weights_root).resolve() if options.weights_root else None
+    return PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
 
 
 def _die_at_once_when_told() -> None:

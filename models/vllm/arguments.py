@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 # processed: the logprobs are those of the distribution that was sampled from, at any temperature and top-p.
 # generation_config vllm: a request without `temperature` means 1.0; a checkpoint's own top-k would bend the policy.
+# use_tqdm_on_load: each push would draw a progress bar.
 DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
     "allowed_origins": [],
+    "use_tqdm_on_load": False,
 }
 # Eager with explicit KV memory skips the compilation and the warm-up run; float32 makes the logprobs exact to 1e-5.
 CPU_DEFAULTS: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False, "dtype": "float32"}
@@ -61,6 +63,9 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
         # The CPU generator has no offset to rewind, which a partial prefill does: the engine process would die.
         wrong = "on a CPU, vLLM dies of a request with a seed; remove it"
         raise ConfigError(f"service {service!r}: engine.enable_chunked_prefill: {wrong}")
+    if on_cpu and "worker_extension_cls" in values:
+        wrong = "on a CPU, the weight push has an extension of its own there; remove it"
+        raise ConfigError(f"service {service!r}: engine.worker_extension_cls: {wrong}")
     values |= {"model": model.name, "served_model_name": options.served_name or service}
     if options.tool_call_parser:
         values |= {"tool_call_parser": options.tool_call_parser, "enable_auto_tool_choice": True}

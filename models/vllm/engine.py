@@ -1,4 +1,4 @@
-"""vLLM's engine as a child process that dies with us, and that tells which tokens each call was made of."""
+"""vLLM's engine as a child process: it dies with us, tells which tokens a call was made of, and takes new weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import json
 import os
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch._dynamo
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import ModelRegistry
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -24,12 +28,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from ngym.errors import ConfigError, ServiceError
+from ngym.errors import BadRequest, ConfigError, ServiceError
 
-from . import kernels
+from . import kernels, worker
 from .arguments import parse_arguments
 from .doorkeeper import Say
 from .environment import Model
+from .staging import Shapes, shapes_in
 from .tokens import recorded
 
 if TYPE_CHECKING:
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
+HEAD = "lm_head.weight"
+
+PauseMode = Literal["keep", "wait", "abort"]
 
 
 class Started(NamedTuple):
@@ -44,8 +52,26 @@ class Started(NamedTuple):
     engine: Engine
 
 
+class Seconds(NamedTuple):
+    """What a switch of weights took: until nothing was generated, and from then until generation went on."""
+
+    pause: float
+    apply: float
+
+
+class Proof(NamedTuple):
+    """Logprobs [T - 1] of all tokens of a prompt but its first, under one policy version."""
+
+    version: int
+    dtype: str
+    logprobs: list[float]
+
+
 class Engine(AsyncLLM):
     """vLLM's client of the engine process; what passes through is recorded for the request that asked for it."""
+
+    broken: str | None = None
+    """Why the weights that are loaded must not be served."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
@@ -69,12 +95,74 @@ class Engine(AsyncLLM):
     async def policy_version(self) -> int:
         return int(await self.get_weight_version())
 
+    def checkpoint_shapes(self) -> Shapes | None:
+        """The shapes of the checkpoint that is loaded, by name; None: nothing else can be loaded in its place."""
+        config = self.vllm_config
+        packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
+        loader = get_model_loader(config.load_config)
+        if packed_elsewhere or not isinstance(loader, DefaultModelLoader):
+            return None
+        where = {"model_name_or_path": config.model_config.model, "revision": config.model_config.revision}
+        _, files, are_safetensors, _ = loader._prepare_weights(
+            **where, subfolder=None, fall_back_to_pt=False, allow_patterns_overrides=None
+        )
+        if not are_safetensors:
+            return None
+        shapes = shapes_in(files)
+        if config.model_config.hf_text_config.tie_word_embeddings:
+            shapes.pop(HEAD, None)  # some checkpoints hold the embedding twice; vLLM reads the other one
+        return shapes
+
+    async def switch_weights(self, folder: Path, version: int, mode: PauseMode, patience_s: float) -> Seconds:
+        """Serve the checkpoint in this folder from now on; what was cached of the old one is forgotten.
+
+        Args:
+            patience_s: how long generations in flight may take to end (mode wait).
+
+        Raises:
+            ServiceError: they took longer, and the old weights are served; or half of the new ones is loaded, and
+                `raise_when_dead` ends the server, for nothing of that must be served.
+        """
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.pause_generation(mode=mode, clear_cache=True)
+        except BaseException as error:
+            await self.resume_generation()
+            if isinstance(error, TimeoutError):
+                problem = f"generations in flight did not end within {patience_s:.0f} s; push with mode keep or abort"
+                raise ServiceError(problem, status=409, retryable=True) from None
+            raise
+        paused = time.monotonic()
+        try:
+            method = "reload_packed_weights" if current_platform.is_cpu() else "reload_weights"
+            await self.collective_rpc(method, kwargs={"weights_path": str(folder)})
+            await self.update_weight_version(str(version))
+        except BaseException as error:
+            self.broken = f"the weights of version {version} were loaded by halves: {error}; the server has to restart"
+            raise ServiceError(self.broken, retryable=True) from error
+        await self.resume_generation()
+        return Seconds(paused - began, time.monotonic() - paused)
+
+    async def prove(self, prompt: list[int]) -> Proof:
+        """Logprobs of a prompt as the engine computes them now. BadRequest when it is none for this model."""
+        asking = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        request_id = f"proof-{time.monotonic_ns()}"
+        try:
+            async for output in self.generate({"prompt_token_ids": prompt}, asking, request_id):
+                last = output
+        except VLLMClientError as error:
+            raise BadRequest(f"field 'prompt_token_ids': {' '.join(str(error).split())}") from None
+        logprobs = [one[token].logprob for one, token in zip(last.prompt_logprobs[1:], prompt[1:], strict=True)]
+        [span] = last.outputs[0].weight_versions
+        return Proof(int(span.version), str(self.model_config.dtype).removeprefix("torch."), logprobs)
+
     async def raise_when_dead(self) -> None:
-        """Stop serving when the engine process dies, so that whoever supervises us starts both again."""
-        while not self.errored:
+        """Stop serving when the engine process dies or is broken, so that whoever supervises us starts both again."""
+        while not (self.errored or self.broken):
             await asyncio.sleep(WATCH_S)
         signal.raise_signal(signal.SIGTERM)
-        raise ServiceError("vLLM's engine process died; its log says why")
+        raise ServiceError(self.broken or "vLLM's engine process died; its log says why")
 
 
 def start_engine(service: str, options: Options, model: Model, say: Say) -> Started:
@@ -95,6 +183,8 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     say("loading: reading the model's configuration")
     if on_cpu and single:
         kernels.prefer_ours(arguments)
+        # By a name that only a forked process knows; elsewhere on a CPU (several workers) there is no weight push.
+        arguments.worker_extension_cls = f"{worker.__name__}.{worker.Repacking.__name__}"
     if on_cpu and model.local:
         _inspect_here(Path(model.name))
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)

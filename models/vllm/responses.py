@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import orjson
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -17,6 +16,7 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import VLLMValidationError
 
 from ngym.convert import extra_body, overflow_response, response_events, sse
+from ngym.errors import NotReady
 from ngym.schema import Json
 from ngym.services.app import JsonResponse, json_body
 
@@ -26,6 +26,7 @@ from .tokens import Tokens, recorded
 
 PROMPT_TOO_LONG = ("input_tokens", "input_text")  # what vLLM's renderer names when a prompt exceeds the context
 CLIENT_CLOSED_REQUEST = 499
+CUT_OFF = "a weight push of mode abort cut this answer off; ask again, and the new weights answer"
 
 
 class Responses:
@@ -58,6 +59,8 @@ class Responses:
             if "max_model_len" in result.error.message:  # exactly as long as the context: refused one step later
                 return self._overflow(request, raw)
             return JsonResponse(result.model_dump(mode="json", by_alias=True), status_code=result.error.code)
+        if tokens.aborted:
+            raise NotReady(CUT_OFF)  # vLLM would call the half of it completed
         if isinstance(result, ResponsesResponse):
             return JsonResponse(with_tokens(_json(result), tokens))
         return StreamingResponse(_server_sent(result, tokens), media_type="text/event-stream")
@@ -112,7 +115,14 @@ def _json(response: ResponsesResponse) -> Json:
 async def _server_sent(events: AsyncIterator[Event], tokens: Tokens) -> AsyncIterator[bytes]:
     """vLLM's stream; its last event carries the tokens."""
     async for event in events:
-        data = event.model_dump_json(by_alias=True).encode()
-        if isinstance(event, ResponseCompletedEvent):
-            data = orjson.dumps({**orjson.loads(data), "response": with_tokens(_json(event.response), tokens)})
-        yield b"event: " + event.type.encode() + b"\ndata: " + data + b"\n\n"
+        if not isinstance(event, ResponseCompletedEvent):
+            yield (
+                b"event: " + event.type.encode() + b"\ndata: " + event.model_dump_json(by_alias=True).encode() + b"\n\n"
+            )
+            continue
+        response = with_tokens(_json(event.response), tokens)
+        last = {"type": event.type, "sequence_number": event.sequence_number, "response": response}
+        if tokens.aborted:
+            response |= {"status": "failed", "error": {"code": "server_error", "message": CUT_OFF}}
+            last["type"] = "response.failed"
+        yield sse(last)

@@ -20,6 +20,7 @@ from ngym.services.app import Handler, JsonResponse, ProblemResponse, add_route
 from ngym.services.model import ROLLOUT_ID
 
 from .engine import Engine
+from .push import PushOptions, WeightPush
 from .responses import Responses
 
 # Everything else of vLLM's (sleep, LoRA, profiler, tokenizer, collective RPC, raw tokens ...) can be reached by nobody.
@@ -34,7 +35,7 @@ UNDER_A_ROLLOUT = {"/v1/responses", "/v1/chat/completions", "/v1/messages", "/v1
 ROLLOUTS = "/rollouts/"
 
 
-async def build_application(service: str, arguments: Namespace, engine: Engine) -> ASGIApp:
+async def build_application(service: str, arguments: Namespace, engine: Engine, push: PushOptions) -> ASGIApp:
     """vLLM's application over this engine, with its routes pruned and ours added."""
     await engine.update_weight_version("0")
     tasks = await engine.get_supported_tasks()
@@ -42,7 +43,7 @@ async def build_application(service: str, arguments: Namespace, engine: Engine) 
     await init_app_state(engine, app.state, arguments, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers set it; raise_when_dead does the work
     app.router.routes[:] = [route for route in app.router.routes if _names(route) & VLLM_ROUTES]
-    _add_ours(service, app, engine)
+    _add_ours(service, app, engine, push)
     reachable = frozenset().union(VLLM_ROUTES, *map(_names, app.router.routes))
     return Edge(app, service, reachable)
 
@@ -56,7 +57,7 @@ def _names(route: BaseRoute) -> set[tuple[str, str]]:
     )
 
 
-def _add_ours(service: str, app: FastAPI, engine: Engine) -> None:
+def _add_ours(service: str, app: FastAPI, engine: Engine, push: PushOptions) -> None:
     generation = engine.model_config.try_get_generation_config()
     ends = generation.get("eos_token_id") or []
     turn_ends = frozenset([*(ends if isinstance(ends, list) else [ends]), engine.get_tokenizer().eos_token_id])
@@ -66,12 +67,9 @@ def _add_ours(service: str, app: FastAPI, engine: Engine) -> None:
         return JsonResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        if engine.errored:
-            raise NotReady("vLLM's engine process died")
+        if engine.errored or engine.broken:
+            raise NotReady(engine.broken or "vLLM's engine process died")
         return JsonResponse({"status": "ready"})
-
-    async def weights(request: Request) -> Response:
-        return JsonResponse({"policy_version": await engine.policy_version(), "transport": [], "updating": False})
 
     def add(method: str, path: str, handler: Handler, summary: str, body: dict[str, str] | None = None) -> None:
         add_route(app, method, path, _telling_problems(service, handler), summary=summary, body=body)
@@ -79,7 +77,8 @@ def _add_ours(service: str, app: FastAPI, engine: Engine) -> None:
     add("GET", "/", alive, "Liveness")
     add("GET", "/health", alive, "Liveness")
     add("GET", "/ready", ready, "Readiness")
-    add("GET", "/weights", weights, "The policy version that is being served")
+    for method, path, handler, summary in WeightPush(engine, engine.checkpoint_shapes(), push).routes:
+        add(method, path, handler, summary)
     create_params = {"type": "object", "description": "OpenAI's Responses create params"}
     add("POST", "/v1/responses", responses.create, "One answer, with its tokens on the last output item", create_params)
 
@@ -97,7 +96,9 @@ def _telling_problems(service: str, handler: Handler) -> Handler:
 
 
 def _problem(service: str, error: ServiceError) -> Response:
-    return ProblemResponse(error.problem(service, correlation.current.get().rollout_id), status_code=error.status)
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    problem = error.problem(service, correlation.current.get().rollout_id)
+    return ProblemResponse(problem, status_code=error.status, headers=headers)
 
 
 class Edge:

@@ -11,12 +11,16 @@ from vllm.outputs import RequestOutput
 
 @dataclass
 class Tokens:
-    """prompt [P], sampled [G], logprobs [G] of the sampled; versions: spans [start, end, policy version] over [G]."""
+    """prompt [P], sampled [G], logprobs [G] of the sampled; versions: spans [start, end, policy version] over [G].
+
+    aborted: a weight push ended the generation (its mode `abort`).
+    """
 
     prompt: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
+    aborted: bool = False
 
     def add(self, output: RequestOutput) -> None:
         """Take one output: all of the call's tokens or, in a stream, the next few."""
@@ -28,6 +32,7 @@ class Tokens:
             self.logprobs.extend(logprobs.logprobs)  # one per position: only the sampled token was asked for
         elif logprobs is not None:
             self.logprobs.extend(one[token].logprob for one, token in zip(logprobs, completion.token_ids, strict=True))
+        self.aborted = completion.finish_reason == "abort"
         self.versions = [[span.start, span.end, int(span.version)] for span in completion.weight_versions or []]
 
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "export": ("ngym.cli.export", "Turn rollouts into training files."),
     "validate": ("ngym.cli.validate", "Check a config and every service's options; start nothing."),
     "train": ("ngym.cli.train", "Train a policy."),
-    "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, serve it, and score its rollouts."),
+    "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and teach it."),
     "init": ("ngym.cli.init", "Make a folder with an environment of your own."),
 }
 

@@ -25,6 +25,9 @@ def main(recipe: tuple[str, ...], overwrite: bool, dry_run: bool) -> None:
     \b
     Examples: ng_train sft.yaml
               ng_train sft.yaml output=runs/mine optimizer.lr=2e-3
+              ng_train grpo.yaml model.path=runs/sft/policy        (live rollouts, weights pushed)
+              ng_train grpo.yaml data.path=rollouts.jsonl          (from a finished file)
+              ng_train dpo.yaml model.path=runs/sft/policy data.path=pairs.jsonl
               torchrun --no-python --nproc-per-node 2 ng_train sft.yaml
     """
     files = [argument for argument in recipe if "=" not in argument]

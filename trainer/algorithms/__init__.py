@@ -7,32 +7,20 @@ into micro-batches and ranks changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from ..reduction import Loss, Mean
 from ..samples import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..engine import Engine
     from ..packing import Packed
 
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A metric as a sum and what it is divided by; both are added up over micro-batches and ranks."""
-
-    total: float
-    count: float
-
-
-class Loss(NamedTuple):
-    """sum: a scalar to descend on. metrics: by name."""
-
-    sum: Tensor
-    metrics: dict[str, Mean]
+__all__ = ["Algorithm", "Loss", "Mean"]
 
 
 class Algorithm(Protocol):
@@ -40,6 +28,12 @@ class Algorithm(Protocol):
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """The samples of a JSONL file."""
+
+    def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
+        """The samples with what the loss has to know of the policy before the first step. Every rank calls it.
+
+        budget: tokens that a rank computes at once.
+        """
 
     def weight(self, samples: Sequence[Sample]) -> float:
         """What a loss summed over these samples is divided by: their trained tokens, sequences or pairs."""

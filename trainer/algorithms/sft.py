@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..engine import Engine
     from ..packing import Packed
 
 
@@ -22,6 +23,9 @@ class Sft:
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return read_demonstrations(path, tokenizer)
+
+    def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
+        return list(samples)
 
     def weight(self, samples: Sequence[Sample]) -> float:
         return sum(sample.trained for sample in samples)

@@ -1,0 +1,255 @@
+"""The weight push over HTTP: begin, files, commit. Half a push changes nothing, and nobody pushes without the token.
+
+    POST   /weights         {version, tensors}       -> {push, lease_s}   names and shapes are those of our checkpoint
+    PUT    /weights/files?push=&sha256=              a safetensors file: its bytes, or {path} under weights_root
+    POST   /weights/commit?push=  {mode}             -> {policy_version, seconds}
+    DELETE /weights?push=                            gives up
+    POST   /weights/proof   {prompt_token_ids}       -> {policy_version, dtype, logprobs}
+
+One push at a time. Whatever goes wrong before the commit ends the push and leaves the served weights alone; so does a
+pusher that is not heard of for `lease_s`. The server pauses only within a commit, which needs no pusher to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ngym.errors import BadRequest, NotFound, ServiceError, Unauthorized
+from ngym.services.app import JsonResponse, json_body, validated
+
+from .engine import Engine, PauseMode
+from .staging import Announced, Shapes, Stage, check_announced
+
+SHA256 = re.compile("[0-9a-f]{64}")
+
+Route = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """token: None closes the push. root: the real folder of the filesystem transport; None: there is none."""
+
+    token: str | None
+    root: Path | None
+    lease_s: float
+
+
+class Begin(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=1)
+    tensors: list[Announced]
+
+
+class NamedFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+
+
+class Commit(BaseModel):
+    """keep: generations in flight go on with the new weights; wait: they end first; abort: they end now."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: PauseMode = "keep"
+
+
+class Prove(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+
+
+@dataclass
+class Push:
+    """One push that is under way."""
+
+    version: int
+    stage: Stage
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease: asyncio.TimerHandle | None = None
+
+
+class WeightPush:
+    """The routes. ours: the shapes of the checkpoint; None: the engine cannot be given other weights."""
+
+    def __init__(self, engine: Engine, ours: Shapes | None, options: PushOptions) -> None:
+        self._engine = engine
+        self._ours = ours
+        self._options = options
+        self._current: Push | None = None
+        self._switching: asyncio.Task[Response] | None = None
+
+    @property
+    def routes(self) -> list[tuple[str, str, Route, str]]:
+        """(method, path, handler, summary)."""
+        return [
+            ("GET", "/weights", self._tell, "The policy version that is served, and how to push another"),
+            ("POST", "/weights", self._guarded(self._begin), "Begin a weight push"),
+            ("PUT", "/weights/files", self._guarded(self._add_file), "Send one safetensors file of a push"),
+            ("POST", "/weights/commit", self._guarded(self._commit), "Serve the weights that were sent"),
+            ("DELETE", "/weights", self._guarded(self._give_up), "End a push without effect"),
+            ("POST", "/weights/proof", self._guarded(self._prove), "Logprobs of a prompt under the served weights"),
+        ]
+
+    async def _tell(self, request: Request) -> Response:
+        if "authorization" in request.headers:
+            self._check_token(request)  # so that a pusher learns early that its token is wrong
+        transports = ["http", "filesystem"] if self._options.root else ["http"]
+        open_ = self._options.token and self._ours
+        return JsonResponse(
+            {
+                "policy_version": await self._engine.policy_version(),
+                "transport": transports if open_ else [],
+                "updating": self._current is not None,
+            }
+        )
+
+    def _guarded(self, route: Route) -> Route:
+        """The route for those who know the token; the body is not read before that."""
+
+        async def guarded(request: Request) -> Response:
+            self._check_token(request)
+            return await route(request)
+
+        return guarded
+
+    def _check_token(self, request: Request) -> None:
+        if self._options.token is None:
+            problem = (
+                "the weight push is closed, because this server was given no token; start it with ng_run, "
+                "or set push_token: ${oc.env:NAME} in its stanza"
+            )
+            raise Unauthorized(problem, status=403)
+        told = request.headers.get("authorization", "")
+        if not hmac.compare_digest(told.encode(), f"Bearer {self._options.token}".encode()):
+            raise Unauthorized(
+                "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
+                "beside the config of ng_run, or the push_token of this server's stanza"
+            )
+
+    async def _begin(self, request: Request) -> Response:
+        body: Begin = validated(Begin, await json_body(request), "a weight push")
+        if self._ours is None:
+            raise _conflict("vLLM cannot be given other weights here: the README of models/vllm says which models")
+        await self._refuse_stale(body.version)
+        check_announced(body.tensors, self._ours)
+        if self._current is not None:
+            other = f"version {self._current.version} is being pushed; wait until it is served or given up"
+            raise _conflict(other, retryable=True)
+        push = self._current = Push(body.version, Stage(body.tensors, self._engine.model_config.dtype))
+        self._lend(push)
+        return JsonResponse({"push": push.id, "lease_s": self._options.lease_s}, status_code=201)
+
+    async def _refuse_stale(self, version: int) -> None:
+        serving = await self._engine.policy_version()
+        if version <= serving:
+            raise _conflict(f"version {serving} is served, so {version} is stale; push {serving + 1} or more")
+
+    async def _add_file(self, request: Request) -> Response:
+        sha256 = request.query_params.get("sha256", "")
+        if not SHA256.fullmatch(sha256):
+            raise BadRequest("query 'sha256': must be the SHA-256 of the file, in 64 small hexadecimal digits")
+        async with self._working(request) as push:
+            if request.headers.get("content-type", "").startswith("application/json"):
+                named: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
+                part = await asyncio.to_thread(push.stage.copy, self._under_root(named.path))
+            else:
+                part = await self._receive(request, push.stage)
+            await asyncio.to_thread(push.stage.accept, part, sha256)
+        return JsonResponse({"push": push.id})
+
+    async def _commit(self, request: Request) -> Response:
+        body: Commit = validated(Commit, await json_body(request), "a commit")
+        self._switching = asyncio.create_task(self._switch(request, body.mode))
+        return await asyncio.shield(self._switching)  # who asked may go away; what has begun is brought to its end
+
+    async def _switch(self, request: Request, mode: PauseMode) -> Response:
+        async with self._working(request) as push:
+            await self._refuse_stale(push.version)  # another push may just have ended when this one began
+            push.stage.check_complete()
+            seconds = await self._engine.switch_weights(push.stage.folder, push.version, mode, self._options.lease_s)
+            self._end(push)
+        return JsonResponse({"policy_version": push.version, "seconds": seconds._asdict()})
+
+    async def _give_up(self, request: Request) -> Response:
+        async with self._working(request) as push:
+            self._end(push)
+        return Response(status_code=204)
+
+    async def _prove(self, request: Request) -> Response:
+        body: Prove = validated(Prove, await json_body(request), "a proof")
+        proof = await self._engine.prove(body.prompt_token_ids)
+        return JsonResponse({"policy_version": proof.version, "dtype": proof.dtype, "logprobs": proof.logprobs})
+
+    @asynccontextmanager
+    async def _working(self, request: Request) -> AsyncIterator[Push]:
+        """The push that the request names, to itself; an error ends it."""
+        push = self._current
+        async with push.at_work if push else asyncio.Lock():
+            if push is None or self._current is not push or push.id != request.query_params.get("push"):
+                raise NotFound("query 'push': no such push; it was ended, or its lease ran out: begin another")
+            if push.lease is not None:
+                push.lease.cancel()
+            try:
+                yield push
+            except BaseException:
+                self._end(push)
+                raise
+            self._lend(push)
+
+    async def _receive(self, request: Request, stage: Stage) -> Path:
+        part, size, loop = stage.next_file(), 0, asyncio.get_running_loop()
+        try:
+            with part.open("wb") as file:
+                async with asyncio.timeout(self._options.lease_s) as patience:
+                    async for chunk in request.stream():
+                        size += len(chunk)
+                        if size > stage.room:
+                            raise stage.too_large()
+                        file.write(chunk)
+                        patience.reschedule(loop.time() + self._options.lease_s)
+        except (ClientDisconnect, TimeoutError):
+            raise BadRequest(f"the file broke off after {size} bytes; push again") from None
+        return part
+
+    def _under_root(self, path: str) -> Path:
+        """The file that this path means: under weights_root, wherever its symbolic links lead."""
+        root = self._options.root
+        if root is None:
+            raise BadRequest("field 'path': this server reads no files; set weights_root in its stanza, or send bytes")
+        if "\0" in path:
+            raise BadRequest("field 'path': a path has no null character")
+        file = (root / path).resolve()
+        if not file.is_relative_to(root):
+            raise BadRequest(f"field 'path': {path} is not under this server's weights_root {root}")
+        if not file.is_file():
+            raise BadRequest(f"field 'path': there is no file {file}")
+        return file
+
+    def _lend(self, push: Push) -> None:
+        if self._current is push:
+            push.lease = asyncio.get_running_loop().call_later(self._options.lease_s, self._end, push)
+
+    def _end(self, push: Push) -> None:
+        push.stage.remove()
+        if self._current is push:
+            self._current = None
+
+
+def _conflict(detail: str, *, retryable: bool = False) -> ServiceError:
+    return ServiceError(detail, status=409, retryable=retryable)

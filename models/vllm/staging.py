@@ -1,0 +1,185 @@
+"""Are these the weights of our model, all of them and sound? Pushed files lie aside until that is known.
+
+    bytes -> 00000.part -> right digest? known tensors, finite? -> 00000.safetensors -> ... -> is every tensor there?
+
+The engine reads a stage only when it is complete, and nobody else can change the files in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+
+from ngym.errors import BadRequest, ServiceError
+
+PREFIX = "ngym-weights-"
+SHARED_MEMORY = Path("/dev/shm")
+SWEEP_AFTER_S = 60.0
+HEADER_ROOM = 1 << 20  # bytes of a file beside its tensors: names and offsets ...
+HEADER_ROOM_PER_TENSOR = 1 << 10
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Announced(BaseModel):
+    """One tensor of a push, as it is announced before its bytes are sent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    dtype: Literal["F32", "BF16", "F16"]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The tensors in these safetensors files, by name; only the headers are read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
+
+
+def check_announced(announced: list[Announced], ours: Shapes) -> None:
+    """BadRequest, unless these are the names and shapes of our own checkpoint."""
+    theirs = {tensor.name: tensor.shape for tensor in announced}
+    if len(theirs) < len(announced):
+        raise BadRequest("field 'tensors': a name stands there twice; announce each tensor once")
+    wrong = [
+        *(f"{name} is missing" for name in ours if name not in theirs),
+        *(f"{name} is none of this model's" for name in theirs if name not in ours),
+        *(
+            f"{name} has the shape {list(shape)}, and is {list(ours[name])} here"
+            for name, shape in theirs.items()
+            if name in ours and shape != ours[name]
+        ),
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise BadRequest(f"field 'tensors': not the weights of this model: {'; '.join(wrong[:3])}{more}")
+
+
+class Stage:
+    """The files of one push. Its folder is locked while we live; what a killed process left behind is swept away.
+
+    Args:
+        dtype: what the engine computes in; a value that this cannot hold is refused.
+
+    Attributes:
+        room: the bytes that may still come.
+        remove: called once or more, takes the files away.
+    """
+
+    def __init__(self, announced: list[Announced], dtype: torch.dtype) -> None:
+        self._waiting = {tensor.name: tensor for tensor in announced}
+        self._limit = torch.finfo(dtype).max
+        self._files = 0
+        size = sum(tensor.bytes for tensor in announced)
+        self.room = size + HEADER_ROOM + HEADER_ROOM_PER_TENSOR * len(announced)
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place(self.room)))
+        lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.remove = weakref.finalize(self, _remove, self.folder, lock)  # when this process ends, at the latest
+
+    def next_file(self) -> Path:
+        """Where the bytes of the next file go. Hand it to `accept` when they are there."""
+        return self.folder / f"{self._files:05}.part"
+
+    def copy(self, source: Path) -> Path:
+        """A file that somebody else may still change -> the next file."""
+        if source.stat().st_size > self.room:
+            raise self.too_large()
+        return Path(shutil.copyfile(source, self.next_file()))
+
+    def accept(self, part: Path, sha256: str) -> None:
+        """Check a file and keep it. BadRequest when it is damaged, or not what was announced."""
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != sha256:
+            size = part.stat().st_size
+            raise BadRequest(f"the file's {size} bytes have the SHA-256 {digest}, announced was {sha256}; push again")
+        try:
+            with safe_open(part, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # it is no dict
+                    self._check(name, tensors)
+        except SafetensorError as error:
+            raise BadRequest(f"this is no safetensors file: {error}") from None
+        self.room -= part.stat().st_size
+        part.rename(part.with_suffix(".safetensors"))
+        self._files += 1
+
+    def check_complete(self) -> None:
+        """BadRequest, unless every announced tensor has come."""
+        if self._waiting:
+            names = ", ".join(list(self._waiting)[:3])
+            raise BadRequest(f"{len(self._waiting)} tensors were announced and have not come: {names} ...")
+
+    def too_large(self) -> BadRequest:
+        return BadRequest(f"these are more bytes than was announced ({self.room} could come)", status=413)
+
+    def _check(self, name: str, tensors: safe_open) -> None:
+        announced = self._waiting.pop(name, None)
+        if announced is None:
+            raise BadRequest(f"tensor {name}: was not announced, or has come before")
+        found = tensors.get_slice(name)
+        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        if (shape, dtype) != (announced.shape, announced.dtype):
+            want = f"{announced.dtype} {list(announced.shape)}"
+            raise BadRequest(f"tensor {name}: is {dtype} {list(shape)}, announced was {want}")
+        tensor = tensors.get_tensor(name)
+        if tensor.numel():
+            low, high = tensor.aminmax()
+            if not (-self._limit <= low and high <= self._limit):  # so written, nan fails too
+                raise BadRequest(f"tensor {name}: not every value is finite (from {float(low)} to {float(high)})")
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _place(size: int) -> Path:
+    """A folder for so many bytes: in memory if they fit there. ServiceError 507 when they fit nowhere."""
+    places = [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
+    for place in places:
+        _sweep(place)
+        if shutil.disk_usage(place).free > size:
+            return place
+    told = " and ".join(f"{shutil.disk_usage(place).free >> 20} MiB in {place}" for place in places)
+    raise ServiceError(f"a push of {size >> 20} MiB finds only {told}; make room, or set TMPDIR", status=507)
+
+
+def _sweep(place: Path) -> None:
+    """Remove the stages whose process was killed: nobody holds their lock any more."""
+    for folder in place.glob(f"{PREFIX}*"):
+        try:
+            if time.time() - folder.stat().st_mtime < SWEEP_AFTER_S:
+                continue  # it may be just about to be locked
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(lock)

@@ -1,0 +1,405 @@
+"""Rollouts, from rows to a step: what is trained, what is refused, and that equal rewards and cut batches change nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ngym.cli.train import main, trainer
+from ngym.errors import UsageError
+
+checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, samples, scoring = map(
+    trainer,
+    (
+        "checks",
+        "config",
+        "engine",
+        "algorithms.grpo",
+        "loop",
+        "model",
+        "offline",
+        "packing",
+        "rl",
+        "rollouts",
+        "samples",
+        "scoring",
+    ),
+)
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+OPTIONS = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+BUDGET = 100_000
+Row = dict[str, Any]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+
+def learner(tokenizer: PreTrainedTokenizerBase, temperature: float = 1.0, stage: int = 0, **options: Any) -> Any:
+    policy = model.load_policy(OPTIONS, tokenizer, 0, temperature).eval()
+    # the eps of Adam hides no gradient here: a wrong factor on a micro-batch changes the weights by about lr
+    optimizing = config.OptimizerOptions(**{"lr": 1e-3, "eps": 1e-3, **options})
+    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    return engine.Engine(policy, launch, config.EngineOptions(zero_stage=stage), optimizing)
+
+
+def weights_of(learner: Any) -> Weights:
+    return {name: tensor.detach().clone() for name, tensor in learner.weights().items()}
+
+
+def largest_difference(one: Weights, other: Weights) -> float:
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def options(**switches: Any) -> Any:
+    return rl.GrpoOptions.model_validate({"name": "grpo", **switches})
+
+
+def row(task: int, index: int, reward: float | None, draw: random.Random, **fields: Any) -> Row:
+    """A rollout of two turns; every third has its second turn in a segment of its own."""
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(20, 1000) for _ in range(count)]
+
+    def logprobs(count: int) -> list[float]:
+        return [-draw.random() for _ in range(count)]
+
+    said = (draw.randrange(1, 9), draw.randrange(1, 9))
+    start = 5 + said[0] + 3
+    whole = {
+        "token_ids": ids(start + said[1]),
+        "mask": [[5, 5 + said[0]], [start, start + said[1]]],
+        "logprobs": logprobs(sum(said)),
+        "policy_version": [[5, 5 + said[0], 3], [start, start + said[1], 4]],
+    }
+    first = {"token_ids": ids(9), "mask": [[6, 9]], "logprobs": logprobs(3), "policy_version": [[6, 9, 3]]}
+    trace = {"task_id": f"t{task}", "status": "ok", "segments": [whole] if index % 3 else [first, whole], "turns": 2}
+    return {
+        "responses_create_params": {"input": "?", "temperature": 1.0},
+        "response": {"output": []},
+        "reward": reward,
+        "_ng_task_index": task,
+        "_ng_rollout_index": index,
+        "ng": {**trace, **fields},
+    }
+
+
+def rows(tasks: int = 6, size: int = 5, seed: int = 0) -> list[Row]:
+    draw = random.Random(seed)
+    return [row(task, index, float(draw.random() < 0.5), draw) for task in range(tasks) for index in range(size)]
+
+
+def write(path: Path, lines: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+def read(lines: list[Row]) -> list[Any]:
+    found = rollouts.Read()
+    for line in lines:
+        assert rollouts.problem(line, 1.0) is None
+        rollouts.take(line, found)
+    return found.rollouts
+
+
+def own(batch: list[Any], learner: Any) -> list[Any]:
+    """The rollouts as if this policy had sampled them."""
+    return [
+        replace(rollout, segments=tuple(replace(s, sampler=v) for s, v in zip(rollout.segments, values, strict=True)))
+        for rollout, values in zip(batch, scoring.score(batch, learner.logprobs, learner, BUDGET), strict=True)
+    ]
+
+
+def one_step(learner: Any, algorithm: Any, batch: list[Any], budget: int = BUDGET) -> Any:
+    return loop.take_step(learner, algorithm, batch, budget, 1.0)
+
+
+VARIANTS: dict[str, Row] = {
+    "dapo": {"loss": {"anchor": "sampler", "clip_high": 0.28}},
+    "grpo": {"loss": {"aggregation": "sequence"}, "kl": {"coef": 0.1}},
+    "dr_grpo": {"advantage": {"estimator": "group_mean"}, "loss": {"aggregation": "fixed", "fixed_length": 20}},
+    "gspo": {"loss": {"ratio": "sequence", "aggregation": "sequence", "clip_low": 0.2}},
+    "cispo": {"loss": {"surrogate": "cispo", "aggregation": "prompt"}},
+    "rloo": {
+        "advantage": {"estimator": "leave_one_out"},
+        "loss": {"ratio": "product", "aggregation": "sequence"},
+        "kl": {"coef": 0.1, "where": "reward", "estimator": "k1"},
+    },
+    "reinforce++": {
+        "advantage": {"estimator": "reward", "whiten": True},
+        "kl": {"coef": 0.01, "where": "reward", "estimator": "k2"},
+        "shaping": {"skip_equal_groups": False},
+    },
+    "corrected": {"correction": {"kind": "token", "high": 1.5}, "loss": {"dual_clip": 3}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_variant_depends_on_how_the_batch_is_cut(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    chosen = options(**VARIANTS[name])
+    reference = model.load_policy(OPTIONS, tokenizer, 1).eval() if chosen.kl.coef else None
+    found: list[tuple[Weights, Any]] = []
+    for budget in (BUDGET, 120, 1):
+        trained = learner(tokenizer)
+        algorithm = grpo.Grpo(chosen, None, reference)
+        batch = algorithm.prepare(own(read(rows()), trained), trained, budget)
+        for _ in range(2):  # the ratio of the second update is not 1
+            step = one_step(trained, algorithm, batch, budget)
+        found.append((weights_of(trained), step))
+    (whole, reference_step), *others = found
+    assert reference_step.update.grad_norm > 1e-3
+    for weights, step in others:
+        assert largest_difference(whole, weights) < 1e-6
+        assert step.means == pytest.approx(reference_step.means, rel=1e-4, abs=1e-6)
+        assert step.update.grad_norm == pytest.approx(reference_step.update.grad_norm, rel=1e-4)
+
+
+def test_the_loss_is_that_of_the_formula(tokenizer: PreTrainedTokenizerBase) -> None:
+    """DAPO's, by hand: the sum over all tokens of -min(r A, clip(r) A), divided by all tokens of the batch."""
+    trained = learner(tokenizer)
+    algorithm = grpo.Grpo(options(**VARIANTS["dapo"]), None, None)
+    batch = algorithm.prepare(read(rows()), trained, BUDGET)
+    means = one_step(copy.copy(trained), algorithm, batch).means
+    total = count = 0.0
+    fresh = model.load_policy(OPTIONS, tokenizer, 0).eval()
+    for rollout in batch:
+        group = [other.reward for other in read(rows()) if other.group == rollout.group]
+        mean = sum(group) / len(group)
+        std = (sum((reward - mean) ** 2 for reward in group) / (len(group) - 1)) ** 0.5
+        advantage = (rollout.reward - mean) / (std + 1e-6)
+        for segment in rollout.segments:
+            with torch.no_grad():
+                now = fresh(packing.pack([samples.Sample((segment,))], torch.device("cpu")))
+            ratio = (now - torch.tensor(segment.sampler)).exp()
+            total -= torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum().item()
+            count += len(now)
+    assert means["loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedTokenizerBase, skip: bool) -> None:
+    trained = learner(tokenizer)
+    before = weights_of(trained)
+    algorithm = grpo.Grpo(options(shaping={"skip_equal_groups": skip}), None, None)
+    equal = [replace(rollout, reward=0.1 + 0.2 if index % 2 else 0.3) for index, rollout in enumerate(read(rows()))]
+    batch = algorithm.prepare(equal, trained, BUDGET)
+    assert bool(batch) is not skip
+    if batch:
+        assert one_step(trained, algorithm, batch).update.grad_norm == 0
+    assert largest_difference(before, weights_of(trained)) == 0
+
+
+def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
+    guard = trainer("guard").Guard(None, 3)
+    reports: list[dict[str, float]] = []
+    batches = checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
+    algorithm = grpo.Grpo(options(), None, None)
+    loop.train(None, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda step, values: reports.append(values))
+    assert reports[0]["reward/mean"] == 1 and reports[0]["global_valid_seqs"] == 0 and "loss" not in reports[0]
+
+
+def test_failures_and_rewards_of_null_are_left_out_of_their_group(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    lines = [row(0, index, reward, draw) for index, reward in enumerate([1.0, 0.0, None, 1.0])]
+    failure = {"class": "timeout", "stage": "run", "message": "late", "retryable": True}
+    lines.append({**lines[0], "failure": failure})
+    lines += [row(1, 0, 1.0, draw), row(2, 0, 1.0, draw), row(2, 1, 1.0, draw)]  # alone, and equal
+    path = write(tmp_path / "out.jsonl", lines)
+    found = rollouts.read_rollouts(path, 1.0)
+    assert (len(found.rollouts), found.unscored, found.failed) == (6, 1, 1)
+    algorithm = grpo.Grpo(options(advantage={"estimator": "group_mean"}), None, None)
+    batch = algorithm.prepare(algorithm.samples(path, tokenizer), learner(tokenizer), BUDGET)
+    assert [rollout.segments[0].advantages[0] for rollout in batch] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+    for rollout in batch:  # every segment, every token
+        assert len({value for segment in rollout.segments for value in segment.advantages}) == 1
+        assert all(len(segment.advantages) == segment.trained for segment in rollout.segments)
+
+
+def test_what_was_collected_is_described(tokenizer: PreTrainedTokenizerBase) -> None:
+    draw = random.Random(0)
+    lines = [row(0, 0, 1.0, draw, status="truncated", tool_errors=2), row(0, 1, 0.0, draw), row(1, 1, None, draw)]
+    found = rollouts.Read()
+    for line in lines:
+        rollouts.take(line, found)
+    values = rollouts.described(found, 5)
+    assert values["reward/mean"] == 0.5 and values["num_unscored"] == 1 and values["num_valid_samples"] == 2
+    assert values["completions/clipped_ratio"] == 0.5 and values["tool_errors"] == 1 and values["lag"] == 2
+    assert rollouts.within(found.rollouts, 4) == []
+
+
+def test_overlong_rollouts_are_shaped_or_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
+    draw = random.Random(0)
+    lines = [row(0, 1, 1.0, draw), row(0, 2, 0.0, draw), row(0, 4, 1.0, draw, status="truncated")]
+    trained = learner(tokenizer)
+    dropping = grpo.Grpo(options(shaping={"drop_truncated": True}, advantage={"estimator": "group_mean"}), None, None)
+    kept = dropping.prepare(read(lines), trained, BUDGET)
+    assert [rollout.segments[0].advantages[0] for rollout in kept] == pytest.approx([1 / 3, -2 / 3])
+    lengths = [rollout.trained for rollout in read(lines)]
+    limit = max(lengths)
+    shaping = {"soft_overlong": {"limit": limit, "buffer": limit, "weight": 0.5}}
+    shaped = grpo.Grpo(options(shaping=shaping, advantage={"estimator": "group_mean"}), None, None)
+    rewards = [reward - 0.5 * length / limit for reward, length in zip([1, 0, 1], lengths, strict=True)]
+    expected = [reward - sum(rewards) / 3 for reward in rewards]
+    batch = shaped.prepare(read(lines), trained, BUDGET)
+    assert [rollout.segments[0].advantages[0] for rollout in batch] == pytest.approx(expected)
+
+
+def test_the_temperature_divides_the_logits_that_are_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    warm = learner(tokenizer, temperature=2.0)
+    packed = packing.pack(read(rows())[:4], torch.device("cpu"))
+    hidden = warm.policy.network.get_decoder()(
+        input_ids=packed.token_ids_T[None], position_ids=packed.positions_T[None], layout=packed.layout
+    ).last_hidden_state[0]
+    logits = warm.policy.network.get_output_embeddings()(hidden[packed.trained_N - 1])
+    expected = {
+        scale: (logits / scale).log_softmax(-1).gather(1, packed.token_ids_T[packed.trained_N][:, None])[:, 0]
+        for scale in (1.0, 2.0)
+    }
+    assert torch.allclose(warm.logprobs(packed), expected[2.0], atol=1e-5)
+    assert torch.allclose(warm.logprobs(packed, temperature=1.0), expected[1.0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"responses_create_params": {"top_p": 0.9}}, "top_p is 0.9: the sampler's logprobs would be those of another"),
+        ({"responses_create_params": {"metadata": {"extra_body": '{"min_p": 0.1}'}}}, "min_p is 0.1"),
+        ({"responses_create_params": {"temperature": 0.7}}, "temperature is 0.7, but the recipe trains at 1.0"),
+        ({"ng": {"segments": []}}, "no token ids"),
+        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[0, 1]], "logprobs": [0.0]}]}}, "span [0, 1)"),
+        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": []}]}}, "0 logprobs for 1 sampled"),
+        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]]}]}}, "a segment is none"),
+        ({"ng": None}, "no scored rollout"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path, change: Row, message: str) -> None:
+    good = row(0, 0, 1.0, random.Random(0))
+    path = write(tmp_path / "out.jsonl", [good, {**good, **change}])
+    with pytest.raises(UsageError) as caught:
+        rollouts.read_rollouts(path, 1.0)
+    assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
+
+
+def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer: PreTrainedTokenizerBase) -> None:
+    trained = learner(tokenizer)
+    before = weights_of(trained)
+    algorithm = grpo.Grpo(options(), None, None)
+
+    def run(batch: list[Any]) -> list[Any]:
+        prepared = algorithm.prepare(batch, trained, BUDGET)
+        watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
+        return [one_step(trained, algorithm, found.updates[0]) for found in watched]
+
+    with pytest.raises(checks.CheckFailed, match=r"token_mult_prob_error is .*model\.path"):
+        run(read(rows()))
+    assert largest_difference(before, weights_of(trained)) == 0
+    (step,) = run(own(read(rows()), trained))
+    assert step.means["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert step.means["probs_ratio"] == pytest.approx(1, abs=1e-5) and step.means["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_do_not_learn_are_noticed_after_the_first_step(
+    tokenizer: PreTrainedTokenizerBase, stage: int
+) -> None:
+    trained = learner(tokenizer, stage=stage)
+    algorithm = grpo.Grpo(options(), None, None)
+    batch = samples.Batch([algorithm.prepare(own(read(rows()), trained), trained, BUDGET)])
+    for found in checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
+        one_step(trained, algorithm, found.updates[0])
+    if stage == 3:  # its parameters are shards: none can be added now
+        return
+    # a weight that the network has and never uses
+    trained.policy.network.forgotten = torch.nn.Parameter(torch.zeros(3))
+    watched = checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100)
+    with pytest.raises(checks.CheckFailed, match=r"1 of \d+ trainable parameters got no gradient.*forgotten"):
+        for found in watched:
+            one_step(trained, algorithm, found.updates[0])
+
+
+def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizerBase) -> None:
+    trained = learner(tokenizer)
+    for module in trained.policy.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    trained.policy.train()
+    algorithm = grpo.Grpo(options(), 1, None)
+    batch = samples.Batch([algorithm.prepare(read(rows()), trained, BUDGET)])
+    with pytest.raises(checks.CheckFailed, match="does not repeat its own logprobs"):
+        next(checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.loss.ratio=sequence"], "algorithm.loss.aggregation: with one ratio a rollout"),
+        (["algorithm.correction.kind=token"], "algorithm.correction.kind: with loss.anchor sampler"),
+        (["algorithm.advantage.estimator=gae"], "gae wants the values of a critic"),
+        (["algorithm.advantage.estimator=reward"], "algorithm.shaping.skip_equal_groups: estimator reward learns"),
+        (["algorithm.loss.entropy_coef=0.1"], "computes no entropies"),
+        (["algorithm.loss.clip_hihg=0.1"], "unknown key 'algorithm.loss.clip_hihg' (did you mean 'clip_high'?)"),
+        (["rollouts=null"], "nothing to learn from; name a file with data.path, or give rollouts an agent and tasks"),
+        (["max_steps=null"], "live rollouts have no end; set max_steps"),
+        (["algorithm.name=sft"], "unknown key"),
+        (["data.path=none.jsonl"], "command line: data.path: there is no none.jsonl"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused_with_the_reason(
+    overrides: list[str], message: str, root: Path
+) -> None:
+    place = [f"model.path={root / 'data' / 'tiny_policy' / 'tokenizer'}", "output=never"]
+    result = CliRunner().invoke(main, ["grpo.yaml", *place, *overrides])
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
+    assert message in result.stderr
+    assert not Path("never").exists()
+
+
+def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
+    data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
+    said: list[str] = []
+    prepared = offline.prepared(data, grpo.Grpo(options(), None, None), tokenizer, learner(tokenizer), 200, said.append)
+    assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples teach nothing: left out")
+    recipe = config.Recipe.model_validate(
+        {
+            "algorithm": {"name": "grpo"},
+            "output": "out",
+            "model": OPTIONS,
+            "data": data,
+            "optimizer": {"lr": 1},
+            "batch_size": 8,
+        }
+    )
+    parts = [part for batch in offline.batches(prepared, recipe) for part in batch.updates]
+    assert len(parts) == offline.steps(prepared, recipe)
+    assert sorted(id(sample) for part in parts for sample in part) == sorted(map(id, prepared))
+    assert all(len({sample.group for sample in part}) > 1 for part in parts[:-1])

@@ -1,0 +1,614 @@
+"""The weight push into the real engine: exact afterwards, and without effect when anything about it is wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from vllm_service import Server, metric, start, tokens_of, wait_until_ready, write_checkpoint
+
+from ngym.cli.train import trainer
+from ngym.errors import BadRequest, ServiceError, UsageError
+from ngym.services.loader import load
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+TOKEN = "a token for this test only"
+LEASE_S = 2.0
+PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
+LONG = "what is hello world? " * 40  # more than one block of the prefix cache
+HEAD = "lm_head.weight"
+push, tensors = trainer("push"), trainer("push.tensors")
+Weights = dict[str, Tensor]
+
+
+class Policy:
+    """The network in transformers, with the weights that the server should have."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def change(self, seed: int) -> Weights:
+        """Other random weights, as a trainer would hand them over: the tied head under both its names."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                scale = 0.2 if parameter.ndim > 1 else 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        return dict(self.network.state_dict())
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int], first: int = 1) -> list[float]:
+        logits_TV = self.network(torch.tensor([ids])).logits[0, first - 1 : -1]
+        return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
+
+    def proof(self) -> Any:
+        return push.Proof(PROMPT, self.logprobs(PROMPT))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def experts_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with a head of its own: the other kinds of weights that a CPU packs."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("experts")
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    shape = json.loads((checkpoint / "config.json").read_text())
+    same = ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "eos_token_id")
+    config = Qwen3MoeConfig(
+        **{name: shape[name] for name in same},
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(
+    checkpoint: Path, experts_checkpoint: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory, root: Path
+) -> Iterator[dict[str, Server]]:
+    folder = tmp_path_factory.mktemp("service")
+    options = {"model": str(checkpoint), "push_lease_s": LEASE_S, "weights_root": str(shared)}
+    running = {
+        "policy": start(folder, root, "policy", options, admin_token=TOKEN),
+        "experts": start(folder, root, "experts", {"model": str(experts_checkpoint), "push_token": TOKEN}),
+    }
+    try:
+        for server in running.values():
+            wait_until_ready(server)
+        yield running
+    finally:
+        for server in running.values():
+            server.process.terminate()
+        for server in running.values():
+            server.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def server(servers: dict[str, Server]) -> Server:
+    return servers["policy"]
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> Policy:
+    return Policy(checkpoint)
+
+
+@pytest.fixture
+def pusher(server: Server) -> Iterator[Any]:
+    pusher = push.Pusher([server.url], TOKEN, patience_s=20)
+    yield pusher
+    pusher.finish()
+
+
+def version_of(server: Server) -> int:
+    version: int = httpx.get(server.url + "/weights").json()["policy_version"]
+    return version
+
+
+def sampled_logprobs(policy: Policy, response: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """(the engine's, transformers') of an answer's tokens."""
+    prompt, sampled, logprobs = tokens_of(response)
+    return logprobs, policy.logprobs(prompt + sampled, len(prompt))
+
+
+# A push that works
+
+
+@pytest.mark.parametrize("transport", ["http", "filesystem"])
+def test_after_a_push_the_engine_computes_with_the_new_weights(
+    server: Server, policy: Policy, shared: Path, transport: str
+) -> None:
+    before = server.answer(input=LONG, max_output_tokens=4)
+    assert server.answer(input=LONG, max_output_tokens=4)["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    folder = shared if transport == "filesystem" else None
+    pusher = push.Pusher([server.url], TOKEN, transport=transport, folder=folder)
+    version = pusher.prepare() + 1
+    done = pusher.push(version, policy.change(version), policy.proof())
+    pusher.finish()
+    assert done.version == version and done.difference < 1e-5
+    assert httpx.get(server.url + "/weights").json() == {
+        "policy_version": version,
+        "transport": ["http", "filesystem"],
+        "updating": False,
+    }
+    after = server.answer(input=LONG, max_output_tokens=20, ignore_eos=True)
+    assert after["ng"] == {"policy_version": [[0, 20, version]]}
+    assert after["usage"]["input_tokens_details"]["cached_tokens"] == 0, "keys and values of the old weights"
+    assert tokens_of(after)[0] == tokens_of(before)[0]
+    engine, reference = sampled_logprobs(policy, after)
+    assert engine == pytest.approx(reference, abs=1e-4)
+    assert list(shared.iterdir()) == []
+
+
+def test_a_generation_in_flight_goes_on_with_the_new_weights_and_says_where(
+    server: Server, policy: Policy, pusher: Any
+) -> None:
+    version = pusher.prepare() + 1
+    pusher.push(version, policy.change(version), policy.proof())
+    with generating(server, 600) as answer:
+        pusher.push(version + 1, policy.change(version + 1), policy.proof())
+    response = answer.result().json()
+    (start_0, end_0, first), (start_1, end_1, second) = response["ng"]["policy_version"]
+    assert (start_0, end_1, first, second) == (0, 600, version, version + 1) and 0 < end_0 == start_1 < 600
+    engine, new = sampled_logprobs(policy, response)
+    policy.change(version)
+    _, old = sampled_logprobs(policy, response)
+    assert engine[:end_0] == pytest.approx(old[:end_0], abs=1e-4)
+    assert engine[start_1:] == pytest.approx(new[start_1:], abs=1e-4), "not even the context is of the old weights"
+
+
+def test_in_mode_wait_generations_end_before_the_push(server: Server, policy: Policy) -> None:
+    pusher = push.Pusher([server.url], TOKEN, mode="wait")
+    version = pusher.prepare()
+    with generating(server, 200) as answer:
+        pusher.push(version + 1, policy.change(version), policy.proof())
+        assert answer.result().json()["ng"] == {"policy_version": [[0, 200, version]]}
+    pusher.finish()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_in_mode_abort_generations_end_at_once_and_are_no_answers(server: Server, policy: Policy, stream: bool) -> None:
+    pusher = push.Pusher([server.url], TOKEN, mode="abort")
+    version = pusher.prepare()
+    with generating(server, 900, stream=stream) as answer:
+        pusher.push(version + 1, policy.change(version), policy.proof())
+    pusher.finish()
+    if stream:
+        assert "event: response.completed" not in answer.result().text
+        assert "event: response.failed" in answer.result().text
+        return
+    assert answer.result().status_code == 503
+    assert answer.result().json()["retryable"] and "mode abort" in answer.result().json()["detail"]
+
+
+class generating:
+    """A long answer in another thread, of which the first tokens are there."""
+
+    def __init__(self, server: Server, tokens: int, **more: Any) -> None:
+        self._server = server
+        self._body = {"input": "hi", "max_output_tokens": tokens, "ignore_eos": True, **more}
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Future[httpx.Response]:
+        before = metric(self._server, "generation_tokens_total")
+        future = self._thread.submit(lambda: self._server.post("/v1/responses", **self._body))
+        while metric(self._server, "generation_tokens_total") < before + 10:
+            time.sleep(0.01)
+        return future
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+
+
+def test_many_pushes_under_load_lose_no_answer_and_mix_no_versions(server: Server, policy: Policy, pusher: Any) -> None:
+    version = pusher.prepare()
+    answers: list[dict[str, Any]] = []
+    over = threading.Event()
+
+    def ask(number: int) -> None:
+        while not over.is_set():
+            answers.append(server.answer(input=f"{number} {LONG}", max_output_tokens=16, ignore_eos=True))
+
+    def answered_by(served: int) -> list[dict[str, Any]]:
+        return [answer for answer in answers if answer["ng"]["policy_version"] == [[0, 16, served]]]
+
+    with ThreadPoolExecutor(8) as clients:
+        asking = [clients.submit(ask, number) for number in range(8)]
+        try:
+            for step in range(1, 6):
+                pusher.push(version + step, policy.change(1000 + step), policy.proof())
+                while len(answered_by(version + step)) < 2 and not any(client.done() for client in asking):
+                    time.sleep(0.02)
+        finally:
+            over.set()
+    assert all(client.result() is None for client in asking)
+    for step in range(1, 6):
+        policy.change(1000 + step)
+        for answer in answered_by(version + step)[:4]:
+            engine, reference = sampled_logprobs(policy, answer)
+            assert engine == pytest.approx(reference, abs=1e-4)
+
+
+def test_the_proof_catches_a_trainer_that_has_other_weights(server: Server, policy: Policy, pusher: Any) -> None:
+    weights = {name: tensor.clone() for name, tensor in policy.change(1).items() if name != HEAD}
+    policy.change(2)
+    with pytest.raises(push.PushFailed, match="not the weights that were trained"):
+        pusher.push(pusher.prepare() + 1, weights, policy.proof())
+
+
+def test_experts_and_an_untied_head_take_new_weights_too(servers: dict[str, Server], experts_checkpoint: Path) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    policy = Policy(experts_checkpoint)
+    pusher = push.Pusher([servers["experts"].url], TOKEN)
+    for version in (1, 2):
+        weights = revert_weight_conversion(policy.network, policy.change(version))  # transformers fuses the experts
+        assert HEAD in weights
+        assert pusher.push(version, weights, policy.proof()).difference < 1e-5
+    pusher.finish()
+
+
+# Pushes that break
+
+
+class Session:
+    """The routes by hand."""
+
+    def __init__(self, server: Server, weights: Weights) -> None:
+        self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=20)
+        self.weights = {name: tensor for name, tensor in weights.items() if name != HEAD}
+        self.version = version_of(server) + 1
+        self.id = ""
+
+    def begin(self, **changes: Any) -> httpx.Response:
+        announced = [
+            {"name": name, "shape": list(tensor.shape), "dtype": "F32"} for name, tensor in self.weights.items()
+        ]
+        reply = self.http.post("/weights", json={"version": self.version, "tensors": announced, **changes})
+        self.id = reply.json().get("push", "")
+        return reply
+
+    def send(self, content: bytes, sha256: str | None = None) -> httpx.Response:
+        params = {"push": self.id, "sha256": sha256 or hashlib.sha256(content).hexdigest()}
+        return self.http.put("/weights/files", params=params, content=content)
+
+    def name(self, path: str, sha256: str) -> httpx.Response:
+        return self.http.put("/weights/files", params={"push": self.id, "sha256": sha256}, json={"path": path})
+
+    def commit(self) -> httpx.Response:
+        return self.http.post("/weights/commit", params={"push": self.id}, json={})
+
+
+@pytest.fixture
+def session(server: Server, policy: Policy) -> Iterator[Session]:
+    """For a push that must change nothing: the server then serves what it served, and takes the next push."""
+    pusher = push.Pusher([server.url], TOKEN, patience_s=20)
+    old = pusher.prepare() + 1
+    pusher.push(old, policy.change(old), policy.proof())
+    proof = policy.proof()
+    session = Session(server, policy.change(old + 1))
+    with session.http:
+        yield session
+    while httpx.get(server.url + "/weights").json()["updating"]:
+        time.sleep(0.1)
+    assert version_of(server) == old
+    assert pusher.prove(proof) < 1e-5, "the old weights"
+    pusher.push(old + 1, policy.change(old + 1), policy.proof())
+    pusher.finish()
+
+
+def damaged(weights: Weights, value: float) -> bytes:
+    name = list(weights)[-1]
+    tensor = weights[name].clone()
+    tensor.view(-1)[-1] = value
+    return save({**weights, name: tensor})
+
+
+BROKEN_FILES: dict[str, tuple[Callable[[Weights], bytes], str]] = {
+    "nan": (lambda weights: damaged(weights, float("nan")), "not every value is finite"),
+    "infinite": (lambda weights: damaged(weights, float("-inf")), "not every value is finite"),
+    "another shape": (lambda weights: save({**weights, "model.norm.weight": torch.ones(2)}), "announced was F32 [32]"),
+    "another dtype": (lambda weights: save({name: tensor.half() for name, tensor in weights.items()}), "is F16"),
+    "an unknown name": (lambda weights: save({**weights, "model.x": torch.ones(2)}), "model.x: was not announced"),
+    "a cut file": (lambda weights: save(weights)[:-7], "no safetensors file"),
+    "no safetensors": (lambda weights: b"\xff" * 100, "no safetensors file"),
+    "a huge header": (lambda weights: b"\xff" * 7 + b"\0" + b"{}", "no safetensors file"),
+    "nothing": (lambda weights: b"", "no safetensors file"),
+    "too much": (lambda weights: bytes(3 << 20), "more bytes than was announced"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_FILES)
+def test_a_broken_file_ends_the_push_and_the_old_weights_serve(session: Session, kind: str) -> None:
+    make, problem = BROKEN_FILES[kind]
+    assert session.begin().status_code == 201
+    reply = session.send(make(session.weights))
+    assert reply.status_code in (413, 422) and problem in reply.json()["detail"]
+    assert session.send(save(session.weights)).status_code == 404
+    assert session.commit().status_code == 404
+
+
+def test_a_wrong_checksum_ends_the_push(session: Session) -> None:
+    session.begin()
+    reply = session.send(save(session.weights), "0" * 64)
+    assert reply.status_code == 422 and "SHA-256" in reply.json()["detail"]
+    assert session.send(save(session.weights), "ÿ").status_code == 422
+    assert session.commit().status_code == 404
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_pusher_that_dies_while_it_sends_ends_its_push(server: Server, session: Session, share: float) -> None:
+    session.begin()
+    content = save(session.weights)
+    digest = hashlib.sha256(content).hexdigest()
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1]))) as connection:
+        head = (
+            f"PUT /weights/files?push={session.id}&sha256={digest} HTTP/1.1\r\nhost: x\r\n"
+            f"authorization: Bearer {TOKEN}\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + content[: int(len(content) * share)])
+        time.sleep(0.1)
+    time.sleep(0.2)
+    assert session.commit().status_code == 404
+
+
+def test_a_commit_before_everything_has_come_ends_the_push(session: Session) -> None:
+    session.begin()
+    names = list(session.weights)
+    half = {name: session.weights[name] for name in names[::2]}
+    assert session.send(save(half)).status_code == 200
+    reply = session.commit()
+    assert reply.status_code == 422 and names[1] in reply.json()["detail"]
+
+
+def test_the_same_tensor_twice_ends_the_push(session: Session) -> None:
+    session.begin()
+    assert session.send(save(session.weights)).status_code == 200
+    assert "has come before" in session.send(save(session.weights)).json()["detail"]
+
+
+def test_what_is_no_checkpoint_of_this_model_is_refused_before_any_byte(session: Session) -> None:
+    weights = dict(session.weights)
+    session.weights = {**weights, HEAD: weights["model.embed_tokens.weight"]}
+    assert "lm_head.weight is none of this model's" in session.begin().json()["detail"]
+    session.weights = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+    assert "model.norm.weight is missing" in session.begin().json()["detail"]
+    session.weights = {**weights, "model.norm.weight": torch.ones(31)}
+    assert "has the shape [31], and is [32] here" in session.begin().json()["detail"]
+    session.weights = weights
+    for body in ({"tensors": []}, {"tensors": [{"name": "x", "shape": [-1], "dtype": "F32"}]}, {"tensors": "x"}):
+        assert session.begin(**body).status_code == 422
+    assert session.begin(version="new").status_code == 422
+
+
+def test_a_stale_version_is_refused(session: Session) -> None:
+    for version in (session.version - 1, session.version - 2):
+        reply = session.begin(version=version) if version > 0 else None
+        assert reply is None or (reply.status_code == 409 and "stale" in reply.json()["detail"])
+
+
+def test_the_second_of_two_pushers_is_told_to_wait(session: Session) -> None:
+    session.begin()
+    first = session.id
+    reply = session.begin()
+    assert reply.status_code == 409 and reply.json()["retryable"]
+    session.id = "guessed"
+    assert session.send(save(session.weights)).status_code == 404
+    assert session.commit().status_code == 404
+    session.id = first
+    assert session.http.delete("/weights", params={"push": first}).status_code == 204
+    assert session.begin().status_code == 201
+    assert session.http.delete("/weights", params={"push": session.id}).status_code == 204
+
+
+def test_a_pusher_that_is_silent_loses_its_lease(server: Server, session: Session) -> None:
+    assert session.begin().json()["lease_s"] == LEASE_S
+    session.send(save(session.weights))
+    assert httpx.get(server.url + "/weights").json()["updating"]
+    time.sleep(LEASE_S + 0.2)
+    assert not httpx.get(server.url + "/weights").json()["updating"]
+    assert session.commit().status_code == 404
+
+
+def test_a_push_names_only_files_under_weights_root(session: Session, shared: Path, tmp_path: Path) -> None:
+    content = save(session.weights)
+    digest = hashlib.sha256(content).hexdigest()
+    outside = tmp_path / "w.safetensors"
+    outside.write_bytes(content)
+    (shared / "link").symlink_to(outside)
+    for path in (str(outside), f"../{tmp_path.name}/w.safetensors", "link", "/etc/passwd", "", ".", "gone", "a\0b"):
+        session.begin()
+        reply = session.name(path, digest)
+        assert reply.status_code == 422 and "field 'path'" in reply.json()["detail"], path
+    (shared / "link").unlink()
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer", "ÿ"])
+def test_without_the_token_no_route_of_the_push_answers(session: Session, authorization: str | None) -> None:
+    session.http.headers.pop("authorization")
+    headers = {"authorization": authorization.encode("latin-1")} if authorization else {}
+    for method, path in [
+        ("POST", "/weights"),
+        ("PUT", "/weights/files"),
+        ("POST", "/weights/commit"),
+        ("DELETE", "/weights"),
+        ("POST", "/weights/proof"),
+    ]:
+        reply = session.http.request(method, path, headers=headers, content=b"not even read")
+        assert reply.status_code == 401 and ".ngym/head.json" in reply.json()["detail"]
+        assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_wait_that_takes_too_long_is_given_up(server: Server, session: Session) -> None:
+    with ExitStack() as stack:
+        answers = [stack.enter_context(generating(server, 980)) for _ in range(8)]
+        session.begin()
+        session.send(save(session.weights))
+        reply = session.http.post("/weights/commit", params={"push": session.id}, json={"mode": "wait"})
+    if reply.status_code == 200:
+        pytest.skip("this machine generates 8,000 tokens within the lease")
+    assert reply.status_code == 409 and "keep or abort" in reply.json()["detail"]
+    for answer in answers:
+        assert answer.result().json()["ng"] == {"policy_version": [[0, 980, session.version - 1]]}
+
+
+# More
+
+
+def test_a_commit_is_brought_to_its_end_when_the_pusher_has_gone(server: Server, policy: Policy, pusher: Any) -> None:
+    session = Session(server, policy.change(7))
+    session.begin()
+    session.send(save(session.weights))
+    with generating(server, 400), pytest.raises(httpx.ReadTimeout):
+        params = {"push": session.id}
+        session.http.post("/weights/commit", params=params, json={"mode": "wait"}, timeout=0.05)
+    while version_of(server) < session.version:
+        time.sleep(0.05)
+    assert pusher.prove(policy.proof(), session.version) < 1e-5
+    assert server.answer(input="hi", max_output_tokens=2)["ng"]["policy_version"][0][2] == session.version
+
+
+def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Policy) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        before = version_of(server)
+        pusher = push.Pusher([server.url, away], TOKEN, patience_s=2)
+        with pytest.raises(push.PushFailed, match=f"{away}: POST /weights: ConnectionRefusedError"):
+            pusher.push(before + 1, policy.change(3), policy.proof())
+        pusher.finish()
+    assert httpx.get(server.url + "/weights").json() | {"transport": []} == {
+        "policy_version": before,
+        "transport": [],
+        "updating": False,
+    }
+
+
+def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:
+    session = Session(server, policy.change(8))
+    session.begin()
+    files = list(tensors.files(session.weights, limit=20_000))
+    assert len(files) > 4
+    assert {session.send(file.content, file.sha256).status_code for file in files} == {200}
+    assert session.commit().json()["policy_version"] == session.version
+    assert pusher.prove(policy.proof(), session.version) < 1e-5
+
+
+def test_a_proof_of_no_prompt_of_this_model_is_refused(session: Session) -> None:
+    for ids in ([1], [1, -1], [1, 10**6], [1] * 5000, "x"):
+        assert session.http.post("/weights/proof", json={"prompt_token_ids": ids}).status_code == 422
+
+
+def test_a_pusher_says_what_it_lacks(server: Server, policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(push.PushFailed, match=r"401: .*\.ngym/head\.json"):
+        push.Pusher([server.url], "another token").prepare()
+    with pytest.raises(UsageError, match=r"dtype torch\.float64"):
+        push.Pusher([server.url], TOKEN).push(99, {"x": torch.ones(1, dtype=torch.float64)}, policy.proof())
+    with pytest.raises(ValueError, match="filesystem"):
+        push.Pusher([server.url], TOKEN, transport="filesystem")
+
+
+def test_an_engine_that_was_killed_fails_the_push_in_words_and_stops_the_server(server: Server, policy: Policy) -> None:
+    import psutil
+
+    pusher = push.Pusher([server.url], TOKEN, patience_s=3)
+    version = pusher.prepare() + 1
+    before = stages()
+    Session(server, policy.change(version)).begin()
+    staged = stages() - before
+    assert staged
+    [engine] = psutil.Process(server.process.pid).children()
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(push.PushFailed, match=server.url):
+        pusher.push(version, policy.change(version), policy.proof())
+    assert server.process.wait(10) == 1
+    assert not staged & stages(), "it takes them away when it ends"
+    pusher.finish()
+
+
+def stages() -> set[Path]:
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {folder for place in places for folder in place.glob("ngym-weights-*")}
+
+
+# Without an engine
+
+
+@pytest.fixture(scope="module")
+def staging(root: Path) -> Any:
+    module = load(root / "models" / "vllm" / "app.py")
+    return importlib.import_module(f"{module.__name__}.staging")
+
+
+def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(staging: Any, tmp_path: Path) -> None:
+    names = ("living", "dead", "young")
+    living, dead, young = (tmp_path / f"{staging.PREFIX}{name}" for name in names)
+    for folder in (living, dead, young):
+        folder.mkdir()
+        (folder / "00000.safetensors").write_bytes(b"x")
+    for folder in (living, dead):
+        os.utime(folder, (0, 0))
+    lock = os.open(living, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    staging._sweep(tmp_path)
+    os.close(lock)
+    assert sorted(tmp_path.iterdir()) == sorted([living, young])
+
+
+def test_a_push_that_fits_nowhere_is_refused_with_the_room_there_is(staging: Any) -> None:
+    huge = staging.Announced(name="x", shape=(1 << 30, 1 << 20), dtype="F32")
+    with pytest.raises(ServiceError, match=r"a push of 4294967297 MiB finds only \d+ MiB in /"):
+        staging.Stage([huge], torch.float32)
+
+
+@pytest.mark.parametrize("value", [65_500.0, 1e5])
+def test_a_value_that_the_engines_dtype_cannot_hold_is_refused(staging: Any, value: float) -> None:
+    tensor = torch.tensor([1.0, value])
+    stage = staging.Stage([staging.Announced(name="x", shape=(2,), dtype="F32")], torch.float16)
+    content = save({"x": tensor})
+    stage.next_file().write_bytes(content)
+    try:
+        stage.accept(stage.next_file(), hashlib.sha256(content).hexdigest())
+        assert value < 65_504
+    except BadRequest:
+        assert value > 65_504
+    finally:
+        stage.remove()

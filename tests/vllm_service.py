@@ -1,0 +1,128 @@
+"""models/vllm as a process of its own, and the tiny checkpoint that it serves in tests."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SERVE = """
+import json, socket, sys
+from ngym.services.runner import ServiceSpec, run
+sys.exit(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
+"""
+TEMPLATE = r"""{%- for m in messages -%}
+<|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
+{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>{% else %}
+{%- if m.reasoning %}<think>
+{{ m.reasoning }}
+</think>
+{% endif %}{{ m.content or '' }}{% endif %}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@dataclass
+class Server:
+    """A service process, and what it answered on its way to ready."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    while_loading: list[httpx.Response] = field(default_factory=list)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def answer(self, **body: Any) -> dict[str, Any]:
+        reply = self.post("/v1/responses", **body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A random Qwen3 of 40,000 parameters with a byte-level tokenizer, as Hugging Face writes it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words = 'user assistant tool hello world what is {"name": "add", "arguments": {"a": 1}}'
+    bpe.train_from_iterator(
+        [words] * 9, trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
+    tokenizer.chat_template = TEMPLATE
+    set_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # sharper than a fresh model's: its errors show
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def start(folder: Path, root: Path, name: str, options: dict[str, Any], **more: Any) -> Server:
+    app_file = root / "models" / "vllm" / "app.py"
+    spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
+    spec |= more
+    log = folder / f"{name}.log"
+    with socket.socket() as listener, log.open("wb") as output:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        command = [sys.executable, "-c", SERVE, str(listener.fileno()), json.dumps(spec)]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=output, cwd=folder)
+        return Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
+
+
+def wait_until_ready(server: Server, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        alive, ready = (httpx.get(server.url + path, timeout=20) for path in ("/health", "/ready"))
+        assert alive.json() == {"status": "ok"}
+        if ready.status_code == 200:
+            return
+        server.while_loading.append(ready)
+        time.sleep(0.2)
+    raise AssertionError(f"not ready after {timeout_s} s:\n{server.log.read_text()[-3000:]}")
+
+
+def tokens_of(response: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
+    last = response["output"][-1]
+    return last["prompt_token_ids"], last["generation_token_ids"], last["generation_log_probs"]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def metric(server: Server, name: str) -> float:
+    metrics = httpx.get(server.url + "/metrics").text
+    return float(re.findall(rf"^vllm:{name}{{.*}} (.*)$", metrics, re.MULTILINE)[0])

@@ -1,0 +1,111 @@
+"""Direct preference optimisation: what was chosen becomes likelier than what was rejected, seen from the starting policy.
+
+    loss = mean over the batch's pairs of preference + sft_weight x nll
+
+    preference    sigmoid, ipo or hinge of the margin between the two sides (preference.py has the formulas)
+    nll           - log p of what was chosen, a mean over its tokens: holds up what DPO alone lets sink
+
+A side is all that the assistant says after the prompt, over all its turns. The two sides of a pair are the segments of
+one sample, so they always share a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from ..config import DpoOptions
+from ..conversations import Pair, read_pairs
+from ..packing import Packed
+from ..preference import preference_loss
+from ..reduction import Loss, Rows, measured
+from ..samples import Sample, Segment
+from ..scoring import score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side(Segment):
+    """A segment of one side of a pair."""
+
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSample(Sample):
+    """reference: log p of what was chosen and of what was rejected under the starting policy; nan until `prepare`."""
+
+    reference: tuple[float, float] = (float("nan"), float("nan"))
+
+
+class Dpo:
+    def __init__(self, options: DpoOptions) -> None:
+        self._options = options
+
+    def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        return [_sample(pair) for pair in read_pairs(path, tokenizer)]
+
+    def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
+        """The pairs with their reference: what the policy, as it is now, says of both sides."""
+        pairs = cast(Sequence[PairSample], samples)
+        scores = score(pairs, engine.logprobs, engine, budget)
+        return [_with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
+
+    def weight(self, samples: Sequence[Sample]) -> float:
+        return len(samples)
+
+    def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
+        pairs = cast(Sequence[PairSample], packed.samples)
+        # the log p of a long answer is large and the gain in it small: float32 would round it away
+        logprobs_N, rows = logprobs_N.double(), rows_of(packed)
+        reference_R = logprobs_N.new_tensor([logprob for pair in pairs for logprob in pair.reference])
+        preference = preference_loss(self._options, logprobs_N, rows, reference_R)
+        nll = -rows.mean(logprobs_N)[0::2].sum()
+        total = preference.sum + self._options.sft_weight * nll
+        sums_R, count = rows.sum(logprobs_N), float(len(pairs))
+        metrics = {
+            "loss": (total, count),
+            "preference_loss": (preference.sum, count),
+            "sft_loss": (nll, count),
+            "logps/chosen": (sums_R[0::2].sum(), count),
+            "logps/rejected": (sums_R[1::2].sum(), count),
+        }
+        return Loss(total, preference.metrics | measured(metrics))
+
+
+def rows_of(packed: Packed) -> Rows:
+    """The two rows of each pair of a micro-batch, chosen before rejected."""
+    segments = cast(Sequence[Side], packed.segments)
+    rejected_S = torch.tensor([not segment.chosen for segment in segments], device=packed.sample_S.device)
+    trained_S = torch.tensor([segment.trained for segment in segments], device=packed.sample_S.device)
+    row_S = 2 * packed.sample_S + rejected_S
+    return Rows(row_S.repeat_interleave(trained_S), 2 * len(packed.samples))
+
+
+def _sample(pair: Pair) -> PairSample:
+    chosen = [Side(segment.token_ids, segment.spans, chosen=True) for segment in pair.chosen.segments]
+    rejected = [Side(segment.token_ids, segment.spans, chosen=False) for segment in pair.rejected.segments]
+    return PairSample((*chosen, *rejected))
+
+
+def _with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample:
+    """logprobs: of each segment, of each trained token."""
+    sides = zip(cast(Sequence[Side], pair.segments), logprobs, strict=True)
+    sums = [(side.chosen, math.fsum(each)) for side, each in sides]
+    return replace(
+        pair,
+        reference=(
+            math.fsum(value for chosen, value in sums if chosen),
+            math.fsum(value for chosen, value in sums if not chosen),
+        ),
+    )

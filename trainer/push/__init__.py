@@ -1,0 +1,195 @@
+"""New weights into every running policy server: all replicas or none, and with proof that what is served was trained.
+
+    pusher = Pusher(urls, token)                            # on rank 0
+    version = pusher.prepare() + 1                          # the servers' highest version; waits until they are ready
+    pusher.push(version, engine.weights(), Proof(token_ids, logprobs))
+    pusher.finish()
+
+begin on every replica -> every file to every replica -> commit on every replica -> their logprobs are the trainer's
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ngym.errors import NgymError
+
+from .replica import Mode, Passing, Proof, PushFailed, Replica
+from .tensors import File, checkpoint, files
+
+__all__ = ["Proof", "PushFailed", "Pushed", "Pusher"]
+
+PAUSE_S = 1.0
+# The mean difference of logprobs that arithmetic alone makes: float32 1e-6 measured, bfloat16 0.011.
+TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+
+Result = TypeVar("Result")
+
+
+class Pushed(NamedTuple):
+    """What a push took, from the first byte to the proof. difference: mean |logprob - engine's| of the worst replica."""
+
+    version: int
+    bytes: int
+    seconds: float
+    difference: float
+
+
+class Pusher:
+    """The policy's servers, for as long as a run lasts.
+
+    Args:
+        urls: of all replicas.
+        token: their admin token: `.ngym/head.json` of ng_run has it.
+        transport: `http` sends the bytes; `filesystem` writes them into `folder`, which is the servers' weights_root.
+        mode: what becomes of generations in flight: keep (they go on with the new weights), wait, abort.
+        patience_s: how long a server may be away, restarting, or busy with another push.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        *,
+        transport: Literal["http", "filesystem"] = "http",
+        folder: Path | None = None,
+        mode: Mode = "keep",
+        patience_s: float = 300.0,
+    ) -> None:
+        if (transport == "filesystem") != (folder is not None):
+            raise ValueError("a folder belongs to the transport filesystem, and to no other")
+        self._replicas = [Replica(url, token, patience_s) for url in urls]
+        self._transport = transport
+        self._folder = folder
+        self._mode: Mode = mode
+        self._patience_s = patience_s
+        self._threads = ThreadPoolExecutor(len(self._replicas) + 1, "push")
+
+    def prepare(self) -> int:
+        """Wait until every server is ready for a push; the highest policy version that one of them serves.
+
+        Raises:
+            PushFailed: a server does not take this token or transport, or is away for longer than the patience.
+        """
+        served = self._until_it_works(lambda: self._on_all(self._replicas, Replica.weights))
+        for replica, weights in zip(self._replicas, served, strict=True):
+            if self._transport not in weights["transport"]:
+                offered = ", ".join(weights["transport"]) or "no push at all"
+                raise PushFailed(f"{replica.url}: no transport {self._transport!r} there; it offers {offered}")
+        return max(int(weights["policy_version"]) for weights in served)
+
+    def push(self, version: int, weights: Mapping[str, Tensor], proof: Proof) -> Pushed:
+        """Have every server serve these weights under this version, which is above all that they served before.
+
+        Args:
+            weights: every tensor of the checkpoint by its Hugging Face name; of tensors that share their memory (a tied
+                head) the first is sent.
+
+        Raises:
+            PushFailed: a server refused; or was away for longer than the patience; or serves other weights now. Before
+                the first commit, all go on serving what they served.
+        """
+        began = time.monotonic()
+        tensors = checkpoint(weights)
+        asked: set[Replica] = set()
+        self._until_it_works(lambda: self._stage_and_commit(version, tensors, asked))
+        difference = self.prove(proof, version)
+        return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
+
+    def prove(self, proof: Proof, version: int | None = None) -> float:
+        """The mean difference of the servers' logprobs to the trainer's, of the worst server.
+
+        Raises:
+            PushFailed: it is more than arithmetic makes, or another version than this one is served.
+        """
+        answers = self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
+        differences = []
+        for replica, answer in zip(self._replicas, answers, strict=True):
+            served, tolerance = answer["policy_version"], TOLERANCES[answer["dtype"]]
+            if version is not None and served != version:
+                raise PushFailed(f"{replica.url}: serves version {served} after a push of {version}; push again")
+            pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
+            difference = fmean(abs(engine - trainer) for engine, trainer in pairs)
+            if not difference <= tolerance:
+                raise PushFailed(
+                    f"{replica.url}: serves version {served}, whose logprobs differ from the trainer's by "
+                    f"{difference:.2g} on average ({answer['dtype']} explains {tolerance}): these are not the weights "
+                    "that were trained"
+                )
+            differences.append(difference)
+        return max(differences)
+
+    def finish(self) -> None:
+        """No more pushes."""
+        self._threads.shutdown()
+
+    def _stage_and_commit(self, version: int, tensors: Mapping[str, Tensor], asked: set[Replica]) -> None:
+        """One try. asked: the replicas that were told to commit, in this try or an earlier one.
+
+        One that has done it is left alone: the answer may have been lost, or another replica has failed meanwhile.
+        """
+        waiting = [one for one in self._replicas if one not in asked or one.weights()["policy_version"] != version]
+        try:
+            self._on_all(waiting, lambda replica: replica.begin(version, tensors))
+            for file in self._ahead(files(tensors)):
+                self._send(file, waiting)
+        except NgymError:
+            self._on_all(waiting, Replica.give_up)
+            raise
+        asked.update(waiting)
+        self._on_all(waiting, lambda replica: replica.commit(self._mode))
+
+    def _ahead(self, made: Iterator[File]) -> Iterator[File]:
+        """The files; the next one is made while this one is sent."""
+        upcoming = self._threads.submit(next, made, None)
+        while (file := upcoming.result()) is not None:
+            upcoming = self._threads.submit(next, made, None)
+            yield file
+
+    def _send(self, file: File, replicas: Sequence[Replica]) -> None:
+        if self._folder is None:
+            self._on_all(replicas, lambda replica: replica.send(file.content, file.sha256))
+            return
+        with _shared(file.content, self._folder) as name:
+            self._on_all(replicas, lambda replica: replica.name(name, file.sha256))
+
+    def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]:
+        """The call on each replica at the same time; an error only when all have answered."""
+        futures = [self._threads.submit(call, replica) for replica in replicas]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, Passing))  # one that does not pass goes first
+        return [future.result() for future in futures]
+
+    def _until_it_works(self, act: Callable[[], Result]) -> Result:
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return act()
+            except Passing as error:
+                if time.monotonic() + PAUSE_S > deadline:
+                    raise PushFailed(f"{error} (tried for {self._patience_s:.0f} s)") from error
+            time.sleep(PAUSE_S)
+
+
+@contextmanager
+def _shared(content: bytes, folder: Path) -> Iterator[str]:
+    """The name of a file in the folder, for as long as the block lasts.
+
+    Nothing is synced or renamed: the server is told the name when the file is closed, and copies and checks it at once.
+    """
+    file = folder / f"{secrets.token_hex(8)}.safetensors"
+    try:
+        file.write_bytes(content)
+        yield file.name
+    finally:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,112 @@
+"""What does one policy server say to a push? Its routes as methods (models/vllm documents them)."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import orjson
+from torch import Tensor
+
+from ngym.errors import NgymError
+
+from .tensors import DTYPES
+
+Json = dict[str, Any]
+Mode = Literal["keep", "wait", "abort"]
+
+
+class PushFailed(NgymError):
+    """The servers do not serve these weights, or not all of them do; the message says which and why."""
+
+
+class Passing(NgymError):
+    """A server cannot be reached, is not ready, or is busy: another try may work."""
+
+
+class Proof(NamedTuple):
+    """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens but the first, at temperature 1."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class Replica:
+    """One server, and the push that was last begun there. Every method raises PushFailed or Passing."""
+
+    def __init__(self, url: str, token: str, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {token}"}
+        self._timeout_s = timeout_s
+        self._push = ""
+
+    def weights(self) -> Json:
+        """`policy_version` and `transport` of a server that is ready."""
+        self._call("GET", "/ready")
+        return self._call("GET", "/weights")
+
+    def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        announced = [
+            {"name": name, "shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]}
+            for name, tensor in tensors.items()
+        ]
+        self._push = ""
+        self._push = self._call("POST", "/weights", {"version": version, "tensors": announced})["push"]
+
+    def send(self, content: bytes, sha256: str) -> None:
+        self._call("PUT", f"/weights/files?push={self._push}&sha256={sha256}", content)
+
+    def name(self, file: str, sha256: str) -> None:
+        """file: relative to the server's weights_root."""
+        self._call("PUT", f"/weights/files?push={self._push}&sha256={sha256}", {"path": file})
+
+    def commit(self, mode: Mode) -> None:
+        self._call("POST", f"/weights/commit?push={self._push}", {"mode": mode})
+
+    def give_up(self) -> None:
+        """If a push was begun; a server that cannot be told gives it up itself, when its lease ends."""
+        if self._push:
+            with contextlib.suppress(PushFailed, Passing):
+                self._call("DELETE", f"/weights?push={self._push}")
+
+    def prove(self, proof: Proof) -> Json:
+        """`policy_version`, `dtype` and `logprobs` [T - 1] of the proof's prompt."""
+        return self._call("POST", "/weights/proof", {"prompt_token_ids": list(proof.token_ids)})
+
+    def _call(self, method: str, path: str, body: Json | bytes | None = None) -> Json:
+        content = orjson.dumps(body) if isinstance(body, dict) else body
+        kind = "application/json" if content is not body else "application/octet-stream"
+        what = f"{self.url}: {method} {path.partition('?')[0]}"
+        try:
+            status, answer = self._exchange(method, path, content, {**self._headers, "content-type": kind})
+        except (OSError, http.client.HTTPException) as error:
+            raise Passing(f"{what}: {type(error).__name__}: {error}") from error
+        if status < 400:
+            parsed: Json = orjson.loads(answer or b"{}")
+            return parsed
+        problem = _problem(answer)
+        # An error without this word is vLLM's own: its engine has just died, and both are started again.
+        kind_of_error = Passing if problem.get("retryable", status >= 500) else PushFailed
+        raise kind_of_error(f"{what}: {status}: {problem['detail']}")
+
+    def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
+        place = urlsplit(self.url)
+        connect = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        with contextlib.closing(connect(place.netloc, timeout=self._timeout_s)) as connection:
+            # A server that refuses a body need not read it; its answer says more than the broken pipe.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, place.path + path, content, headers)
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+
+
+def _problem(answer: bytes) -> Json:
+    """A problem document, or whatever else was answered as its detail."""
+    with contextlib.suppress(orjson.JSONDecodeError):
+        parsed = orjson.loads(answer)
+        if isinstance(parsed, dict) and "detail" in parsed:
+            return parsed
+    return {"detail": answer[:300].decode(errors="replace")}

@@ -1,0 +1,195 @@
+"""The services that live rollouts come from: started here, or those of a running `ng_run`; reached from a thread of their own.
+
+The learner computes for seconds without a pause. Whoever watches and restarts services meanwhile lives on an event loop
+in another thread; `Services.call` runs a coroutine there and waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from ngym.collect import process
+from ngym.collect.discovery import discover
+from ngym.config import Config, did_you_mean, load_config
+from ngym.errors import ConfigError, UsageError
+from ngym.peers import Peers
+from ngym.supervise.headfile import find_running
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.service import State
+from ngym.supervise.supervisor import Supervisor
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Services that can be used.
+
+    token: opens the weight push of the model servers. failure: waits for ever; raises when a service had to be given up.
+    """
+
+    peers: Peers
+    token: str
+    failure: Callable[[], Coroutine[Any, Any, None]]
+
+
+class Services:
+    """`with Services(connect) as services`: `start` begins to start them, `reached` waits until they are ready.
+
+    Args:
+        connect: an async context manager of the services, such as `started(...)` or `running(...)`.
+    """
+
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Reached]]) -> None:
+        self._connect = connect
+        self._thread = ThreadPoolExecutor(1, "services")
+        self._life: Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._begun = threading.Event()
+        self._known = threading.Event()
+        self._reached: Reached | None = None
+
+    def __enter__(self) -> Self:
+        self._life = self._thread.submit(lambda: process.run(self._live()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Also stops services that are not ready yet."""
+        self._begun.wait()
+        if self._task is not None and not self._task.done():
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        self._thread.shutdown()
+
+    @property
+    def reached(self) -> Reached:
+        """Blocks until every service is ready.
+
+        Raises:
+            NgymError: one of them cannot be started or found.
+        """
+        self._known.wait()
+        assert self._life is not None
+        if self._reached is None:
+            self._life.result()
+        assert self._reached is not None
+        return self._reached
+
+    def call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run it beside the services and return its result.
+
+        Raises:
+            NgymError: a service was given up meanwhile.
+        """
+        reached = self.reached
+        assert self._task is not None
+        future = asyncio.run_coroutine_threadsafe(_unless(reached.failure(), work), self._task.get_loop())
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    async def _live(self) -> None:
+        self._task = asyncio.current_task()
+        self._begun.set()
+        try:
+            async with self._connect() as reached:
+                self._reached = reached
+                self._known.set()
+                await asyncio.Event().wait()  # until __exit__ cancels
+        finally:
+            self._known.set()
+
+
+@asynccontextmanager
+async def started(
+    file: Path, agent: str, policy: str, model: str, say: Callable[[str], None]
+) -> AsyncIterator[Reached]:
+    """Of a config's services, those that this agent needs; its policy serves `model`. They stop when the block ends."""
+    launcher = Launcher.start()
+    try:
+        config = needed(load_config([file], [f"{policy}.model={model}"]), agent, policy)
+        say(f"starting {', '.join(config.services)}")
+        async with Supervisor(config, _failures(say), launcher) as stack:
+            say(f"services ready after {stack.ready_after_s:.0f} s")
+            peers = Peers(stack.urls, stack.head_url, owner="ng_train")
+            try:
+                yield Reached(peers, stack.admin_token, stack.failure)
+            finally:
+                await peers.close()
+    finally:
+        launcher.close()
+
+
+@asynccontextmanager
+async def running(folder: Path, agent: str, policy: str) -> AsyncIterator[Reached]:
+    """The services of the `ng_run` that was started in this folder."""
+    run = find_running(folder)
+    if run is None:
+        raise UsageError(
+            f"no services run in {folder}: start them with ng_run in another terminal, or let this command start them "
+            "with rollouts.services=global_config.yaml"
+        )
+    known = await discover(run.url)
+    for name, names in ((agent, known.agents), (policy, known.urls)):
+        if name not in names:
+            raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
+    peers = Peers(known.urls, known.head_url, owner="ng_train")
+    try:
+        yield Reached(peers, run.admin_token, _never)
+    finally:
+        await peers.close()
+
+
+async def _unless(failure: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of the work, unless the failure comes first."""
+    working, failing = asyncio.create_task(work), asyncio.create_task(failure)
+    try:
+        await asyncio.wait([working, failing], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            failing.result()
+        return await working
+    finally:
+        for task in (working, failing):
+            task.cancel()
+        await asyncio.gather(working, failing, return_exceptions=True)
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def needed(config: Config, agent: str, policy: str) -> Config:
+    """The config with only what this agent leads to: the services that its options name, theirs, and so on."""
+    if config.stanza(agent).kind != "agent":
+        raise ConfigError(f"{config.stanza(agent).where}: {agent!r} is a {config.stanza(agent).kind}, not an agent")
+    wanted, found = [agent], set[str]()
+    while wanted:
+        name = wanted.pop()
+        found.add(name)
+        named = [value for value in config.services[name].options.values() if isinstance(value, str)]
+        wanted += [value for value in named if value in config.services and value not in found]
+    if policy not in found:
+        raise ConfigError(
+            f"{config.stanza(agent).where}: {agent!r} does not lead to the model {policy!r}; set rollouts.policy to the one "
+            "that it uses"
+        )
+    services = {name: stanza for name, stanza in config.services.items() if name in found}
+    return config.model_copy(update={"services": services})
+
+
+def _failures(say: Callable[[str], None]) -> Callable[[State], None]:
+    """Say only what somebody should hear: a service that died."""
+
+    def on_event(state: State) -> None:
+        if state.status in ("restarting", "failed"):
+            say(f"{state.label}: {state.status} {state.detail}".rstrip())
+
+    return on_event
