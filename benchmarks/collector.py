@@ -21,10 +21,10 @@ import orjson
 
 from ngym.collect.files import Files
 from ngym.collect.plan import Recipe
-from ngym.collect.process import run
 from ngym.collect.record import Source
 from ngym.collect.run import Limits
 from ngym.peers import Peers
+from ngym.process import run
 
 
 def cpu_s() -> float:

@@ -88,10 +88,10 @@ async def measure(peers: Peers, agent: str, pids: dict[str, int], rollouts: int,
     rates = {}
     await load(peers, agent, 500, 64)  # warm-up
     for in_flight in levels:
+        n = max(rollouts, 4 * in_flight)  # so that opening the connections is not what is measured
         before = cpu_seconds(pids)
-        rate, own, p99 = await load(peers, agent, max(rollouts, in_flight), in_flight)
+        rate, own, p99 = await load(peers, agent, n, in_flight)
         after = cpu_seconds(pids)
-        n = max(rollouts, in_flight)
         hops = ", ".join(f"{name} {(after[name] - before[name]) / n * 1e3:.2f}" for name in pids)
         print(
             f"  {in_flight:>5} in flight: {rate:7.0f} rollouts/s, p99 {p99:.2f} s; CPU ms a rollout: client {own:.2f}, {hops}"

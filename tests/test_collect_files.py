@@ -315,7 +315,7 @@ from pathlib import Path
 from ngym.collect import Limits, Recipe
 from ngym.collect.files import Files
 from ngym.collect.record import Source
-from ngym.collect.process import run
+from ngym.process import run
 from ngym.peers import Peers
 
 async def main(files, url):

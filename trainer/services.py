@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ngym.collect import process
+from ngym import process
 from ngym.collect.discovery import discover
 from ngym.config import Config, did_you_mean, load_config
 from ngym.errors import ConfigError, UsageError

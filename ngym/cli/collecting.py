@@ -14,8 +14,8 @@ from typing import TextIO
 import click
 import orjson
 
+from ngym import process
 from ngym.cli.collect_options import Options
-from ngym.collect import process
 from ngym.collect.discovery import Known, discover
 from ngym.collect.display import Meter, Show, clock, display
 from ngym.collect.files import Files

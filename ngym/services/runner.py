@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 import uvicorn
-import uvloop
 
+from ngym import process
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.peers import Peers
 from ngym.schema import Kind
@@ -61,7 +61,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
         print(error, file=sys.stderr, flush=True)
         return EXIT_CONFIG
     try:
-        uvloop.run(_serve(spec, module, options, list(sockets)))
+        process.run(_serve(spec, module, options, list(sockets)))
     except NgymError as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, UsageError) else 1

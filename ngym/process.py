@@ -1,4 +1,4 @@
-"""How does a process run that does nothing but collect? On uvloop, and with rare garbage collections."""
+"""How does a process of ours run its event loop? On uvloop, and with rare garbage collections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` for a collector.
+    """`asyncio.run` for a collector or a service.
 
     Thousands of rollouts in flight are many live objects and no cycles worth finding: with Python's default thresholds
     a third of the CPU time at 4,096 in flight went into traversing them.
