@@ -1,7 +1,8 @@
 """How much of a saturated vLLM's speed is left when rollouts are collected through agent, gym server and /verify?
 
 The same single-turn requests, first sent to vLLM's own server (the stock one, same flags), then collected as rollouts. Both
-engines are warmed; the ratio of sampled tokens a second is what counts. Needs a policy: `make quickstart` makes one.
+engines are warmed; the ratio of sampled tokens a second is what counts. Rollouts carry the log-probability of every token,
+so the stock server is asked for those, too; without them it does less. Needs a policy: `make quickstart` makes one.
 
     python benchmarks/serving.py [--model runs/quickstart/sft/policy] [--rollouts 512] [--in-flight 64] [--tokens 64]
 """
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -115,7 +117,7 @@ def stock_server(model: Path) -> Iterator[str]:
         process.wait()
 
 
-async def direct(url: str, rollouts: int, in_flight: int, tokens: int) -> float:
+async def direct(url: str, rollouts: int, in_flight: int, tokens: int, more: dict[str, Any]) -> float:
     """Sampled tokens per second of the same requests, sent to a vLLM server by our own client."""
     peers, gate = Peers({"policy": [url]}), asyncio.Semaphore(in_flight)
     sampled = 0
@@ -123,9 +125,8 @@ async def direct(url: str, rollouts: int, in_flight: int, tokens: int) -> float:
     async def one(task: dict[str, Any]) -> None:
         nonlocal sampled
         async with gate:
-            response = await peers["policy"].post(
-                "/v1/responses", {**task["responses_create_params"], "model": "policy"}
-            )
+            body = {**task["responses_create_params"], "model": "policy", **more}
+            response = await peers["policy"].post("/v1/responses", body)
             sampled += response["usage"]["output_tokens"]
 
     started = time.perf_counter()
@@ -160,9 +161,13 @@ async def ours(model: Path, arguments: argparse.Namespace) -> list[float]:
             return rates
 
 
-async def stock(url: str, arguments: argparse.Namespace) -> list[float]:
-    await direct(url, arguments.rollouts, arguments.in_flight, arguments.tokens)  # warm-up
-    return [await direct(url, arguments.rollouts, arguments.in_flight, arguments.tokens) for _ in range(3)]
+async def stock(url: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    size = (arguments.rollouts, arguments.in_flight, arguments.tokens)
+    found = {}
+    for name, more in (("without logprobs", {}), ("with logprobs", {"include": ["message.output_text.logprobs"]})):
+        await direct(url, *size, more)  # warm-up
+        found[name] = [await direct(url, *size, more) for _ in range(3)]
+    return found
 
 
 def main() -> None:
@@ -177,11 +182,12 @@ def main() -> None:
     model = arguments.model.resolve()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {arguments.in_flight} in flight")
     with stock_server(model) as url:
-        base = sorted(asyncio.run(stock(url, arguments)))
-    rates = sorted(asyncio.run(ours(model, arguments)))
-    print(f"vLLM's own server, direct: {base[1]:.0f} tokens/s (min {base[0]:.0f}, max {base[2]:.0f})")
-    print(f"collected as rollouts:     {rates[1]:.0f} tokens/s (min {rates[0]:.0f}, max {rates[2]:.0f})")
-    print(f"ratio of the medians: {rates[1] / base[1]:.2f}")
+        base = asyncio.run(stock(url, arguments))
+    rates = asyncio.run(ours(model, arguments))
+    print(f"collected as rollouts: {median(rates):.0f} tokens/s (min {min(rates):.0f}, max {max(rates):.0f})")
+    for name, direct_rates in base.items():
+        middle = median(direct_rates)
+        print(f"vLLM's own server, {name}: {middle:.0f} tokens/s; ratio {median(rates) / middle:.2f}")
 
 
 if __name__ == "__main__":
