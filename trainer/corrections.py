@@ -21,7 +21,6 @@ from .objective import Correction
 from .reduction import Rows, Totals
 
 EXPONENT = 20.0  # exp of it is finite in float32
-ALARM = 1.05  # on token_mult_prob_error; NeMo RL's documented bound
 
 
 class Corrected(NamedTuple):
@@ -66,7 +65,7 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Row
 def mismatch(trainer_N: Tensor, sampler_N: Tensor) -> Totals:
     """How far the two are apart, whatever is done about it.
 
-    token_mult_prob_error: mean of exp |difference|, 1 when they agree; above ALARM something is wrong.
+    token_mult_prob_error: mean of exp |difference|, 1 when they agree; above 1.05 something is wrong (NeMo RL).
     mismatch_kl: k3 of KL(sampler || trainer).
     """
     difference_N = (trainer_N.detach() - sampler_N).clamp(-EXPONENT, EXPONENT)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..conversations import read_demonstrations
+from ..losses import nll_loss
 from ..samples import Sample
-from . import Loss, Mean
+from . import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,5 +32,4 @@ class Sft:
         return sum(sample.trained for sample in samples)
 
     def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
-        nll = -logprobs_N.sum()
-        return Loss(nll, {"loss": Mean(nll.item(), len(logprobs_N))})
+        return nll_loss(logprobs_N)
