@@ -1,9 +1,10 @@
 """How many single-turn rollouts a second go through agent, model server and /verify, and what does each hop cost?
 
-Each rollout is four requests: /run, /seed_session, /v1/responses, /verify; the model answers at once. The baseline, in the same
-run, is the same four requests between bare uvicorn applications and a bare aiohttp client: no framework, no checks, no records.
+Each rollout is four requests: /run, /seed_session, /v1/responses, /verify; the model answers at once. They are collected by
+`ngym.collect` without files (benchmarks/collector.py has those). The baseline, in turn with it, is the same four requests between bare
+uvicorn applications, with a bare aiohttp client in the agent: no framework, no checks, no records.
 
-    python benchmarks/rollouts.py [--rollouts 4000] [--in-flight 64 512 4096]
+    python benchmarks/rollouts.py [--rollouts 4000] [--in-flight 64 512 4096] [--rounds 1]
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import aiohttp
 import orjson
 import psutil
+import uvicorn
 import uvloop
 
+from ngym import process
+from ngym.collect import Limits, Recipe, Rollout, collect
 from ngym.config import load_config
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
@@ -61,42 +67,36 @@ RESPONSE = {
 }
 
 
-async def load(peers: Peers, agent: str, rollouts: int, in_flight: int) -> tuple[float, float, float]:
-    """Rollouts per second, this process's CPU ms per rollout, p99 seconds."""
-    gate = asyncio.Semaphore(in_flight)
-    seconds: list[float] = []
+class Load(NamedTuple):
+    """One way to run `rollouts` at most `in_flight` at a time; returns the seconds that each took."""
 
-    async def one() -> None:
-        async with gate:
-            started = time.perf_counter()
-            row = await peers[agent].post("/run", ROW)
-            seconds.append(time.perf_counter() - started)
-            assert row["reward"] == 1.0, row
-
-    cpu, started = time.process_time(), time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(rollouts)))
-    wall = time.perf_counter() - started
-    seconds.sort()
-    return rollouts / wall, (time.process_time() - cpu) / rollouts * 1e3, seconds[int(0.99 * len(seconds))]
+    name: str
+    run: Callable[[int, int], Awaitable[list[float]]]
+    pids: dict[str, int]
 
 
 def cpu_seconds(pids: dict[str, int]) -> dict[str, float]:
     return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in pids.items()}
 
 
-async def measure(peers: Peers, agent: str, pids: dict[str, int], rollouts: int, levels: list[int]) -> dict[int, float]:
+async def measure(load: Load, rollouts: int, levels: list[int]) -> dict[int, float]:
+    """Rollouts a second at each level."""
+    print(load.name)
+    await load.run(500, 64)  # warm-up
     rates = {}
-    await load(peers, agent, 500, 64)  # warm-up
+    pids = {"collector": os.getpid(), **load.pids}
     for in_flight in levels:
         n = max(rollouts, 4 * in_flight)  # so that opening the connections is not what is measured
-        before = cpu_seconds(pids)
-        rate, own, p99 = await load(peers, agent, n, in_flight)
-        after = cpu_seconds(pids)
-        hops = ", ".join(f"{name} {(after[name] - before[name]) / n * 1e3:.2f}" for name in pids)
+        before, started = cpu_seconds(pids), time.perf_counter()
+        seconds = sorted(await load.run(n, in_flight))
+        rates[in_flight] = n / (time.perf_counter() - started)
+        used = {name: (after - before[name]) / n * 1e3 for name, after in cpu_seconds(pids).items()}
+        each = ", ".join(f"{name} {milliseconds:.2f}" for name, milliseconds in used.items())
         print(
-            f"  {in_flight:>5} in flight: {rate:7.0f} rollouts/s, p99 {p99:.2f} s; CPU ms a rollout: client {own:.2f}, {hops}"
+            f"  {in_flight:>5} in flight: {rates[in_flight]:7.0f} rollouts/s, p99 {seconds[int(0.99 * n)]:.2f} s; "
+            f"CPU ms a rollout: {sum(used.values()):.2f} ({each})",
+            flush=True,
         )
-        rates[in_flight] = rate
     return rates
 
 
@@ -108,10 +108,23 @@ async def ours(rollouts: int, levels: list[int]) -> dict[int, float]:
         (root / "global_config.yaml").write_text(CONFIG)
         async with Supervisor(load_config([root / "global_config.yaml"])) as stack:
             peers = Peers(stack.urls)
+
+            async def run(rollouts: int, in_flight: int) -> list[float]:
+                seconds = []
+                limits = Limits(concurrency=in_flight)
+                tasks = (ROW for _ in range(rollouts))
+                async for outcome in collect(tasks, peers=peers, recipe=Recipe(agent="env_agent"), limits=limits):
+                    assert isinstance(outcome, Rollout) and outcome.row["reward"] == 1.0, outcome
+                    timings = outcome.row["ng"]["timings"]
+                    seconds.append(timings["queue_s"] + timings["total_s"])
+                assert len(seconds) == rollouts
+                return seconds
+
             pids = {state.name: state.pid for state in stack.states if state.pid}
-            print("ngym (services: agent, model server, gym server)")
             try:
-                return await measure(peers, "env_agent", pids, rollouts, levels)
+                return await measure(
+                    Load("ngym (services: agent, model server, gym server)", run, pids), rollouts, levels
+                )
             finally:
                 await peers.close()
 
@@ -132,9 +145,6 @@ async def reply(send: Any, body: bytes) -> None:
 
 def bare(kind: str, listener: socket.socket, urls: dict[str, str]) -> None:
     """One bare service: parses and dumps the same JSON, does nothing else."""
-    import aiohttp
-    import uvicorn
-
     client: list[aiohttp.ClientSession] = []
 
     async def call(url: str, body: Any) -> Any:
@@ -156,7 +166,15 @@ def bare(kind: str, listener: socket.socket, urls: dict[str, str]) -> None:
         await reply(send, orjson.dumps(body))
 
     config = uvicorn.Config(
-        app, lifespan="off", ws="none", log_config=None, access_log=False, http="httptools", loop="none"
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        http="httptools",
+        loop="none",
+        timeout_keep_alive=75,  # above what a client keeps a connection for
+        backlog=4096,
     )
     uvloop.run(uvicorn.Server(config).serve(sockets=[listener]))
 
@@ -167,34 +185,48 @@ async def baseline(rollouts: int, levels: list[int]) -> dict[int, float]:
         listeners[name] = socket.create_server(("127.0.0.1", 0), backlog=4096)
     urls = {name: f"http://127.0.0.1:{listener.getsockname()[1]}" for name, listener in listeners.items()}
     context = multiprocessing.get_context("fork")
-    processes = {
+    services = {
         name: context.Process(target=bare, args=(name, listener, urls), daemon=True)
         for name, listener in listeners.items()
     }
-    for process in processes.values():
-        process.start()
+    for service in services.values():
+        service.start()
     peers = Peers({"agent": [urls["agent"]]})
-    print("bare uvicorn + aiohttp, the same four requests")
+
+    async def run(rollouts: int, in_flight: int) -> list[float]:
+        gate, seconds = asyncio.Semaphore(in_flight), []
+
+        async def one() -> None:
+            async with gate:
+                started = time.perf_counter()
+                row = await peers["agent"].post("/run", ROW)
+                seconds.append(time.perf_counter() - started)
+                assert row["reward"] == 1.0, row
+
+        await asyncio.gather(*(one() for _ in range(rollouts)))
+        return seconds
+
+    pids = {name: service.pid or 0 for name, service in services.items()}
     try:
-        return await measure(
-            peers, "agent", {name: process.pid or 0 for name, process in processes.items()}, rollouts, levels
-        )
+        return await measure(Load("bare uvicorn + aiohttp, the same four requests", run, pids), rollouts, levels)
     finally:
         await peers.close()
-        for process in processes.values():
-            process.terminate()
+        for service in services.values():
+            service.terminate()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=4000)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    base = asyncio.run(baseline(arguments.rollouts, arguments.in_flight))
-    rates = uvloop.run(ours(arguments.rollouts, arguments.in_flight))
-    for in_flight, rate in rates.items():
-        print(f"{in_flight:>5} in flight: {rate:.0f}/s = {rate / base[in_flight]:.2f} of bare uvicorn + aiohttp")
+    for _ in range(arguments.rounds):
+        base = uvloop.run(baseline(arguments.rollouts, arguments.in_flight))
+        rates = process.run(ours(arguments.rollouts, arguments.in_flight))
+        for in_flight, rate in rates.items():
+            print(f"{in_flight:>5} in flight: {rate:.0f}/s = {rate / base[in_flight]:.2f} of bare uvicorn + aiohttp")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """How does a service talk to another? `peers["policy"].post(path, body)`: discovery, deadline, capped retries, replicas.
 
-The only file that knows the HTTP client (aiohttp: 0.14 ms of CPU a request where plain httpx costs 1.3 ms and grows with
-the square of its connections). Connect errors, 429 and 503 mean that the request was not processed and are retried for
-every call; a broken connection, 502 and 504 only for calls that are `idempotent`.
+The only file that knows the HTTP client, which is `ngym.client`. Connect errors, 429 and 503 mean that the request was not
+processed and are retried for every call; a broken connection, 502 and 504 only for calls that are `idempotent`.
 """
 
 from __future__ import annotations
@@ -12,39 +11,21 @@ import hashlib
 import random
 import secrets
 from collections.abc import Mapping
-from http.cookies import SimpleCookie
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import orjson
 
 from ngym import correlation
+from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.schema import SESSION_COOKIE, SESSION_HEADER
 
-if TYPE_CHECKING:
-    import aiohttp
-
 DEFAULT_TIMEOUT_S = 600.0
-CONNECT_TIMEOUT_S = 5.0
 MAX_ATTEMPTS = 4
 BACKOFF_S = (0.05, 0.4, 2.0)
 MAX_RETRY_AFTER_S = 30.0
-MAX_CONNECTIONS = 8192
-KEEPALIVE_S = 30.0  # below the servers' 75 s, so that a pooled connection is never closed under a request
 NOT_PROCESSED = frozenset({429, 503})
 MAYBE_PROCESSED = frozenset({502, 504})
-
-
-class Reply(NamedTuple):
-    """status, headers (lower case) and body of a peer's answer; `cookies` that it set."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    cookies: Mapping[str, str]
-
-    def json(self) -> Any:
-        return orjson.loads(self.body)
 
 
 class Peers:
@@ -67,7 +48,7 @@ class Peers:
         self.head_url = head_url
         self.owner = owner
         self._token = token
-        self._client: aiohttp.ClientSession | None = None
+        self._client: Client | None = None
 
     def __getitem__(self, name: str) -> Peer:
         if name not in self.urls:
@@ -79,21 +60,12 @@ class Peers:
         return Peer(name, self)
 
     @property
-    def client(self) -> aiohttp.ClientSession:
+    def client(self) -> Client:
         if self._client is None:
-            import aiohttp
-
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", "user-agent": "ngym"}
             if self._token:
                 headers["authorization"] = f"Bearer {self._token}"
-            self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=30),
-                cookie_jar=aiohttp.DummyCookieJar(),  # cookies belong to rollouts (PeerSession), never to the process
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                headers=headers,
-                auto_decompress=True,
-                trust_env=False,
-            )
+            self._client = Client(headers)
         return self._client
 
     async def close(self) -> None:
@@ -116,24 +88,7 @@ class Peers:
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> Reply:
         """One request, no retries. Raises OSError (connection) or TimeoutError."""
-        import aiohttp
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self.client.request(
-                    method, url, data=body, headers=headers, allow_redirects=False
-                ) as response:
-                    content = await response.read()
-                    cookies = (
-                        {name: morsel.value for name, morsel in response.cookies.items()} if response.cookies else {}
-                    )
-                    return Reply(response.status, response.headers, content, cookies)
-        except aiohttp.ServerTimeoutError as error:
-            raise ConnectionRefusedError(str(error)) from error  # sock_connect: it was never sent
-        except aiohttp.ClientConnectorError as error:
-            raise ConnectionRefusedError(str(error)) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise ConnectionResetError(f"{type(error).__name__}: {error}") from error
+        return await self.client.request(method, url, body, headers, timeout_s)
 
 
 class Peer:
@@ -186,9 +141,9 @@ class Peer:
             sent = {**correlation.to_headers(here), **(headers or {})}
             try:
                 reply = await self._peers.send(method, url + path, payload, sent, left)
-            except TimeoutError:
+            except TimeoutError as error:
                 raise PeerTimeout(
-                    f"{self.name} at {url} did not answer {method} {path} within {timeout:.0f} s",
+                    f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}",
                     upstream=self._upstream(url),
                 ) from None
             except OSError as error:
@@ -276,13 +231,12 @@ class PeerSession:
         method: str = "POST",
     ) -> Reply:
         headers = {SESSION_HEADER: self.id}
-        foreign = {name: value for name, value in self._cookies.items() if name != SESSION_COOKIE}
-        if foreign:  # NeMo Gym's servers know a rollout by its cookie
-            headers["cookie"] = SimpleCookie(foreign).output(header="", sep=";").strip()
+        if self._cookies:  # NeMo Gym's servers know a rollout by its cookie
+            headers["cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
         reply = await self.peer.request(
             method, path, body, headers=headers, timeout=timeout, idempotent=idempotent, affinity=self.id
         )
-        self._cookies |= reply.cookies
+        self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:

@@ -22,6 +22,7 @@ SESSION_HEADER = "x-ng-session"
 SESSION_COOKIE = "ng_session"
 ROLLOUT_HEADER = "x-ng-rollout-id"
 DEADLINE_HEADER = "x-ng-deadline-ms"
+WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: how many rollouts wait for their turn there
 TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay, too
 
 

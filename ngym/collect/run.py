@@ -1,6 +1,6 @@
 """Planned rollouts in, finished ones out: one semaphore, capped attempts, a pause while a service is down.
 
-plan -> slot -> agent /run -> outcome -> keep (the disk) -> whoever iterates
+plan -> slot -> window of the agent -> its /run -> outcome -> keep (the disk) -> whoever iterates
           ^______ failed, attempts left, or the service was down
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -21,9 +21,10 @@ from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
 from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout
 from ngym.collect.plan import PlannedRollout
+from ngym.collect.window import Window
 from ngym.errors import ServiceError, boundary
 from ngym.peers import Peers
-from ngym.schema import TOKEN_FORMAT_HEADER
+from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER
 
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
 FREE_OUTAGES = 5  # of one rollout
@@ -46,6 +47,7 @@ class Limits:
 
 
 Keep = Callable[[Outcome], Awaitable[None]]
+Plan = Iterable[PlannedRollout] | AsyncIterable[PlannedRollout]
 
 
 async def _keep_nothing(outcome: Outcome) -> None:
@@ -82,13 +84,16 @@ class Run:
         self._failed_before = failed_before
         self._outages = Outages(peers, self.gate, poll_s=limits.poll_s, give_up_s=limits.give_up_s)
         self._slots = asyncio.Semaphore(limits.concurrency)
+        self._windows: dict[str, Window] = {}  # by agent
         self._unread = 0
         self._room = asyncio.Event()
         self._room.set()
         self._finished: asyncio.Queue[Outcome | None] = asyncio.Queue()  # holds at most BACKLOG + concurrency
 
-    async def outcomes(self, plan: Iterable[PlannedRollout]) -> AsyncGenerator[Outcome, None]:
+    async def outcomes(self, plan: Plan) -> AsyncGenerator[Outcome, None]:
         """Finished rollouts and failed attempts in order of completion. Leaving the loop cancels what is in flight.
+
+        plan: asked for the next rollout whenever there is room; an asynchronous one may take its time.
 
         Raises:
             ServiceGone, DiskFull, WriteFailed: the run cannot go on; what was yielded is safe.
@@ -106,12 +111,13 @@ class Run:
             await asyncio.gather(dispatch, return_exceptions=True)
             await self._outages.close()
 
-    async def _dispatch(self, plan: Iterable[PlannedRollout]) -> None:
+    async def _dispatch(self, plan: Plan) -> None:
         try:
             await self._outages.begin()
             async with asyncio.TaskGroup() as group:
-                for planned in plan:
+                async for planned in _each(plan):
                     await self._slots.acquire()
+                    await self._window(planned.agent).enter()
                     await self.gate.opened()
                     await self._room.wait()
                     group.create_task(self._one(planned))
@@ -127,6 +133,7 @@ class Run:
         finally:
             self.in_flight -= 1
             self._slots.release()
+            self._window(planned.agent).leave()
         await self._deliver(outcome)
 
     async def _deliver(self, outcome: Outcome) -> None:
@@ -136,6 +143,11 @@ class Run:
             self._room.clear()
         await self._keep(outcome)
         self._finished.put_nowait(outcome)
+
+    def _window(self, agent: str) -> Window:
+        if agent not in self._windows:
+            self._windows[agent] = Window(self._limits.concurrency)
+        return self._windows[agent]
 
     async def _attempts(self, planned: PlannedRollout) -> Outcome:
         number, outages = self._failed_before(planned), 0
@@ -167,6 +179,9 @@ class Run:
             peer = self._peers[planned.agent]
             body = orjson.dumps(planned.row)
             reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
+            waiting = reply.headers.get(WAITING_HEADER, "")
+            if waiting.isdigit():
+                self._window(planned.agent).told(int(waiting))
             try:
                 answer = reply.json()
             except orjson.JSONDecodeError as error:
@@ -184,3 +199,12 @@ class Run:
 def _first(error: BaseException) -> BaseException:
     """The error that a group was raised for: one rollout's is every rollout's here, the disk's or a service's."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _each(plan: Plan) -> AsyncIterator[PlannedRollout]:
+    if isinstance(plan, AsyncIterable):
+        async for planned in plan:
+            yield planned
+    else:
+        for planned in plan:
+            yield planned

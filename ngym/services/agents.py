@@ -13,12 +13,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ngym import correlation
-from ngym.errors import ServiceError, boundary
-from ngym.peers import Reply
-from ngym.schema import SCHEMA_VERSION, TOKEN_FORMAT_HEADER, Json, Segment, StopReason, Trace
+from ngym.errors import PeerTimeout, ServiceError, boundary
+from ngym.schema import SCHEMA_VERSION, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json, Segment, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in, without_tokens
 from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.turns import Turns
 
 MAX_TOOL_ERROR_CHARS = 2000
 
@@ -137,8 +137,10 @@ def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifes
         options: the record of the stanza's own keys; derives from AgentOptions.
     """
     app = service_app("agent", options=options, lifespan=lifespan)
+    turns = Turns()
 
     async def run(request: Request) -> Response:
+        await _turn(turns)
         row = await json_body(request)
         rollout = _rollout(context_of(request))
         seeded = await _seed(rollout, row)
@@ -148,9 +150,10 @@ def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifes
         if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
             scored["response"] = response
         scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
-        return JsonResponse(scored)
+        return JsonResponse(scored, headers={WAITING_HEADER: str(turns.waiting)})
 
     async def responses(request: Request) -> Response:
+        await _turn(turns)
         params = await json_body(request)
         return JsonResponse(await _respond(respond, _rollout(context_of(request)), params))
 
@@ -170,6 +173,16 @@ def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifes
     return app
 
 
+async def _turn(turns: Turns) -> None:
+    """Returns when the rollout may begin; its waiting counts into its deadline."""
+    await turns.mine()
+    if correlation.current.get().remaining_s() == 0:
+        raise PeerTimeout(
+            f"the rollout's time was over before its turn came ({turns.waiting} more wait at this agent): collect with less "
+            "--concurrency, or give the agent replicas"
+        )
+
+
 def _rollout(context: ServiceContext) -> RolloutContext:
     here = correlation.current.get()
     if here.rollout_id is None:
@@ -180,9 +193,7 @@ def _rollout(context: ServiceContext) -> RolloutContext:
 
 async def _seed(rollout: RolloutContext, row: Json) -> Json:
     with boundary("config", "the task could not be started"):
-        reply: Reply = await rollout.gym.request(
-            "/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True
-        )
+        reply = await rollout.gym.request("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
         seeded = reply.json()
     return seeded if isinstance(seeded, dict) else {}
 

@@ -1,32 +1,28 @@
-"""What every service has: health, readiness, metrics, problem documents, a body limit, and the ids of the rollout it serves."""
+"""What every service has: health, readiness, metrics, problem documents; edge.py is what each request passes first."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym import correlation
 from ngym.errors import BadRequest, ServiceError
 from ngym.schema import Json, Kind
+from ngym.services.edge import Edge, Handler
 from ngym.services.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
 
-MAX_BODY_BYTES = 256 * 1024 * 1024
-MAX_DEPTH_HINT = "nested too deeply"
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class JsonResponse(Response):
@@ -63,7 +59,8 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
     app.state.not_ready = None
     registry = CollectorRegistry()
     app.state.registry = registry
-    app.add_middleware(_Edge, registry=registry, state=app.state)
+    app.state.handlers = {}
+    app.add_middleware(Edge, registry=registry, handlers=app.state.handlers)
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
@@ -79,6 +76,8 @@ def add_route(
 ) -> None:
     """A route whose handler reads the raw request itself; `body` is its JSON Schema for /openapi.json."""
     extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}} if body else None
+    if "{" not in path:
+        app.state.handlers[method, path] = handler
     app.add_api_route(
         path, handler, methods=[method], summary=summary or None, openapi_extra=extra, response_model=None
     )
@@ -112,68 +111,6 @@ def validated(model: type[BaseModel], value: Json, what: str) -> Any:
 def context_of(request: Request) -> ServiceContext:
     context: ServiceContext = request.app.state.context
     return context
-
-
-class _Edge:
-    """Outermost: takes the rollout's ids from the headers, bounds the body, counts and times requests."""
-
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry, state: Any) -> None:
-        self.app = app
-        self.state = state
-        self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
-        self.seconds = Histogram("ngym_request_seconds", "Time to answer", ["route"], registry=registry)
-        self.in_flight = Gauge("ngym_requests_in_flight", "Requests being served", registry=registry)
-        self._counters: dict[tuple[str, int], Any] = {}
-        self._timers: dict[str, Any] = {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        token = correlation.current.set(correlation.from_headers(headers))
-        status = 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        self.in_flight.inc()
-        started = time.perf_counter()
-        try:
-            await self.app(scope, _bounded(receive, headers.get("content-length")), watched)
-        finally:
-            self.in_flight.dec()
-            correlation.current.reset(token)
-            self._count(scope, status, time.perf_counter() - started)
-
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")  # the template, so that labels stay few
-        counter = self._counters.get((route, status))
-        if counter is None:
-            counter = self._counters[route, status] = self.requests.labels(route, str(status))
-            self._timers.setdefault(route, self.seconds.labels(route))
-        counter.inc()
-        self._timers[route].observe(seconds)
-
-
-def _bounded(receive: Receive, content_length: str | None) -> Receive:
-    """`receive` that refuses bodies over MAX_BODY_BYTES, announced or not."""
-    declared = int(content_length) if content_length and content_length.isdigit() else 0
-    size = 0
-
-    async def bounded() -> Message:
-        nonlocal size
-        message = await receive()
-        if message["type"] == "http.request":
-            size += len(message.get("body", b""))
-            if max(size, declared) > MAX_BODY_BYTES:
-                raise BadRequest(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
-        return message
-
-    return bounded
 
 
 def _default(value: Any) -> Any:

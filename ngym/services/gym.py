@@ -284,5 +284,5 @@ def _session(store: SessionStore, request: Request) -> Session:
 
 def _with_session(response: Response, session: Session) -> Response:
     response.headers[SESSION_HEADER] = session.id
-    response.set_cookie(SESSION_COOKIE, session.id, httponly=True, samesite="strict")
+    response.headers["set-cookie"] = f"{SESSION_COOKIE}={session.id}; HttpOnly; Path=/; SameSite=strict"
     return response

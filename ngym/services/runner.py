@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
 KEEPALIVE_S = 75
 BACKLOG = 4096
 GRACE_S = 3.0
+ACCEPTS = 16  # new connections in one turn of the loop: libuv takes one per listening descriptor, however many wait
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
     )
-    _raise_file_limit()
     try:
         module = load(Path(spec.app_file))
         options = check(spec, module)
@@ -123,16 +122,9 @@ async def serve_app(app: Any, sockets: list[socket.socket], lifespan: Literal["o
     server = _Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
-    await server.serve(sockets=sockets)
+    await server.serve(sockets=[*sockets, *(one.dup() for one in sockets for _ in range(ACCEPTS - 1))])
     if not server.started:
         raise ConfigError(f"{getattr(app, 'title', 'the service')} could not start; its log says why")
-
-
-def _raise_file_limit() -> None:
-    """Thousands of rollouts in flight are thousands of sockets."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def spec_from(mapping: Mapping[str, Any]) -> ServiceSpec:

@@ -1,0 +1,139 @@
+"""One connection: a request goes out, its answer comes back, and the connection waits for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, cast
+
+import httptools
+import orjson
+
+KEEPALIVE_S = 4.0  # below uvicorn's 5 s and our own servers' 75 s, so that no connection is closed under a request
+
+
+class Reply(NamedTuple):
+    """status, headers (lower case) and body of an answer; `cookies` that it set, without their attributes."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    cookies: Mapping[str, str]
+
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+
+class Owner(Protocol):
+    """Who keeps the connections to one server."""
+
+    def opened(self, connection: Connection) -> None: ...
+    def closed(self, connection: Connection) -> None: ...
+    def give_back(self, connection: Connection) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """HTTP/1.1 as far as JSON services need it: answers of any framing, at most one request at a time."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._answer: asyncio.Future[Reply] | None = None
+        self.idle_since = 0.0
+        self._begin()
+
+    def is_fresh(self) -> bool:
+        """Whether a request may be sent on it: it is open, and has not been idle for long."""
+        return self._transport is not None and self._loop.time() - self.idle_since < KEEPALIVE_S
+
+    async def exchange(self, request: bytes) -> Reply:
+        """Send a request (head and body), get its answer. The connection is given back as soon as the answer is whole.
+
+        Raises:
+            ConnectionRefusedError: it was not sent. ConnectionResetError: the connection broke, or what came is no HTTP.
+        """
+        if self._transport is None:
+            raise ConnectionRefusedError("the connection was closed before the request was sent")
+        answer: asyncio.Future[Reply] = self._loop.create_future()
+        self._answer = answer
+        self._transport.write(request)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._answer is answer:  # else the answer came all the same, and the connection serves somebody else
+                self.close()  # what may still come on it belongs to nobody
+            raise
+
+    def close(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._owner.opened(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = self._parser = None  # the parser holds this object, too
+        self._owner.closed(self)
+        self._fail(f"the connection broke: {error}" if error else "the connection was closed before an answer")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"the answer is no HTTP: {error}")
+            self.close()
+
+    def eof_received(self) -> None:
+        if self._answer and self._headed and not self._headers.keys() & {"content-length", "transfer-encoding"}:
+            self._complete(keep=False)  # an answer that ends where its connection ends
+
+    def on_message_begin(self) -> None:
+        if self._answer is None:
+            self.close()  # an answer to nothing
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.lower().decode("latin-1")
+        if key == "set-cookie":
+            cookie, _, content = value.partition(b";")[0].decode("latin-1").partition("=")
+            self._cookies[cookie.strip()] = content.strip()
+        self._headers[key] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._headed = True
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            self._begin()  # 100 Continue and its like announce the answer
+        elif self._answer is not None:
+            self._complete(keep=self._parser.should_keep_alive())
+
+    def _begin(self) -> None:
+        self._headers: dict[str, str] = {}
+        self._cookies: dict[str, str] = {}
+        self._parts: list[bytes] = []
+        self._headed = False
+
+    def _complete(self, *, keep: bool) -> None:
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        reply = Reply(self._parser.get_status_code(), self._headers, body, self._cookies)
+        answer, self._answer = self._answer, None
+        self._begin()
+        assert self._transport is not None
+        if keep and self._transport.get_write_buffer_size() == 0:
+            self._owner.give_back(self)
+        else:
+            self._transport.close()
+        if answer is not None and not answer.done():
+            answer.set_result(reply)
+
+    def _fail(self, why: str) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None and not answer.done():
+            answer.set_exception(ConnectionResetError(why))

@@ -1,0 +1,83 @@
+"""What stands between a request and its handler."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from fastapi import Request
+from house import house
+from starlette.responses import Response
+
+from ngym import ServiceOptions
+from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.edge import MAX_BODY_BYTES
+
+
+class Sold(Exception):
+    """An author's own."""
+
+
+class SoldOut(Sold):
+    """A kind of it."""
+
+
+async def teapot(request: Request, error: Exception) -> Response:
+    return JsonResponse({"told": str(error)}, status_code=418)
+
+
+def shop():
+    app = service_app("gym_server", options=ServiceOptions)
+
+    async def buy(request: Request) -> Response:
+        await json_body(request)
+        raise SoldOut("nothing left")
+
+    async def crash(request: Request) -> Response:
+        raise ZeroDivisionError("a secret")
+
+    add_route(app, "POST", "/buy", buy)
+    add_route(app, "POST", "/crash", crash)
+    app.add_exception_handler(Sold, teapot)
+    return app
+
+
+async def asked(method: str, path: str, **request: object) -> httpx.Response:
+    async with house(shop=shop()) as peers, httpx.AsyncClient(base_url=peers.urls["shop"][0]) as client:
+        return await client.request(method, path, **request)  # type: ignore[arg-type]
+
+
+async def test_an_authors_exception_handler_is_called_for_what_handlers_raise():
+    answer = await asked("POST", "/buy", json={})
+    assert (answer.status_code, answer.json()) == (418, {"told": "nothing left"})
+
+
+async def test_an_exception_that_nobody_foresaw_is_a_problem_without_its_text():
+    answer = await asked("POST", "/crash")
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" in answer.json()["detail"] and "secret" not in answer.text
+
+
+async def test_what_nobody_serves_is_a_problem_document():
+    for method, path, status in (("POST", "/nowhere", 404), ("GET", "/buy", 405), ("POST", "/buy/", 404)):
+        answer = await asked(method, path)
+        assert answer.status_code == status, (method, path)
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+async def test_a_body_that_announces_too_much_is_refused_before_all_of_it_came():
+    async with house(shop=shop()) as peers, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(peers.urls["shop"][0].rpartition(":")[2]))
+        writer.write(f"POST /buy HTTP/1.1\r\nhost: shop\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n{{".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_requests_are_counted_by_route_and_status():
+    async with house(shop=shop()) as peers, httpx.AsyncClient(base_url=peers.urls["shop"][0]) as client:
+        await client.post("/buy", json={})
+        await client.post("/nowhere", json={})
+        metrics = (await client.get("/metrics")).text
+    assert 'ngym_requests_total{route="/buy",status="418"} 1.0' in metrics
+    assert 'ngym_requests_total{route="unknown",status="404"} 1.0' in metrics
