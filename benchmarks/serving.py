@@ -1,10 +1,11 @@
 """How much of a saturated vLLM's speed is left when rollouts are collected through agent, gym server and /verify?
 
-The same single-turn requests, first sent to vLLM's own server (the stock one, same flags), then collected as rollouts. Both
-engines are warmed; the ratio of sampled tokens a second is what counts. Rollouts carry the log-probability of every token,
-so the stock server is asked for those, too; without them it does less. Needs a policy: `make quickstart` makes one.
+The same single-turn requests, sent to vLLM's own server (the stock one), with and without asking for log-probabilities,
+and collected as rollouts, which carry the id and the log-probability of every token. Both servers run all the time and
+take turns, so that what else the machine does meets both; what counts is the ratio within a round. CPU seconds are those of
+all processes of a side, with the one that asks. Needs a policy: `make quickstart` makes one.
 
-    python benchmarks/serving.py [--model runs/quickstart/sft/policy] [--rollouts 512] [--in-flight 64] [--tokens 64]
+    python benchmarks/serving.py [--model runs/quickstart/sft/policy] [--in-flight 64 128 256] [--tokens 64] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
+from ngym import process
 from ngym.collect import Limits, Recipe, Rollout, collect
 from ngym.config import load_config
 from ngym.peers import Peers
@@ -54,8 +58,6 @@ STOCK = [
     "--no-enable-chunked-prefill",
     "--dtype",
     "float32",
-    "--logprobs-mode",
-    "processed_logprobs",
     "--generation-config",
     "vllm",
     "--disable-log-stats",
@@ -71,6 +73,27 @@ STOCK_ENVIRONMENT = {
 }
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+@dataclass
+class Side:
+    """One way to have the requests answered. ask: (rollouts, in flight) -> sampled tokens; pids: its processes."""
+
+    name: str
+    ask: Callable[[int, int], Awaitable[int]]
+    pids: list[int]
+
+
+class Round(NamedTuple):
+    """tokens a second, and CPU milliseconds per 1,000 tokens: of the model server, of its engine, and of all processes."""
+
+    rate: float
+    server: float
+    engine: float
+    cpu: float
+
+
 def tasks(count: int, tokens: int) -> Iterator[dict[str, Any]]:
     for i in range(count):
         question = f"Tom has {i % 90 + 10} coins and buys {i * 7 % 90 + 10} more. How many coins does Tom have?"
@@ -79,21 +102,14 @@ def tasks(count: int, tokens: int) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def stock_server(model: Path) -> Iterator[str]:
-    """vLLM's own server, ready; yields its URL."""
+def stock_server(model: Path) -> Iterator[tuple[str, int]]:
+    """vLLM's own server, ready; its URL and its pid."""
     sock = listen("127.0.0.1", 0, "stock vLLM", "")
     port = sock.getsockname()[1]
     sock.close()
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.launchers.api_server.entry",
-        "--model",
-        str(model),
-        "--served-model-name",
-        "policy",
-    ]
-    process = subprocess.Popen(
+    module = "vllm.entrypoints.launchers.api_server.entry"
+    command = [sys.executable, "-m", module, "--model", str(model), "--served-model-name", "policy"]
+    server = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), *STOCK],
         env={**os.environ, **STOCK_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
@@ -104,90 +120,127 @@ def stock_server(model: Path) -> Iterator[str]:
     try:
         while True:
             time.sleep(0.5)
-            if process.poll() is not None:
-                raise SystemExit(f"stock vLLM ended with exit code {process.returncode}")
+            if server.poll() is not None:
+                raise SystemExit(f"stock vLLM ended with exit code {server.returncode}")
             try:
                 if httpx.get(f"{url}/health", timeout=2).status_code == 200:
                     break
             except httpx.HTTPError:
                 continue
-        yield url
+        yield url, server.pid
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
-async def direct(url: str, rollouts: int, in_flight: int, tokens: int, more: dict[str, Any]) -> float:
-    """Sampled tokens per second of the same requests, sent to a vLLM server by our own client."""
-    peers, gate = Peers({"policy": [url]}), asyncio.Semaphore(in_flight)
-    sampled = 0
-
-    async def one(task: dict[str, Any]) -> None:
-        nonlocal sampled
-        async with gate:
-            body = {**task["responses_create_params"], "model": "policy", **more}
-            response = await peers["policy"].post("/v1/responses", body)
-            sampled += response["usage"]["output_tokens"]
-
-    started = time.perf_counter()
-    await asyncio.gather(*(one(task) for task in tasks(rollouts, tokens)))
-    await peers.close()
-    return sampled / (time.perf_counter() - started)
-
-
-async def collected(peers: Peers, rollouts: int, in_flight: int, tokens: int) -> float:
-    sampled, started = 0, time.perf_counter()
-    async for outcome in collect(
-        tasks(rollouts, tokens), peers=peers, recipe=Recipe(agent="env_agent"), limits=Limits(concurrency=in_flight)
-    ):
-        assert isinstance(outcome, Rollout), outcome
-        sampled += outcome.row["response"]["usage"]["output_tokens"]
-    return sampled / (time.perf_counter() - started)
-
-
-async def ours(model: Path, arguments: argparse.Namespace) -> list[float]:
+@asynccontextmanager
+async def stack(model: Path) -> AsyncIterator[Supervisor]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "gym_servers").mkdir()
         (root / "gym_servers" / "env.py").write_text(ENV)
         (root / "global_config.yaml").write_text(CONFIG.format(model=model))
-        async with Supervisor(load_config([root / "global_config.yaml"])) as stack:
-            peers = Peers(stack.urls)
-            await collected(peers, arguments.rollouts, arguments.in_flight, arguments.tokens)  # warm-up
-            rates = [
-                await collected(peers, arguments.rollouts, arguments.in_flight, arguments.tokens) for _ in range(3)
+        async with Supervisor(load_config([root / "global_config.yaml"])) as running:
+            yield running
+
+
+async def direct(peers: Peers, rollouts: int, in_flight: int, tokens: int, more: dict[str, Any]) -> int:
+    """Sampled tokens of the same requests, sent to a vLLM server by our own client."""
+    gate = asyncio.Semaphore(in_flight)
+
+    async def one(task: dict[str, Any]) -> int:
+        async with gate:
+            body = {**task["responses_create_params"], "model": "policy", **more}
+            response = await peers["stock"].post("/v1/responses", body)
+            return int(response["usage"]["output_tokens"])
+
+    return sum(await asyncio.gather(*(one(task) for task in tasks(rollouts, tokens))))
+
+
+async def collected(peers: Peers, rollouts: int, in_flight: int, tokens: int) -> int:
+    sampled = 0
+    async for outcome in collect(
+        tasks(rollouts, tokens), peers=peers, recipe=Recipe(agent="env_agent"), limits=Limits(concurrency=in_flight)
+    ):
+        assert isinstance(outcome, Rollout), outcome
+        assert len(outcome.row["response"]["output"]) == 1
+        [segment] = outcome.row["ng"]["segments"]
+        sampled += len(segment["logprobs"])
+    return sampled
+
+
+def cpu_seconds(pids: list[int]) -> dict[int, float]:
+    """Of these processes and their children."""
+    family = [one for pid in pids for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    return {one.pid: sum(one.cpu_times()[:2]) for one in family}
+
+
+async def play(side: Side, rollouts: int, in_flight: int) -> Round:
+    before, own, started = cpu_seconds(side.pids), time.process_time(), time.perf_counter()
+    thousands = await side.ask(rollouts, in_flight) / 1000
+    seconds = time.perf_counter() - started
+    used = {pid: (now - before.get(pid, 0.0)) / thousands * 1e3 for pid, now in cpu_seconds(side.pids).items()}
+    own = (time.process_time() - own) / thousands * 1e3
+    server = used[side.pids[0]]
+    engine = max(used[child.pid] for child in psutil.Process(side.pids[0]).children())
+    return Round(thousands * 1000 / seconds, server, engine, sum(used.values()) + own)
+
+
+async def compare(sides: list[Side], arguments: argparse.Namespace, in_flight: int) -> None:
+    rollouts = max(arguments.rollouts, 2 * in_flight)
+    for side in sides:
+        await play(side, rollouts, in_flight)  # warm-up
+    rounds: dict[str, list[Round]] = {side.name: [] for side in sides}
+    for number in range(arguments.rounds):
+        for place in range(len(sides)):  # whoever comes first in one round comes last in the next
+            side = sides[(number + place) % len(sides)]
+            rounds[side.name].append(await play(side, rollouts, in_flight))
+    print(f"{in_flight} in flight, {arguments.rounds} rounds of {rollouts} rollouts, load {os.getloadavg()[0]:.1f}")
+    ours = rounds[sides[0].name]
+    for name, played in rounds.items():
+        rate, server, engine, cpu = (median(column) for column in zip(*played, strict=True))
+        faster = [mine.rate / its.rate for mine, its in zip(ours, played, strict=True)]
+        cheaper = median(its.cpu / mine.cpu for mine, its in zip(ours, played, strict=True))
+        print(
+            f"  {name:26}{rate:7.0f} tokens/s; CPU ms per 1,000: all {cpu:.0f}, server {server:.0f}, engine {engine:.0f}"
+        )
+        if played is not ours:
+            spread = f"({min(faster):.2f} to {max(faster):.2f})"
+            print(
+                f"{'':28}collected / this: tokens/s {median(faster):.2f} {spread}, tokens per CPU second {cheaper:.2f}"
+            )
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    model, tokens = arguments.model.resolve(), arguments.tokens
+    with stock_server(model) as (url, pid):
+        async with stack(model) as running:
+            stock, ours = Peers({"stock": [url]}), Peers(running.urls)
+            states = sorted(running.states, key=lambda state: state.name != "policy")
+            pids = [state.pid for state in states if state.pid]
+            sides = [
+                Side("collected as rollouts", lambda n, k: collected(ours, n, k, tokens), pids),
+                Side("vLLM's own, with logprobs", lambda n, k: direct(stock, n, k, tokens, LOGPROBS), [pid]),
+                Side("vLLM's own, without", lambda n, k: direct(stock, n, k, tokens, {}), [pid]),
             ]
-            await peers.close()
-            return rates
-
-
-async def stock(url: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    size = (arguments.rollouts, arguments.in_flight, arguments.tokens)
-    found = {}
-    for name, more in (("without logprobs", {}), ("with logprobs", {"include": ["message.output_text.logprobs"]})):
-        await direct(url, *size, more)  # warm-up
-        found[name] = [await direct(url, *size, more) for _ in range(3)]
-    return found
+            for in_flight in arguments.in_flight:
+                await compare(sides, arguments, in_flight)
+            await stock.close()
+            await ours.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("runs/quickstart/sft/policy"))
-    parser.add_argument("--rollouts", type=int, default=512)
-    parser.add_argument("--in-flight", type=int, default=64)
+    parser.add_argument("--rollouts", type=int, default=256, help="a round, at least; and twice those in flight")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     if not arguments.model.is_dir():
         raise SystemExit(f"there is no policy at {arguments.model}; run `make quickstart`, or name one with --model")
-    model = arguments.model.resolve()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {arguments.in_flight} in flight")
-    with stock_server(model) as url:
-        base = asyncio.run(stock(url, arguments))
-    rates = asyncio.run(ours(model, arguments))
-    print(f"collected as rollouts: {median(rates):.0f} tokens/s (min {min(rates):.0f}, max {max(rates):.0f})")
-    for name, direct_rates in base.items():
-        middle = median(direct_rates)
-        print(f"vLLM's own server, {name}: {middle:.0f} tokens/s; ratio {median(rates) / middle:.2f}")
+    print(f"{os.cpu_count()} cores; {arguments.tokens} tokens each")
+    process.run(measure(arguments))
 
 
 if __name__ == "__main__":

@@ -8,16 +8,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from machine import PATIENCE_S, wait_until
 
+CONTEXT = (
+    32_768  # tokens. One answer of so many takes half a minute where tokens come fast: it ends when a test ends it
+)
+ENDLESS = CONTEXT - 100
 SERVE = """
 import json, socket, sys
+from ngym.process import leave
 from ngym.services.runner import ServiceSpec, run
-sys.exit(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
+leave(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
 """
 TEMPLATE = r"""{%- for m in messages -%}
 <|im_start|>{{ m.role if m.role != 'tool' else 'user' }}
@@ -35,20 +44,29 @@ TEMPLATE = r"""{%- for m in messages -%}
 
 @dataclass
 class Server:
-    """A service process, and what it answered on its way to ready."""
+    """A service process, what it answered on its way to ready, and how long that took."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
     while_loading: list[httpx.Response] = field(default_factory=list)
+    load_s: float = 0.0
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE_S)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S)
 
     def answer(self, **body: Any) -> dict[str, Any]:
         reply = self.post("/v1/responses", **body)
         assert reply.status_code == 200, reply.text
         return reply.json()
+
+    def end(self) -> None:
+        """Have it end, and wait until it has."""
+        self.process.terminate()
+        self.process.wait(PATIENCE_S)
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -77,7 +95,7 @@ def write_checkpoint(folder: Path) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         initializer_range=0.2,  # sharper than a fresh model's: its errors show
         eos_token_id=2,
@@ -101,17 +119,23 @@ def start(folder: Path, root: Path, name: str, options: dict[str, Any], **more: 
         return Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
 
 
-def wait_until_ready(server: Server, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert server.process.poll() is None, server.log.read_text()[-3000:]
-        alive, ready = (httpx.get(server.url + path, timeout=20) for path in ("/health", "/ready"))
+def wait_until_ready(server: Server) -> None:
+    began = time.monotonic()
+    while time.monotonic() < began + 2 * PATIENCE_S:
+        try:
+            alive, ready = (server.get(path) for path in ("/health", "/ready"))
+        except httpx.TransportError:
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(10)
+            assert server.process.poll() is None, f"it died:\n{server.log.read_text()[-3000:]}"
+            raise
         assert alive.json() == {"status": "ok"}
         if ready.status_code == 200:
+            server.load_s = time.monotonic() - began
             return
         server.while_loading.append(ready)
         time.sleep(0.2)
-    raise AssertionError(f"not ready after {timeout_s} s:\n{server.log.read_text()[-3000:]}")
+    raise AssertionError(f"not ready after {2 * PATIENCE_S} s:\n{server.log.read_text()[-3000:]}")
 
 
 def tokens_of(response: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
@@ -124,5 +148,34 @@ def user(text: str) -> dict[str, Any]:
 
 
 def metric(server: Server, name: str) -> float:
-    metrics = httpx.get(server.url + "/metrics").text
+    metrics = server.get("/metrics").text
     return float(re.findall(rf"^vllm:{name}{{.*}} (.*)$", metrics, re.MULTILINE)[0])
+
+
+@contextmanager
+def endless(server: Server) -> Iterator[None]:
+    """An answer is being generated for as long as the block lasts, however fast the machine is."""
+    body = {"input": "hi", "max_output_tokens": ENDLESS, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=PATIENCE_S) as reply:
+        lines = reply.iter_lines()  # when nobody holds it any more, the connection is closed
+        while next(lines) != "event: response.output_text.delta":
+            pass
+        yield
+
+
+class generating:
+    """A long answer in another thread, of which the first tokens are there."""
+
+    def __init__(self, server: Server, tokens: int, **more: Any) -> None:
+        self._server = server
+        self._body = {"input": "hi", "max_output_tokens": tokens, "ignore_eos": True, **more}
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Future[httpx.Response]:
+        before = metric(self._server, "generation_tokens_total")
+        future = self._thread.submit(lambda: self._server.post("/v1/responses", **self._body))
+        wait_until(lambda: future.done() or metric(self._server, "generation_tokens_total") >= before + 10)
+        return future
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()

@@ -16,7 +16,7 @@ from .doorkeeper import Doorkeeper
 from .environment import find_model, prepare_environment
 
 if TYPE_CHECKING:
-    from .push import PushOptions
+    from .pushed import PushOptions
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -31,6 +31,12 @@ class Options(ServiceOptions):
     engine: dict[str, Any] = Field(default_factory=dict, description="Any argument of `vllm serve`, by its name there.")
     kv_cache_mb: int = Field(default=64, ge=1, description="CPU only: the KV cache; all of it is used at once.")
     threads: int = Field(default=1, ge=1, description="CPU only: more help a large model, and ruin a tiny one.")
+    lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=512,
+        description="Adapters of up to this rank can be pushed (transport lora); null: none.",
+    )
     push_token: str | None = Field(
         default=None, min_length=16, description="Opens the weight push; default: ng_run's own, in .ngym/head.json."
     )
@@ -71,11 +77,11 @@ async def serve(context: ServiceContext) -> None:
 
 
 def _push_options(context: ServiceContext) -> PushOptions:
-    from .push import PushOptions
+    from .pushed import PushOptions
 
     options: Options = context.options
     root = (context.root / options.weights_root).resolve() if options.weights_root else None
-    return PushOptions(options.push_token or context.admin_token, root, options.push_lease_s)
+    return PushOptions(options.push_token or context.admin_token, root, options.push_lease_s, options.lora_rank)
 
 
 def _die_at_once_when_told() -> None:

@@ -40,6 +40,9 @@ OURS = {
     "enable_auto_tool_choice": "tool_call_parser",
     "reasoning_parser": "reasoning_parser",
 }
+GPU_TRANSFERS = ("nccl", "ipc", "sparse_nccl", "nccl_m2n", "sharded_rdt", "modelexpress")
+ADAPTERS = ("enable_lora", "lora_modules", "max_lora_rank", "max_loras", "max_cpu_loras")
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 NOBODYS = ("host", "port", "uds", "config", "help", "api_server_count", "headless", "tool_server", "ssl_keyfile")
 
 
@@ -56,6 +59,9 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
     for key, value in options.engine.items():
         name = _name(key)
         _refuse_what_is_not_theirs(service, key, name, known)
+        if options.lora_rank is not None and name in ADAPTERS:
+            wrong = "with lora_rank, all requests use the adapter that is pushed; remove one of the two"
+            raise ConfigError(f"service {service!r}: engine.{key}: {wrong}")
         if name.startswith("no_") and name[3:] in known and isinstance(value, bool):
             name, value = name[3:], not value
         values[name] = value
@@ -69,10 +75,24 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
     values |= {"model": model.name, "served_model_name": options.served_name or service}
     if options.tool_call_parser:
         values |= {"tool_call_parser": options.tool_call_parser, "enable_auto_tool_choice": True}
+    if options.lora_rank is not None:
+        rank = next(rank for rank in ADAPTER_RANKS if rank >= options.lora_rank)
+        values |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if options.reasoning_parser:
         values["reasoning_parser"] = options.reasoning_parser
     words = [word for name, value in values.items() for word in _words(known[name], name, value)]
-    return _parse(service, parser, words)
+    arguments = _parse(service, parser, words)
+    backend = transfer_backend(arguments)
+    if on_cpu and backend in GPU_TRANSFERS:
+        wrong = f"{backend} moves weights between GPUs, and this vLLM runs on a CPU; remove it, and push over http"
+        raise ConfigError(f"service {service!r}: engine.weight_transfer_config: {wrong}")
+    return arguments
+
+
+def transfer_backend(arguments: argparse.Namespace) -> str | None:
+    """Which of vLLM's own weight transfers was configured."""
+    config = arguments.weight_transfer_config
+    return config.backend if config is not None else None
 
 
 class _Parser(FlexibleArgumentParser):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable
-from typing import Self
+from typing import Self, cast
 
 import orjson
 
 from ngym.errors import NotReady
 
 STATUS_PREFIX = "ngym-status: "  # the supervisor shows what follows as the service's live line
-REQUEST_TIMEOUT_S = 1.0
+LAST_CALLERS_S = 5.0
 MAX_HEAD_BYTES = 64 << 10
 LEAVE = b"\0"
 
@@ -75,33 +76,54 @@ def _become_doorkeeper(ours: socket.socket, theirs: socket.socket, sockets: list
 
 
 def _attend(channel: socket.socket, sockets: list[socket.socket], service: str) -> None:
+    """Until we are told to leave, and then until those whom we let in have their answers."""
     status = "starting"
-    while True:
-        readable, _, _ = select.select([channel, *sockets], [], [])
-        if channel in readable:
-            said = channel.recv(4096)
-            if not said or LEAVE in said:
-                return
-            status = said.decode().splitlines()[-1]
-        for sock in readable:
-            if sock is not channel:
-                with contextlib.suppress(OSError):  # the caller went away
-                    _answer(sock.accept()[0], service, status)
+    deadline: float | None = None
+    heads: dict[socket.socket, bytes] = {}  # of callers who have not yet asked to the end
+    watched = selectors.DefaultSelector()  # not select(): a whole collection may be knocking
+    for sock in (channel, *sockets):
+        watched.register(sock, selectors.EVENT_READ)
+    while deadline is None or (watched.get_map() and time.monotonic() < deadline):
+        for key, _ in watched.select(None if deadline is None else deadline - time.monotonic()):
+            sock = cast(socket.socket, key.fileobj)
+            if sock in sockets:
+                _let_in(sock, watched, heads)
+            elif sock is not channel:
+                if _has_left(sock, heads, service, status):
+                    heads.pop(sock, None)
+                    watched.unregister(sock)
+                    sock.close()
+            elif (said := channel.recv(4096)) and LEAVE not in said:
+                status = said.decode().splitlines()[-1]
+            else:
+                deadline = time.monotonic() + LAST_CALLERS_S
+                for sock in (channel, *sockets):
+                    watched.unregister(sock)
 
 
-def _answer(connection: socket.socket, service: str, status: str) -> None:
-    with connection:
-        connection.settimeout(REQUEST_TIMEOUT_S)
-        head = b""
-        while b"\r\n\r\n" not in head and len(head) < MAX_HEAD_BYTES:
-            chunk = connection.recv(4096)
-            if not chunk:
-                return
-            head += chunk
-        connection.sendall(_reply(head.split(b"\r\n", 1)[0], service, status))
-        connection.shutdown(socket.SHUT_WR)
-        while connection.recv(MAX_HEAD_BYTES):  # closing on unread bytes would reset the connection and lose the answer
-            pass
+def _let_in(listening: socket.socket, watched: selectors.BaseSelector, heads: dict[socket.socket, bytes]) -> None:
+    with contextlib.suppress(OSError):  # the caller went away
+        caller = listening.accept()[0]
+        caller.setblocking(False)
+        heads[caller] = b""
+        watched.register(caller, selectors.EVENT_READ)
+
+
+def _has_left(caller: socket.socket, heads: dict[socket.socket, bytes], service: str, status: str) -> bool:
+    """Hear what a caller says, and answer a question that is complete; True once the caller has hung up.
+
+    We do not hang up first: closing on unread bytes would reset the connection and lose the answer.
+    """
+    try:
+        heard = caller.recv(MAX_HEAD_BYTES)
+        if heard and caller in heads:
+            heads[caller] += heard
+            if b"\r\n\r\n" in heads[caller] or len(heads[caller]) >= MAX_HEAD_BYTES:
+                caller.sendall(_reply(heads.pop(caller).split(b"\r\n", 1)[0], service, status))
+                caller.shutdown(socket.SHUT_WR)
+    except OSError:
+        return True
+    return not heard
 
 
 def _reply(request_line: bytes, service: str, status: str) -> bytes:

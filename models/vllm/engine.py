@@ -30,12 +30,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
 
-from . import kernels, worker
-from .arguments import parse_arguments
+from . import kernels, sampled, worker
+from .adapter import Adapter, AdapterFiles, linear_layers
+from .arguments import parse_arguments, transfer_backend
+from .bundling import bundle
 from .doorkeeper import Say
 from .environment import Model
 from .staging import Shapes, shapes_in
-from .tokens import recorded
+from .tokens import SampledLogprobs, recorded
 
 if TYPE_CHECKING:
     from .app import Options
@@ -72,6 +74,10 @@ class Engine(AsyncLLM):
 
     broken: str | None = None
     """Why the weights that are loaded must not be served."""
+    adapter: Adapter | None = None
+    """What all generations use beside the weights; None: adapters are off."""
+    base_version: int = 0
+    """Of the weights under the adapter: the version that they were pushed as; 0: the checkpoint."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
@@ -80,6 +86,8 @@ class Engine(AsyncLLM):
         if tokens is not None and sampling_params.logprobs is None:
             sampling_params.logprobs = 0  # that of the sampled token, and no alternatives
             sampling_params.flat_logprobs = True
+        if self.adapter is not None:
+            more["lora_request"] = self.adapter.request
         async for output in super().generate(prompt, sampling_params, request_id, **more):
             if tokens is not None:
                 tokens.add(output)
@@ -88,9 +96,15 @@ class Engine(AsyncLLM):
     async def _add_request(self, request: Any, *more: Any) -> None:
         await super()._add_request(request, *more)
         state = self.output_processor.request_states.get(request.request_id)
-        if state is not None and request.sampling_params.flat_logprobs and state.logprobs_processor is not None:
+        if state is not None and request.sampling_params.flat_logprobs:
             # Nobody reads the text of each single token, and decoding it would be half of this process's work.
-            state.logprobs_processor.tokenizer = None
+            state.logprobs_processor = SampledLogprobs.from_new_request(tokenizer=None, request=request)
+
+    @property
+    def adapted_layers(self) -> list[str]:
+        """The last words of the names of the layers that an adapter may stand beside."""
+        config = self.vllm_config.lora_config
+        return (config.target_modules or []) if config is not None else []
 
     async def policy_version(self) -> int:
         return int(await self.get_weight_version())
@@ -124,6 +138,49 @@ class Engine(AsyncLLM):
                 `raise_when_dead` ends the server, for nothing of that must be served.
         """
         began = time.monotonic()
+        await self.pause_for_push(mode, patience_s)
+        paused = time.monotonic()
+        try:
+            method = "reload_packed_weights" if current_platform.is_cpu() else "reload_weights"
+            await self.collective_rpc(method, kwargs={"weights_path": str(folder)})
+            await self.serve_pushed(version)
+        except BaseException as error:
+            self.broken = f"the weights of version {version} were loaded by halves: {error}; the server has to restart"
+            raise ServiceError(self.broken, retryable=True) from error
+        return Seconds(paused - began, time.monotonic() - paused)
+
+    async def serve_pushed(self, version: int) -> None:
+        """Go on with the weights that were just loaded, which are those of this version."""
+        if self.adapter is not None:
+            await self.adapter.clear()  # vLLM has forgotten it, and it belonged to the old weights
+        await self.update_weight_version(str(version))
+        self.base_version = version
+        await self.resume_generation()
+
+    async def switch_adapter(self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float) -> Seconds:
+        """Generate with this adapter from now on; what was cached under the old one is forgotten.
+
+        Raises:
+            ServiceError: as switch_weights; or vLLM refuses the adapter, and the old one is served.
+        """
+        assert self.adapter is not None
+        began = time.monotonic()
+        await self.pause_for_push(mode, patience_s)
+        paused = time.monotonic()
+        try:
+            await self.adapter.replace(source)
+            await self.update_weight_version(str(version))
+        except ServiceError:
+            await self.resume_generation()
+            raise
+        except BaseException as error:
+            self.broken = f"the adapter of version {version} was loaded by halves: {error}; the server has to restart"
+            raise ServiceError(self.broken, retryable=True) from error
+        await self.resume_generation()
+        return Seconds(paused - began, time.monotonic() - paused)
+
+    async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None:
+        """Nothing is generated from here on, and the prefix cache is empty; ServiceError when that takes too long."""
         try:
             async with asyncio.timeout(patience_s):
                 await self.pause_generation(mode=mode, clear_cache=True)
@@ -133,16 +190,6 @@ class Engine(AsyncLLM):
                 problem = f"generations in flight did not end within {patience_s:.0f} s; push with mode keep or abort"
                 raise ServiceError(problem, status=409, retryable=True) from None
             raise
-        paused = time.monotonic()
-        try:
-            method = "reload_packed_weights" if current_platform.is_cpu() else "reload_weights"
-            await self.collective_rpc(method, kwargs={"weights_path": str(folder)})
-            await self.update_weight_version(str(version))
-        except BaseException as error:
-            self.broken = f"the weights of version {version} were loaded by halves: {error}; the server has to restart"
-            raise ServiceError(self.broken, retryable=True) from error
-        await self.resume_generation()
-        return Seconds(paused - began, time.monotonic() - paused)
 
     async def prove(self, prompt: list[int]) -> Proof:
         """Logprobs of a prompt as the engine computes them now. BadRequest when it is none for this model."""
@@ -175,6 +222,9 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     """
     on_cpu = current_platform.is_cpu()
     arguments = parse_arguments(service, options, model, on_cpu=on_cpu)
+    if transfer_backend(arguments) == "ipc":
+        # Handles of GPU memory travel pickled: whoever has the push token can run code in the engine process.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     single = arguments.tensor_parallel_size * arguments.pipeline_parallel_size * arguments.data_parallel_size == 1
     if not on_cpu:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
@@ -193,9 +243,13 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:600]
         raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
+    if config.lora_config is not None and options.lora_rank is not None:
+        config.lora_config.target_modules = linear_layers(config, service)
     if on_cpu and arguments.enforce_eager:
         torch._dynamo.config.disable = True  # vLLM compiles its sampler even so: the first request would wait 17 s
     if on_cpu and single:
+        bundle(config, service)
+        sampled.leave_out_ranks()
         _prepare_fork()
     say(f"loading: {options.model}")
     engine = Engine.from_vllm_config(

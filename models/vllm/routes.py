@@ -19,8 +19,10 @@ from ngym.schema import ROLLOUT_HEADER
 from ngym.services.app import Handler, JsonResponse, ProblemResponse, add_route
 from ngym.services.model import ROLLOUT_ID
 
+from .adapter import Adapter, beside
 from .engine import Engine
-from .push import PushOptions, WeightPush
+from .push import WeightPush
+from .pushed import PushOptions
 from .responses import Responses
 
 # Everything else of vLLM's (sleep, LoRA, profiler, tokenizer, collective RPC, raw tokens ...) can be reached by nobody.
@@ -38,12 +40,17 @@ ROLLOUTS = "/rollouts/"
 async def build_application(service: str, arguments: Namespace, engine: Engine, push: PushOptions) -> ASGIApp:
     """vLLM's application over this engine, with its routes pruned and ours added."""
     await engine.update_weight_version("0")
+    ours = engine.checkpoint_shapes()
+    matrices = beside(engine.adapted_layers, ours or {})
+    if matrices:
+        engine.adapter = await Adapter.of(engine, matrices)
     tasks = await engine.get_supported_tasks()
     app = build_app(arguments, tasks, engine.model_config)
     await init_app_state(engine, app.state, arguments, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers set it; raise_when_dead does the work
     app.router.routes[:] = [route for route in app.router.routes if _names(route) & VLLM_ROUTES]
-    _add_ours(service, app, engine, push)
+    app.state.handlers = {}  # add_route fills it; requests come through vLLM's middleware (its api_key) all the same
+    _add_ours(service, app, engine, WeightPush(engine, ours, matrices, push))
     reachable = frozenset().union(VLLM_ROUTES, *map(_names, app.router.routes))
     return Edge(app, service, reachable)
 
@@ -57,7 +64,7 @@ def _names(route: BaseRoute) -> set[tuple[str, str]]:
     )
 
 
-def _add_ours(service: str, app: FastAPI, engine: Engine, push: PushOptions) -> None:
+def _add_ours(service: str, app: FastAPI, engine: Engine, push: WeightPush) -> None:
     generation = engine.model_config.try_get_generation_config()
     ends = generation.get("eos_token_id") or []
     turn_ends = frozenset([*(ends if isinstance(ends, list) else [ends]), engine.get_tokenizer().eos_token_id])
@@ -77,7 +84,7 @@ def _add_ours(service: str, app: FastAPI, engine: Engine, push: PushOptions) -> 
     add("GET", "/", alive, "Liveness")
     add("GET", "/health", alive, "Liveness")
     add("GET", "/ready", ready, "Readiness")
-    for method, path, handler, summary in WeightPush(engine, engine.checkpoint_shapes(), push).routes:
+    for method, path, handler, summary in push.routes:
         add(method, path, handler, summary)
     create_params = {"type": "object", "description": "OpenAI's Responses create params"}
     add("POST", "/v1/responses", responses.create, "One answer, with its tokens on the last output item", create_params)

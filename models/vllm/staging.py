@@ -32,6 +32,9 @@ HEADER_ROOM = 1 << 20  # bytes of a file beside its tensors: names and offsets .
 HEADER_ROOM_PER_TENSOR = 1 << 10
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 
+PEFT_PREFIX = "base_model.model."  # PEFT's names of an adapter's tensors
+PEFT_ENDS = (".lora_A.weight", ".lora_B.weight")
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -60,9 +63,7 @@ def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 def check_announced(announced: list[Announced], ours: Shapes) -> None:
     """BadRequest, unless these are the names and shapes of our own checkpoint."""
-    theirs = {tensor.name: tensor.shape for tensor in announced}
-    if len(theirs) < len(announced):
-        raise BadRequest("field 'tensors': a name stands there twice; announce each tensor once")
+    theirs = _by_name(announced)
     wrong = [
         *(f"{name} is missing" for name in ours if name not in theirs),
         *(f"{name} is none of this model's" for name in theirs if name not in ours),
@@ -72,13 +73,62 @@ def check_announced(announced: list[Announced], ours: Shapes) -> None:
             if name in ours and shape != ours[name]
         ),
     ]
+    _refuse("not the weights of this model", wrong)
+
+
+def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> None:
+    """BadRequest, unless these are A [rank, in] and B [out, rank] of some of these matrices [out, in]."""
+    theirs = _by_name(announced)
+    layers = {name.removeprefix(PEFT_PREFIX).removesuffix(end) for name in theirs for end in PEFT_ENDS}
+    layers -= {name.removeprefix(PEFT_PREFIX) for name in theirs}
+    expected: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        shape = matrices.get(f"{layer}.weight")
+        if shape is not None:
+            shapes = ((rank, shape[1]), (shape[0], rank))
+            expected |= {f"{PEFT_PREFIX}{layer}{end}": expects for end, expects in zip(PEFT_ENDS, shapes, strict=True)}
+    wrong = [
+        *(f"{name} is missing" for name in expected if name not in theirs),
+        *(f"{name} is beside no matrix that an adapter may change" for name in theirs if name not in expected),
+        *(
+            f"{name} has the shape {list(shape)}, and must be {list(expected[name])}"
+            for name, shape in theirs.items()
+            if name in expected and shape != expected[name]
+        ),
+    ]
+    _refuse(f"not an adapter of rank {rank} for this model", wrong or ([] if theirs else ["there is no tensor in it"]))
+
+
+def _by_name(announced: list[Announced]) -> dict[str, tuple[int, ...]]:
+    theirs = {tensor.name: tensor.shape for tensor in announced}
+    if len(theirs) < len(announced):
+        raise BadRequest("field 'tensors': a name stands there twice; announce each tensor once")
+    return theirs
+
+
+def _refuse(what: str, wrong: list[str]) -> None:
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise BadRequest(f"field 'tensors': not the weights of this model: {'; '.join(wrong[:3])}{more}")
+        raise BadRequest(f"field 'tensors': {what}: {'; '.join(wrong[:3])}{more}")
+
+
+class PrivateFolder:
+    """A folder that is locked while we live; what a killed process left behind is swept away.
+
+    Attributes:
+        remove: called once or more, takes it away.
+    """
+
+    def __init__(self, size: int) -> None:
+        """size: the bytes that will lie in it. ServiceError 507 when they fit nowhere."""
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place(size)))
+        lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.remove = weakref.finalize(self, _remove, self.path, lock)  # when this process ends, at the latest
 
 
 class Stage:
-    """The files of one push. Its folder is locked while we live; what a killed process left behind is swept away.
+    """The files of one push.
 
     Args:
         dtype: what the engine computes in; a value that this cannot hold is refused.
@@ -94,10 +144,9 @@ class Stage:
         self._files = 0
         size = sum(tensor.bytes for tensor in announced)
         self.room = size + HEADER_ROOM + HEADER_ROOM_PER_TENSOR * len(announced)
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place(self.room)))
-        lock = os.open(self.folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self.remove = weakref.finalize(self, _remove, self.folder, lock)  # when this process ends, at the latest
+        self._private = PrivateFolder(self.room)
+        self.folder = self._private.path
+        self.remove = self._private.remove
 
     def next_file(self) -> Path:
         """Where the bytes of the next file go. Hand it to `accept` when they are there."""

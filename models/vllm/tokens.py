@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
 
 
 @dataclass
@@ -34,6 +36,22 @@ class Tokens:
             self.logprobs.extend(one[token].logprob for one, token in zip(logprobs, completion.token_ids, strict=True))
         self.aborted = completion.finish_reason == "abort"
         self.versions = [[span.start, span.end, int(span.version)] for span in completion.weight_versions or []]
+
+
+class SampledLogprobs(LogprobsProcessor):
+    """vLLM's record of a request's log-probabilities, for the sampled tokens only, and without their texts."""
+
+    def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
+        tokens_NK, logprobs_NK, ranks_N, _ = logprobs_lists
+        record, logprobs = self.logprobs, logprobs_NK[:, 0].tolist()
+        start = len(record.logprobs)
+        record.start_indices.extend(range(start, start + len(logprobs)))
+        record.end_indices.extend(range(start + 1, start + 1 + len(logprobs)))
+        record.token_ids.extend(tokens_NK[:, 0].tolist())
+        record.logprobs.extend(logprobs)
+        record.ranks.extend(ranks_N.tolist())
+        record.decoded_tokens.extend([None] * len(logprobs))
+        self.cumulative_logprob += sum(logprobs)
 
 
 recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)

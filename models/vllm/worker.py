@@ -23,6 +23,17 @@ class Repacking:
         with set_current_vllm_config(self.vllm_config):
             _pack_tied_heads(model)
 
+    def start_packed_update(self: CPUWorker) -> None:  # type: ignore[misc]
+        """vLLM's start_weight_update, for a weight transfer that a plugin brings to a CPU."""
+        _have_experts_packed(self.model_runner.get_model())
+        self.start_weight_update()
+
+    def finish_packed_update(self: CPUWorker) -> None:  # type: ignore[misc]
+        """vLLM's finish_weight_update, after which every kernel multiplies with the new weights."""
+        self.finish_weight_update()
+        with set_current_vllm_config(self.vllm_config):
+            _pack_tied_heads(self.model_runner.get_model())
+
 
 def _have_experts_packed(model: nn.Module) -> None:
     """Experts that have a kernel would be reloaded without being packed for it."""

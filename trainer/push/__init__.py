@@ -10,6 +10,7 @@ begin on every replica -> every file to every replica -> commit on every replica
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,21 +18,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from ngym.errors import NgymError
+from ngym.errors import NgymError, UsageError
 
-from .replica import Mode, Passing, Proof, PushFailed, Replica
-from .tensors import File, checkpoint, files
+from .replica import AdapterShape, Mode, Passing, Proof, PushFailed, Replica
+from .tensors import File, check_finite, checkpoint, files
 
-__all__ = ["Proof", "PushFailed", "Pushed", "Pusher"]
+if TYPE_CHECKING:
+    from .transfer import Transfer
+
+__all__ = ["AdapterShape", "Mode", "Proof", "PushFailed", "Pushed", "Pusher", "check_transport"]
 
 PAUSE_S = 1.0
 # The mean difference of logprobs that arithmetic alone makes: float32 1e-6 measured, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 
+IN_FILES = ("http", "filesystem", "lora")
+FROM_GPU = ("nccl", "ipc")
 Result = TypeVar("Result")
 
 
@@ -50,7 +57,9 @@ class Pusher:
     Args:
         urls: of all replicas.
         token: their admin token: `.ngym/head.json` of ng_run has it.
-        transport: `http` sends the bytes; `filesystem` writes them into `folder`, which is the servers' weights_root.
+        transport: `http` sends the bytes of a checkpoint, `lora` those of an adapter; `filesystem` writes a checkpoint
+            into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU.
+        adapter: the shape of what is pushed with `lora`.
         mode: what becomes of generations in flight: keep (they go on with the new weights), wait, abort.
         patience_s: how long a server may be away, restarting, or busy with another push.
     """
@@ -60,19 +69,24 @@ class Pusher:
         urls: Sequence[str],
         token: str,
         *,
-        transport: Literal["http", "filesystem"] = "http",
+        transport: str = "http",
         folder: Path | None = None,
+        adapter: AdapterShape | None = None,
         mode: Mode = "keep",
         patience_s: float = 300.0,
     ) -> None:
         if (transport == "filesystem") != (folder is not None):
             raise ValueError("a folder belongs to the transport filesystem, and to no other")
+        if (transport == "lora") != (adapter is not None):
+            raise ValueError("an adapter's shape belongs to the transport lora, and to no other")
         self._replicas = [Replica(url, token, patience_s) for url in urls]
         self._transport = transport
         self._folder = folder
+        self._adapter = adapter
         self._mode: Mode = mode
         self._patience_s = patience_s
         self._threads = ThreadPoolExecutor(len(self._replicas) + 1, "push")
+        self._transfer = None if transport in IN_FILES else self._new_transfer(transport)
 
     def prepare(self) -> int:
         """Wait until every server is ready for a push; the highest policy version that one of them serves.
@@ -91,8 +105,8 @@ class Pusher:
         """Have every server serve these weights under this version, which is above all that they served before.
 
         Args:
-            weights: every tensor of the checkpoint by its Hugging Face name; of tensors that share their memory (a tied
-                head) the first is sent.
+            weights: every tensor of the checkpoint by its Hugging Face name, or of the adapter by PEFT's; of tensors that
+                share their memory (a tied head) the first is sent.
 
         Raises:
             PushFailed: a server refused; or was away for longer than the patience; or serves other weights now. Before
@@ -130,6 +144,8 @@ class Pusher:
 
     def finish(self) -> None:
         """No more pushes."""
+        if self._transfer is not None:
+            self._transfer.close()
         self._threads.shutdown()
 
     def _stage_and_commit(self, version: int, tensors: Mapping[str, Tensor], asked: set[Replica]) -> None:
@@ -137,16 +153,31 @@ class Pusher:
 
         One that has done it is left alone: the answer may have been lost, or another replica has failed meanwhile.
         """
+        if self._transfer is not None:
+            check_finite(tensors)  # in the other transports the servers do
         waiting = [one for one in self._replicas if one not in asked or one.weights()["policy_version"] != version]
         try:
-            self._on_all(waiting, lambda replica: replica.begin(version, tensors))
-            for file in self._ahead(files(tensors)):
-                self._send(file, waiting)
+            transfer = self._transfer is not None
+            self._on_all(waiting, lambda replica: replica.begin(version, tensors, self._adapter, transfer))
+            if self._transfer is not None:
+                self._transfer.connect(waiting)
+            else:
+                for file in self._ahead(files(tensors)):
+                    self._send(file, waiting)
         except NgymError:
             self._on_all(waiting, Replica.give_up)
             raise
         asked.update(waiting)
-        self._on_all(waiting, lambda replica: replica.commit(self._mode))
+        if self._transfer is not None:
+            self._transfer.push(tensors)
+        else:
+            self._on_all(waiting, lambda replica: replica.commit(self._mode))
+
+    def _new_transfer(self, backend: str) -> Transfer:
+        check_transport(backend)
+        from .transfer import Transfer  # imports vLLM: seconds
+
+        return Transfer(backend, self._on_all, self._mode, self._patience_s)
 
     def _ahead(self, made: Iterator[File]) -> Iterator[File]:
         """The files; the next one is made while this one is sent."""
@@ -179,6 +210,16 @@ class Pusher:
                 if time.monotonic() + PAUSE_S > deadline:
                     raise PushFailed(f"{error} (tried for {self._patience_s:.0f} s)") from error
             time.sleep(PAUSE_S)
+
+
+def check_transport(transport: str) -> None:
+    """UsageError when nothing can be pushed that way from here."""
+    if transport not in FROM_GPU:
+        return
+    if not torch.cuda.is_available():
+        raise UsageError(f"transport {transport}: moves weights between GPUs, and torch finds none here; use http")
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError(f"transport {transport}: needs vLLM beside the trainer, too; install it, or use http")
 
 
 @contextmanager

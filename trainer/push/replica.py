@@ -34,6 +34,13 @@ class Proof(NamedTuple):
     logprobs: Sequence[float]
 
 
+class AdapterShape(NamedTuple):
+    """Of a low-rank adapter: it adds alpha / rank * B A to a layer."""
+
+    rank: int
+    alpha: int
+
+
 class Replica:
     """One server, and the push that was last begun there. Every method raises PushFailed or Passing."""
 
@@ -44,17 +51,25 @@ class Replica:
         self._push = ""
 
     def weights(self) -> Json:
-        """`policy_version` and `transport` of a server that is ready."""
+        """`policy_version` and `transport` of a server that is ready; with a transfer its `connection` and `workers`."""
         self._call("GET", "/ready")
         return self._call("GET", "/weights")
 
-    def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def begin(
+        self, version: int, tensors: Mapping[str, Tensor], adapter: AdapterShape | None, transfer: bool = False
+    ) -> None:
+        """adapter: None when the tensors are a whole checkpoint. transfer: no files come, but what vLLM receives itself."""
         announced = [
             {"name": name, "shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]}
             for name, tensor in tensors.items()
         ]
         self._push = ""
-        self._push = self._call("POST", "/weights", {"version": version, "tensors": announced})["push"]
+        body: Json = {"version": version, "tensors": announced}
+        if adapter is not None:
+            body["adapter"] = adapter._asdict()
+        if transfer:
+            body["transfer"] = True
+        self._push = self._call("POST", "/weights", body)["push"]
 
     def send(self, content: bytes, sha256: str) -> None:
         self._call("PUT", f"/weights/files?push={self._push}&sha256={sha256}", content)
@@ -65,6 +80,19 @@ class Replica:
 
     def commit(self, mode: Mode) -> None:
         self._call("POST", f"/weights/commit?push={self._push}", {"mode": mode})
+
+    def connect(self, info: Json) -> str:
+        """Have its engine meet us; the connection's name. info: vLLM's init info for the backend, as in `update`."""
+        answer = self._call("POST", f"/weights/transfer/connect?push={self._push}", {"info": info})
+        connection: str = answer["connection"]
+        return connection
+
+    def start(self, mode: Mode) -> None:
+        """From here on there is no way back for this server but to the end of the push, or to its end."""
+        self._call("POST", f"/weights/transfer/start?push={self._push}", {"mode": mode})
+
+    def update(self, info: Json) -> None:
+        self._call("POST", f"/weights/transfer/update?push={self._push}", {"info": info})
 
     def give_up(self) -> None:
         """If a push was begun; a server that cannot be told gives it up itself, when its lease ends."""

@@ -41,6 +41,13 @@ def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """UsageError, unless all values are finite."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise UsageError(f"tensor {name}: not every value is finite")
+
+
 def files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
     """Safetensors files of at most `limit` bytes of tensors, or of one tensor; made one at a time."""
     share: dict[str, Tensor] = {}

@@ -1,0 +1,151 @@
+"""Which adapter do all generations use? One that does nothing at first, then the one that was pushed last.
+
+It is always there, under the same id: a generation that began before a push goes on with the pushed adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from vllm.lora.request import LoRARequest
+
+from ngym.errors import ConfigError, ServiceError
+
+from .staging import PEFT_ENDS, PEFT_PREFIX, PrivateFolder, Shapes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from .engine import Engine
+
+NAME, ID = "pushed", 1
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names, which vLLM reads
+
+
+class AdapterShape(BaseModel):
+    """What it adds to a layer is alpha / rank * B A."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(ge=1)
+    alpha: int = Field(ge=1)
+
+
+class AdapterFiles(NamedTuple):
+    """An adapter in one or more safetensors files."""
+
+    folder: Path
+    shape: AdapterShape
+
+
+def linear_layers(config: VllmConfig, service: str) -> list[str]:
+    """The last words of the names of the decoder's linear layers: an adapter may stand beside these, as in the trainer.
+
+    Not beside the head, as vLLM would have it: on a CPU, the logprobs of a prompt would then end the engine process.
+
+    Raises:
+        ConfigError: transformers does not know such a model, or there is none.
+    """
+    try:
+        with torch.device("meta"):
+            decoder = AutoModelForCausalLM.from_config(config.model_config.hf_config).get_decoder()
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"service {service!r}: lora_rank: no adapters for this model: {reason}") from error
+    names = [name.rpartition(".")[2] for name, module in decoder.named_modules() if isinstance(module, torch.nn.Linear)]
+    if not names:
+        raise ConfigError(
+            f"service {service!r}: lora_rank: this model has no linear layers that adapters are known for"
+        )
+    return sorted(set(names))
+
+
+def beside(layers: Sequence[str], ours: Shapes) -> Shapes:
+    """The matrices of our checkpoint in layers of these names."""
+    return {
+        name: shape
+        for name, shape in ours.items()
+        if len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] in layers
+    }
+
+
+class Adapter:
+    """The engine's only adapter.
+
+    Attributes:
+        request: names it in a call to the engine.
+    """
+
+    def __init__(self, engine: Engine, nothing: PrivateFolder) -> None:
+        self._engine = engine
+        self._nothing = self._served = nothing
+        self.request = _request(nothing)
+
+    @classmethod
+    async def of(cls, engine: Engine, matrices: Shapes) -> Self:
+        """One that does nothing, loaded.
+
+        matrices: what an adapter may stand beside.
+        """
+        # vLLM takes no adapter without tensors.
+        name, (rows, columns) = next(iter(matrices.items()))
+        ends = zip(PEFT_ENDS, ((1, columns), (rows, 1)), strict=True)
+        nothing = {f"{PEFT_PREFIX}{name.removesuffix('.weight')}{end}": torch.zeros(size) for end, size in ends}
+        adapter = cls(engine, _as_peft(nothing, AdapterShape(rank=1, alpha=1)))
+        await adapter.clear()
+        return adapter
+
+    async def clear(self) -> None:
+        """Load the one that does nothing."""
+        await self._engine.add_lora(_request(self._nothing, replace=True))
+        self._keep(self._nothing)
+
+    async def replace(self, files: AdapterFiles) -> None:
+        """Load this one in the place of the one that is there.
+
+        Raises:
+            ServiceError: vLLM refuses it; the old one is there again.
+        """
+        tensors = {name: tensor for file in sorted(files.folder.iterdir()) for name, tensor in load_file(file).items()}
+        new = _as_peft(tensors, files.shape)
+        try:
+            await self._engine.add_lora(_request(new, replace=True))
+        except Exception as error:
+            # One worker of several may have loaded it.
+            await self._engine.add_lora(_request(self._served, replace=True))
+            new.remove()
+            raise ServiceError(f"vLLM refuses this adapter: {error}", status=422) from error
+        self._keep(new)
+
+    def _keep(self, served: PrivateFolder) -> None:
+        if self._served not in (served, self._nothing):
+            self._served.remove()
+        self._served = served
+
+
+def _request(folder: PrivateFolder, *, replace: bool = False) -> LoRARequest:
+    """replace: once; in the request of a generation it would have the adapter read from the disk at every token."""
+    return LoRARequest(NAME, ID, str(folder.path), load_inplace=replace)
+
+
+def _as_peft(tensors: dict[str, Tensor], shape: AdapterShape) -> PrivateFolder:
+    folder = PrivateFolder(sum(tensor.nbytes for tensor in tensors.values()) + (1 << 20))
+    layers = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in tensors}
+    described = {
+        "peft_type": "LORA",
+        "r": shape.rank,
+        "lora_alpha": shape.alpha,
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+        "bias": "none",
+    }
+    save_file(tensors, folder.path / WEIGHTS)
+    (folder.path / CONFIG).write_text(json.dumps(described), encoding="utf-8")
+    return folder

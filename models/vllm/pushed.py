@@ -1,0 +1,81 @@
+"""What does a push say, step by step, and what is known of one that is under way?"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .adapter import AdapterShape
+from .engine import PauseMode
+from .staging import Announced, Stage
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """token: None closes the push. root: the real folder of the filesystem transport; None: there is none.
+
+    lora_rank: of adapters, at most; None: there are none.
+    """
+
+    token: str | None
+    root: Path | None
+    lease_s: float
+    lora_rank: int | None
+
+
+class Begin(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=1)
+    tensors: list[Announced]
+    adapter: AdapterShape | None = None
+    transfer: bool = False
+
+
+class NamedFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+
+
+class Commit(BaseModel):
+    """keep: generations in flight go on with the new weights; wait: they end first; abort: they end now."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: PauseMode = "keep"
+
+
+class Received(BaseModel):
+    """What vLLM's own weight transfer wants to know: its record for the backend."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    info: dict[str, Any]
+
+
+class Prove(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+
+
+@dataclass
+class Push:
+    """One push that is under way.
+
+    stage: None when no files come, but a transfer. started: that has been, and there is no way back.
+    """
+
+    version: int
+    stage: Stage | None
+    adapter: AdapterShape | None
+    started: bool = False
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease: asyncio.TimerHandle | None = None

@@ -1,0 +1,112 @@
+"""vLLM's own weight transfer (`nccl`, `ipc`: from the trainer's GPU into ours), within a push that was begun and checked.
+
+    connect -> pause -> start -> update, once or more -> finish
+
+vLLM loads each tensor as it comes, into the weights that it serves. So there is no way back after `start`: nothing is
+generated until `finish`, and where that is not reached the engine is broken, and the server ends to be started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.platforms import current_platform
+
+from ngym.errors import ServiceError
+
+from .engine import Seconds
+
+if TYPE_CHECKING:
+    from .engine import Engine, PauseMode
+
+Json = dict[str, Any]
+
+
+class Transfer:
+    """The engine's end of it.
+
+    Args:
+        patience_s: how long the trainer may take to come to a meeting, or to send one update.
+
+    Attributes:
+        backend: vLLM's name of the way that weights come; None: none was configured.
+        connection: names the trainer's connection; None: there is none.
+        workers: processes of the engine, each of which receives.
+    """
+
+    def __init__(self, engine: Engine, patience_s: float) -> None:
+        config = engine.vllm_config
+        self._engine = engine
+        self._patience_s = patience_s
+        self.backend = config.weight_transfer_config.backend if config.weight_transfer_config else None
+        self.workers = config.parallel_config.world_size * config.parallel_config.data_parallel_size
+        self.connection: str | None = None
+        self._pausing_s = self._paused = 0.0
+
+    @property
+    def told(self) -> Json:
+        """What a trainer has to know before it begins."""
+        return {"connection": self.connection, "workers": self.workers} if self.backend else {}
+
+    async def connect(self, init_info: Json) -> str:
+        """Meet the trainer. ServiceError when vLLM refuses; when the trainer does not come, the engine is broken."""
+        self.connection = None
+        await self._engine.shutdown_weight_transfer_engine()
+        try:
+            await self._within(
+                self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)),
+                "the trainer did not come to the meeting",
+            )
+        except ServiceError:
+            raise
+        except Exception as error:
+            raise ServiceError(f"vLLM refuses this connection: {error}", status=422) from error
+        self.connection = secrets.token_urlsafe(8)
+        return self.connection
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating; ServiceError when that takes too long, and generation goes on."""
+        began = time.monotonic()
+        await self._engine.pause_for_push(mode, self._patience_s)
+        self._paused = time.monotonic()
+        self._pausing_s = self._paused - began
+
+    async def start(self) -> None:
+        """From here on, only `finish` leads back to generating."""
+        method = "start_packed_update" if current_platform.is_cpu() else "start_weight_update"
+        await self._or_broken(self._engine.collective_rpc(method))
+
+    async def update(self, update_info: Json) -> None:
+        """Receive tensors: of `update_info`, vLLM's own record for the backend."""
+        await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
+
+    async def finish(self, version: int) -> Seconds:
+        """Generate with what was received."""
+        method = "finish_packed_update" if current_platform.is_cpu() else "finish_weight_update"
+        await self._or_broken(self._engine.collective_rpc(method))
+        await self._or_broken(self._engine.serve_pushed(version))
+        return Seconds(self._pausing_s, time.monotonic() - self._paused)
+
+    async def _or_broken(self, work: Awaitable[Any]) -> None:
+        try:
+            await self._within(work, "the trainer fell silent")
+        except BaseException as error:
+            raise self.broken(str(error)) from error
+
+    async def _within(self, work: Awaitable[Any], problem: str) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await work
+        except TimeoutError:  # the worker waits in a collective, and does nothing else any more
+            raise self.broken(f"{problem} within {self._patience_s:.0f} s") from None
+
+    def broken(self, reason: str) -> ServiceError:
+        """The weights are neither the old nor the new ones: the server has to end."""
+        if self._engine.broken is None:
+            self._engine.broken = f"a weight transfer broke off: {reason}; the server has to restart"
+        return ServiceError(self._engine.broken, retryable=True)
