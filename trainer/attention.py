@@ -1,19 +1,25 @@
-"""Causal attention over sequences that lie side by side: none sees another, and only attention is ever padded.
+"""Causal attention over sequences that lie side by side or share their beginnings: none sees another.
 
-Hugging Face models call `packed_attention` by its registered name, with the layout passed through their `forward`. The
-sequences come longest first; neighbours of similar length form a group that one fused kernel computes, padded to the
-group's longest by at most a quarter.
+Hugging Face models call `packed_attention` by its registered name, with the layout passed through their `forward`. Only
+attention is ever padded: sequences of similar length form a group that one fused kernel computes, padded to the group's
+longest by at most a quarter. A row that several sequences begin with is computed once, and read by each of them here.
+
+    rows    [ s s s | a a a | b ]                what the network computes: b begins as a does
+    places  [ s s s a a a   s s s b b b ]        what attention computes; the last two of b are padding
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .ulysses import Group as Ranks
 
 NAME = "ngym_packed"
 SIMILAR = 0.8
@@ -21,81 +27,90 @@ SIMILAR = 0.8
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length at [start, end) of T.
-
-    padded_SL: the row of the group that each padded place reads; padding reads a row of its own sequence and lies
-    behind every real token, where the causal mask hides it. real_T: the padded place of each real token. Both are None
-    where all lengths are equal.
-    """
+    """Sequences of similar length: so many, padded to one length, at places [start, end)."""
 
     start: int
     end: int
     sequences: int
     length: int
-    padded_SL: Tensor | None
-    real_T: Tensor | None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the sequences of a micro-batch lie."""
+    """Where the rows of a micro-batch stand in attention. The tensors are None where places are rows.
 
+    row_P: the row that each place reads; padding reads a row of its own sequence and lies behind every real token, where
+    the causal mask hides it. place_T: a place of each row, the one whose output it takes. shared: whether rows have more
+    than one.
+    """
+
+    tokens: int
     groups: tuple[Group, ...]
+    row_P: Tensor | None
+    place_T: Tensor | None
+    shared: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.groups[0].length
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Layout:
-        """lengths: of the sequences in their order, longest first."""
-        groups: list[Group] = []
-        first, start = 0, 0
-        for index in range(1, len(lengths) + 1):
-            if index == len(lengths) or lengths[index] < SIMILAR * lengths[first]:
-                group = _group(lengths[first:index], start, device)
+    def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
+        """rows: of each sequence the rows that it consists of, in order; every row is somebody's."""
+        longest_first = sorted(rows, key=len, reverse=True)
+        groups, padded = [], []
+        first = start = 0
+        for index in range(1, len(longest_first) + 1):
+            if index == len(longest_first) or len(longest_first[index]) < SIMILAR * len(longest_first[first]):
+                alike = longest_first[first:index]
+                group = Group(start, start + len(alike) * len(alike[0]), len(alike), len(alike[0]))
+                padded += [F.pad(each, (0, group.length - len(each)), value=int(each[-1])) for each in alike]
                 groups.append(group)
                 first, start = index, group.end
-        return cls(tuple(groups))
+        row_P = torch.cat(padded)
+        tokens, places = int(row_P.max()) + 1, torch.arange(len(row_P))
+        if torch.equal(row_P, places):
+            return cls(tokens, tuple(groups), None, None, False)
+        # padding comes after the token that it repeats, so the first place of a row is a real one
+        place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
+        shared = sum(map(len, rows)) > tokens
+        return cls(tokens, tuple(groups), row_P.to(device), place_T.to(device), shared)
 
 
-def _group(lengths: Sequence[int], start: int, device: torch.device) -> Group:
-    longest, end = lengths[0], start + sum(lengths)
-    if lengths[-1] == longest:
-        return Group(start, end, len(lengths), longest, None, None)
-    length_S1 = torch.tensor(lengths).unsqueeze(1)
-    begin_S1 = length_S1.cumsum(0) - length_S1
-    place_L = torch.arange(longest)
-    padded_SL = begin_S1 + torch.minimum(place_L, length_S1 - 1)
-    real_T = (place_L < length_S1).flatten().nonzero().squeeze(1)
-    return Group(start, end, len(lengths), longest, padded_SL.flatten().to(device), real_T.to(device))
-
-
-class _Pad(torch.autograd.Function):
-    """Rows to padded places; backwards, only the real places have a gradient (a plain gather would add up the rest)."""
+class _Spread(torch.autograd.Function):
+    """Rows to their places. Backwards, a row's gradient is that of its one place, or the sum over all of them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, padded: Tensor, real: Tensor) -> Tensor:
-        ctx.save_for_backward(real)
-        return rows.index_select(0, padded)
+    def forward(ctx: Any, rows: Tensor, row_P: Tensor, place_T: Tensor, summed: bool) -> Tensor:
+        ctx.save_for_backward(row_P, place_T)
+        ctx.summed = summed
+        return rows.index_select(0, row_P)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (real,) = ctx.saved_tensors
-        return gradients[0].index_select(0, real), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        row_P, place_T = ctx.saved_tensors
+        (gradient,) = gradients
+        if not ctx.summed:
+            return gradient.index_select(0, place_T), None, None, None
+        rows = gradient.new_zeros((len(place_T), *gradient.shape[1:]))
+        return rows.index_add_(0, row_P, gradient), None, None, None
 
 
-class _Unpad(torch.autograd.Function):
-    """Padded places to rows; the padding has no gradient."""
+class _Collect(torch.autograd.Function):
+    """The one place of each row; the others have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, places: Tensor, real: Tensor) -> Tensor:
-        ctx.save_for_backward(real)
-        ctx.places = places.shape[0]
-        return places.index_select(0, real)
+    def forward(ctx: Any, places: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        ctx.places = len(places)
+        return places.index_select(0, place_T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (real,) = ctx.saved_tensors
-        gradient = gradients[0]
-        places = gradient.new_zeros((ctx.places, *gradient.shape[1:]))
-        places[real] = gradient
+        (place_T,) = ctx.saved_tensors
+        places = gradients[0].new_zeros((ctx.places, *gradients[0].shape[1:]))
+        places[place_T] = gradients[0]
         return places, None
 
 
@@ -108,40 +123,52 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     layout: Layout | None = None,
+    group: Ranks | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    group: ranks that share the tokens, T are this one's; it attends with its heads from and to the tokens of all.
+    """
     assert layout is not None, "the model was called without a layout"
-    longest = layout.groups[0].length
+    longest = layout.longest
     if softcap is not None or s_aux is not None or (sliding_window is not None and longest > sliding_window):
         what = "soft-capped, sink or sliding-window attention"
         raise NotImplementedError(f"{type(module).__name__}: {what} over {longest} tokens is not packed yet")
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if group is not None:
+        query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
+    # every place has the key and value of its row; of its queries only the one that the row takes its output from counts
+    query_PHD, key_PKD, value_PKD = (
+        _spread(query_THD, layout, summed=False),
+        _spread(key_TKD, layout, summed=layout.shared),
+        _spread(value_TKD, layout, summed=layout.shared),
+    )
     outputs = []
-    for group in layout.groups:
-        rows = slice(group.start, group.end)
-        q_SHLD, k_SKLD, v_SKLD = (_to_batch(x[rows], group) for x in (query_THD, key_TKD, value_TKD))
+    for alike in layout.groups:
+        q_SHLD, k_SKLD, v_SKLD = (_to_batch(x, alike) for x in (query_PHD, key_PKD, value_PKD))
         grouped = q_SHLD.shape[1] != k_SKLD.shape[1]
         attended = F.scaled_dot_product_attention(
             q_SHLD, k_SKLD, v_SKLD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped
         )
-        outputs.append(_to_rows(attended, group))
-    return torch.cat(outputs).unsqueeze(0), None
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    attended_THD = torch.cat(outputs)
+    if layout.place_T is not None:
+        attended_THD = cast(Tensor, _Collect.apply(attended_THD, layout.place_T))  # type: ignore[no-untyped-call]
+    return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
 
 
-def _to_batch(rows: Tensor, group: Group) -> Tensor:
-    """[rows, heads, D] -> [S, heads, L, D]."""
-    if group.padded_SL is not None:
-        rows = cast(Tensor, _Pad.apply(rows, group.padded_SL, group.real_T))  # type: ignore[no-untyped-call]
-    return rows.reshape(group.sequences, group.length, *rows.shape[1:]).transpose(1, 2)
+def _spread(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
+    """[T, heads, D] -> [P, heads, D]."""
+    if layout.row_P is None:
+        return rows
+    return cast(Tensor, _Spread.apply(rows, layout.row_P, layout.place_T, summed))  # type: ignore[no-untyped-call]
 
 
-def _to_rows(batch: Tensor, group: Group) -> Tensor:
-    """[S, heads, L, D] -> [rows, heads, D]."""
-    places = batch.transpose(1, 2).flatten(0, 1)
-    if group.real_T is not None:
-        places = cast(Tensor, _Unpad.apply(places, group.real_T))  # type: ignore[no-untyped-call]
-    return places
+def _to_batch(places: Tensor, group: Group) -> Tensor:
+    """[P, heads, D] -> [S, heads, L, D] of the group."""
+    own = places[group.start : group.end]
+    return own.reshape(group.sequences, group.length, *own.shape[1:]).transpose(1, 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ngym.errors import NgymError
 
 from .engine import Engine
-from .packing import Packed, pack, plan
+from .packing import Packed, pack
 from .samples import Batch, Sample
 
 OWN_RATIO = 1e-3
@@ -54,7 +54,7 @@ def checked(
 
 
 def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> None:
-    packed = pack(plan(samples, budget, engine.ranks)[engine.rank] or samples[:1], engine.device)
+    packed = pack(engine.micro_batches(samples, budget)[0] or samples[:1], engine.device)
     with torch.no_grad():
         before_N = engine.logprobs(packed)
     ratio = float(((engine.logprobs(packed).detach() - before_N).exp() - 1).abs().max())
@@ -69,7 +69,7 @@ def _is_the_sampler(
     engine: Engine, samples: Sequence[Sample], budget: int, sampler_N: Callable[[Packed], Tensor], bound: float
 ) -> None:
     total = count = 0.0
-    for mine in plan(samples, budget, engine.ranks)[engine.rank :: engine.ranks]:
+    for mine in engine.micro_batches(samples, budget):
         packed = pack(mine or samples[:1], engine.device)
         with torch.no_grad():
             difference_N = (engine.logprobs(packed) - sampler_N(packed)).clamp(-EXPONENT, EXPONENT)
@@ -87,7 +87,7 @@ def _is_the_sampler(
 
 
 def _all_learn(engine: Engine, seen: set[str]) -> None:
-    trainable = [name for name, parameter in engine.policy.network.named_parameters() if parameter.requires_grad]
+    trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]
     without = [name for name in trainable if name not in seen]
     if without:
         raise CheckFailed(

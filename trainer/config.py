@@ -6,19 +6,25 @@ with ngym; a path that is written is relative to the working directory.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from ngym.config import Tree, did_you_mean, load_tree, parse, shipped
 from ngym.errors import ConfigError
+from ngym.supervise.redact import redacted
 
+from .checkpoints import CheckpointOptions
+from .hardware import EngineOptions
 from .objective import Preference, Refusal, preference_refusals
 from .records import ModelName, Positive, Record, Share, Word, existing, find
-from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, grpo_refusals
+from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, corrected, evaluation_problem, grpo_refusals
+from .sinks import LoggingOptions
 
 
 class Qwen3Shape(Record):
@@ -36,11 +42,26 @@ class Qwen3Shape(Record):
     initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the first weights.")
 
 
+class LoraOptions(Record):
+    """A low-rank adapter is trained instead of the weights.
+
+    alpha: what the adapter adds is multiplied by alpha / rank.
+    targets: the last words of the names of linear layers; null: all of the decoder.
+    dropout: on the adapter's input; none in reinforcement learning.
+    """
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    dropout: Share = 0.0
+
+
 class ModelOptions(Record):
     """What is trained: the weights of `path`, or new ones of the shape `from_scratch`."""
 
     path: ModelName | None = None
     from_scratch: Qwen3Shape | None = None
+    lora: LoraOptions | None = None
     tokenizer: ModelName | None = Field(default=None, validate_default=True, description="Default: that of `path`.")
 
     @field_validator("from_scratch")
@@ -48,6 +69,13 @@ class ModelOptions(Record):
     def _one_origin(cls, value: Qwen3Shape | None, info: ValidationInfo) -> Qwen3Shape | None:
         if value is not None and info.data.get("path") is not None:
             raise ValueError("model.path is given too; keep one of the two")
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _beside_learned_weights(cls, value: LoraOptions | None, info: ValidationInfo) -> LoraOptions | None:
+        if value is not None and info.data.get("from_scratch") is not None:
+            raise ValueError("an adapter stands beside weights that have learned something; name them with model.path")
         return value
 
     @field_validator("tokenizer")
@@ -123,21 +151,26 @@ class ScheduleOptions(Record):
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    warmup_ratio: Share | None = Field(default=None, description="The warm-up as a share of the run's steps.")
     final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; `constant` has none.")
 
-
-class EngineOptions(Record):
-    """How DeepSpeed runs it. bf16 keeps float32 master weights."""
-
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
-
-    @field_validator("precision")
+    @field_validator("warmup_ratio")
     @classmethod
-    def _master_weights(cls, value: str, info: ValidationInfo) -> str:
-        if value == "bf16" and info.data.get("zero_stage") == 0:
-            raise ValueError("the float32 master weights of bf16 live in ZeRO; set engine.zero_stage to 1, 2 or 3")
+    def _one_warm_up(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("warmup_steps"):
+            raise ValueError("schedule.warmup_steps is given too; keep one of the two")
         return value
+
+    def warmup(self, steps: int) -> int:
+        """The steps of the warm-up, in a run of so many."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+
+
+# key -> its default for a file, and what a live run has instead
+OF_A_FILE = {
+    "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
+    "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
+}
 
 
 class Recipe(Record):
@@ -148,21 +181,39 @@ class Recipe(Record):
     seed: int = 0
     model: ModelOptions
     data: DataOptions | None = Field(default=None, description="A finished file; it is used instead of `rollouts`.")
-    epochs: Positive = 1
+    epochs: Positive | None = Field(default=None, validate_default=True, description="Of a file. Default: 1.")
     max_steps: Positive | None = None
-    batch_size: Positive = Field(default=32, description="Samples in an optimiser step, over all ranks.")
+    batch_size: Positive | None = Field(
+        default=None, validate_default=True, description="Samples of a file in a step, over all ranks. Default: 32."
+    )
     micro_batch_tokens: Positive = Field(default=8192, description="Tokens that one rank computes at once.")
     optimizer: OptimizerOptions
     schedule: ScheduleOptions = ScheduleOptions()
     engine: EngineOptions = EngineOptions()
     max_skipped: Positive = Field(default=3, description="Optimiser steps in a row whose gradient is no number.")
+    checkpoint: CheckpointOptions = CheckpointOptions()
     rollouts: RolloutOptions | None = Field(default=None, validate_default=True, description="Live ones.")
     evaluation: EvaluationOptions | None = None
+    logging: LoggingOptions = LoggingOptions()
 
     @property
     def live(self) -> RolloutOptions | None:
         """Where live rollouts come from; None: they stand in a file."""
         return self.rollouts if self.data is None else None
+
+    @field_validator("epochs", "batch_size")
+    @classmethod
+    def _of_a_file(cls, value: int | None, info: ValidationInfo) -> int | None:
+        """A live run has other words for the same, and would not look at these."""
+        algorithm = info.data.get("algorithm")
+        live = algorithm is not None and algorithm.name == "grpo" and info.data.get("data", ...) is None
+        assert info.field_name is not None
+        default, instead = OF_A_FILE[info.field_name]
+        if not live:
+            return default if value is None else value
+        if value is not None:
+            raise ValueError(f"{instead}; remove it")
+        return None
 
     @field_validator("rollouts")
     @classmethod
@@ -179,6 +230,17 @@ class Recipe(Record):
             )
         if info.data["data"] is None and info.data.get("max_steps") is None:
             raise ValueError("live rollouts have no end; set max_steps")
+        return value
+
+    @field_validator("evaluation")
+    @classmethod
+    def _can_be_evaluated(cls, value: EvaluationOptions | None, info: ValidationInfo) -> EvaluationOptions | None:
+        known = info.data
+        if value is None or not {"algorithm", "data", "rollouts"} <= known.keys():
+            return value  # they have an error of their own
+        live = known["rollouts"] if known["data"] is None else None
+        if problem := evaluation_problem(value, live, known["algorithm"].name):
+            raise ValueError(problem)
         return value
 
     @field_validator("engine")
@@ -216,10 +278,31 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
     """
     tree = load_tree([_recipe_file(name) for name in files], overrides)
     recipe = parse(Recipe, tree)
-    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in _refusals(recipe.algorithm)]
+    refusals = [*_refusals(recipe.algorithm), *_adapter_refusals(recipe)]
+    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals]
     if refused:
         raise ConfigError("\n".join(refused))
+    if isinstance(recipe.algorithm, GrpoOptions) and recipe.live and recipe.live.max_lag:
+        recipe = recipe.model_copy(update={"algorithm": corrected(recipe.algorithm)})
     return recipe, tree
+
+
+def as_yaml(recipe: Recipe, tree: Tree) -> str:
+    """The resolved recipe, in the form in which one writes it.
+
+    What came from an environment variable is written as the `${oc.env:...}` that it was, so that no secret lands on the disk.
+    """
+    shown = redacted(recipe.model_dump(mode="json"))
+    for key, text in tree.environment.items():
+        _put(shown, key.split("."), text)
+    return yaml.safe_dump(shown, sort_keys=False)
+
+
+def _put(values: Any, path: Sequence[str], text: str) -> None:
+    """Replace the value at a path of keys and list places."""
+    for part in path[:-1]:
+        values = values[int(part) if isinstance(values, list) else part]
+    values[int(path[-1]) if isinstance(values, list) else path[-1]] = text
 
 
 def _refusals(options: SftOptions | DpoOptions | GrpoOptions) -> list[Refusal]:
@@ -230,6 +313,20 @@ def _refusals(options: SftOptions | DpoOptions | GrpoOptions) -> list[Refusal]:
     elif isinstance(options, GrpoOptions):
         found = grpo_refusals(options)
     return [Refusal(f"algorithm.{key}", reason) for key, reason in found]
+
+
+def _adapter_refusals(recipe: Recipe) -> list[Refusal]:
+    found: list[Refusal] = []
+    if recipe.rollouts is not None and recipe.rollouts.transport == "lora" and recipe.model.lora is None:
+        found.append(
+            Refusal("rollouts.transport", "lora sends an adapter, and none is trained; set model.lora, or http")
+        )
+    if recipe.model.lora is not None and recipe.model.lora.dropout > 0 and recipe.algorithm.name == "grpo":
+        reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
+        found.append(Refusal("model.lora.dropout", reason))
+    if recipe.model.lora is not None and recipe.engine.tensor_parallel > 1:
+        found.append(Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1"))
+    return found
 
 
 def _recipe_file(name: str) -> Path:

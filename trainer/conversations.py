@@ -6,6 +6,9 @@ For each assistant turn the chat template renders the prompt that an inference s
 the turn in it; what the second adds to the first is what the policy says, its end-of-turn token included. A turn whose
 prompt continues the text so far extends the segment, any other begins a new one: the rule that rollouts follow, so
 templates that drop old reasoning work as they do at inference.
+
+Arguments of tool calls that are written as a string of JSON become the object that it spells, as an inference server makes
+them: a template that prints them with `tojson` would quote the string again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ngym import jsonl
 from ngym.errors import UsageError
+from ngym.export.conversation import arguments
 
 from .samples import Sample, Segment
 
@@ -146,6 +150,7 @@ def _segments(
         except (TemplateError, TypeError, ValueError) as error:
             raise _Unrenderable(f"the chat template refuses it: {error}") from error
 
+    messages = [_for_templates(message) for message in messages]
     segment: list[Piece] = []
     so_far = ""
     for index in range(first, len(messages)):
@@ -168,6 +173,23 @@ def _segments(
         segment.append(Piece(said, True))
         so_far = prompt + said
     yield segment
+
+
+def _for_templates(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> Any:
+    """OpenAI's form, and the one without the `function` around it."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"])}
+    said = call.get("arguments")
+    return {**call, "arguments": arguments(said)} if isinstance(said, str) else call
 
 
 def _tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

@@ -23,15 +23,20 @@ class Curve:
 
 
 def curves(history: Sequence[dict[str, float]]) -> list[Curve]:
-    """Of a run with rewards, those and the evaluations; of another its loss."""
-    names = ["reward/mean", *sorted({name for row in history for name in row if _is_evaluation(name)})]
-    found = [Curve(name, [(row["step"], row[name]) for row in history if name in row]) for name in names]
-    found = [curve for curve in found if curve.points]
-    return found or [Curve("loss", [(row["step"], row["loss"]) for row in history if "loss" in row])]
+    """Of a run with rewards, those and the mean rewards on held-out tasks; of another its losses."""
+    evaluations = sorted({name for row in history for name in row if _is_evaluation(name)})
+    found = _known(history, ["reward/mean", *evaluations]) or _known(history, ["loss", "val/loss"])
+    return found[: len(MARKS)]
+
+
+def _known(history: Sequence[dict[str, float]], names: Sequence[str]) -> list[Curve]:
+    found = [Curve(name, [(row["step"], row[name]) for row in history if row.get(name) is not None]) for name in names]
+    return [curve for curve in found if curve.points]
 
 
 def _is_evaluation(name: str) -> bool:
-    return name.startswith("eval/") and name.count("/") == 2
+    last = name.rpartition("/")[2]
+    return name.startswith("eval/") and (last == "greedy" or last.startswith("avg@"))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,12 @@ def returns_to_go(rewards_N: Tensor, lengths_B: Sequence[int], gamma: float) -> 
     return gae(rewards_N, torch.zeros_like(rewards_N), lengths_B, gamma, 1.0).advantages_N
 
 
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
+    """How much of the returns' variance the values foresaw: 1 all, 0 none (and where all returns are equal), less: misled."""
+    variance = float(returns_N.var(correction=0))
+    return 1 - float((returns_N - values_N).var(correction=0)) / variance if variance > 0 else 0.0
+
+
 class Moments(NamedTuple):
     """Sums over tokens; those of all micro-batches and ranks, added up, are the moments of the step."""
 

@@ -1,9 +1,8 @@
-"""Live rollouts as batches: push what was learned, evaluate now and then, collect tasks x group, train, again.
+"""Live rollouts as batches: push what was learned, evaluate now and then, take tasks x group from the stream, train, again.
 
-    push -> collect -> prepare -> updates (the loop trains them) -> push -> ...
+    push -> stream -> prepare -> updates (the loop trains them) -> push -> ...
 
-Synchronous: what a step trains was sampled by the weights that it starts from (lag 0). A rollout that an older version had
-a part in, because a server died and came back with its first weights, is left out and counted.
+Every rank iterates; rank 0 has the services and the stream, and shares what they gave.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-import orjson
-
-from ngym import jsonl
-from ngym.collect import FailedAttempt, Limits, Recipe, collect
 from ngym.errors import UsageError
 from ngym.schema import Json
 
@@ -26,52 +22,32 @@ from .algorithms import Algorithm
 from .engine import Engine
 from .publish import Publisher
 from .rl import RolloutOptions
-from .rollouts import Read, bent_sampling, described, problem, take, within
+from .rollouts import Read, described, problem, take
 from .samples import Batch, Sample
 from .services import Services
+from .stream import Stream, Taken
+from .tasks import TaskSource
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation
 
-
-class Tasks:
-    """The tasks of a file in a new order each epoch; only their places in the file are kept in memory.
-
-    Raises:
-        UsageError: rows that are no tasks, or set what training rollouts must not.
-    """
-
-    def __init__(self, path: Path, seed: int) -> None:
-        self._path = path
-        self._seed = seed
-        self._places = [(line.start, line.end) for line in jsonl.checked(path, _task_problem)]
-        if not self._places:
-            raise UsageError(f"{path}: no tasks in it; each line is one")
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Json]:
-        """Without end."""
-        epoch = 0
-        while True:
-            order = random.Random(f"{self._seed} tasks {epoch}").sample(self._places, len(self._places))
-            with self._path.open("rb") as file:
-                for start, end in order:
-                    file.seek(start)
-                    yield orjson.loads(file.read(end - start))
-            epoch += 1
+SPOOL = "rollouts.jsonl"
 
 
-def _task_problem(row: Json) -> str | None:
-    params = row.get("responses_create_params")
-    if not isinstance(params, dict):
-        return 'no task: it needs {"responses_create_params": {"input": ...}}'
-    return bent_sampling({**params, "temperature": 1.0}, 1.0)  # the recipe's temperature overrides the row's
+@dataclass(frozen=True)
+class LiveRun:
+    """What a live run is told. budget: tokens that a rank computes at once. output: the run's folder."""
+
+    options: RolloutOptions
+    temperature: float
+    seed: int
+    budget: int
+    steps: int
+    output: Path
 
 
 class Live:
-    """Batches of live rollouts, without end where the loop does not stop. Every rank iterates; rank 0 collects.
+    """The batches of a live run.
 
     Args:
         services: on rank 0; None elsewhere.
@@ -79,83 +55,126 @@ class Live:
 
     def __init__(
         self,
-        options: RolloutOptions,
-        temperature: float,
-        seed: int,
-        budget: int,
+        run: LiveRun,
         algorithm: Algorithm,
         engine: Engine,
         publisher: Publisher,
         services: Services | None,
-        evaluation: Evaluation | None,
     ) -> None:
-        self._options = options
-        self._temperature = temperature
-        self._seed = seed
-        self._budget = budget
+        self._run = run
+        self._options = run.options
         self._algorithm = algorithm
         self._engine = engine
         self._publisher = publisher
         self._services = services
-        self._evaluation = evaluation
+        self._evaluation: Evaluation | None = None
+        self._tasks = TaskSource(run.options, run.seed) if services else None
+        self._stream: Stream | None = None
+        self._at_hand = 0
 
-    def batches(self, steps: int) -> Iterator[Batch]:
-        """One for each step; what the last one taught is pushed, too."""
-        tasks = iter(Tasks(Path(self._options.tasks), self._seed))
-        for step in range(steps):
+    def open(self, state: Json | None) -> int:
+        """Begin, or go on from a state of `state()`; how many rollouts of an earlier life need not be collected again."""
+        if self._services is not None:
+            self._at_hand = self._services.call(self._open(self._services, state))
+        if state is not None:
+            self._publisher.version = state["version"]
+        return self._at_hand
+
+    def state(self) -> Json:
+        """What `open` needs to go on after the batch that was trained last; on ranks without services less."""
+        stream = self._services.call(self._state_of(self._stream)) if self._services and self._stream else None
+        return {"version": self._publisher.version, "stream": stream}
+
+    def close(self) -> None:
+        """Let go of the stream; what it collected is on the disk then."""
+        if self._services is not None and self._stream is not None:
+            self._services.call(self._stream.close())
+
+    def batches(self, done: int, evaluation: Evaluation | None) -> Iterator[Batch]:
+        """One for each step after the first `done`; what the last one taught is pushed, too."""
+        self._evaluation = evaluation
+        for step in range(done, self._run.steps):
             sync_s = self._publish(step)
             began = time.monotonic()
-            rows = list(islice(tasks, self._options.tasks_per_step)) if self._services else []
-            read = self._engine.share(self._collected(step, rows) if self._services else Read())
+            read, values = self._collected(step)
             collected = time.monotonic()
-            samples = self._algorithm.prepare(read.rollouts, self._engine, self._budget)
+            samples = self._algorithm.prepare(read.rollouts, self._engine, self._run.budget)
             times = {
                 "time/weight_sync": sync_s,
                 "time/generation": collected - began,
                 "time/logprob": time.monotonic() - collected,
             }
-            values = {**described(read, self._publisher.version), **times, "policy_version": self._publisher.version}
+            values = {**described(read), **values, **times, "policy_version": self._publisher.version}
             yield Batch(self._split(samples, step), values)
-        self._publish(steps, last=True)
+        self._publish(self._run.steps, last=True)
+
+    async def _open(self, services: Services, state: Json | None) -> int:
+        run = self._run
+        assert self._tasks is not None
+        self._stream = Stream(
+            services.reached.peers,
+            self._tasks,
+            run.options,
+            run.temperature,
+            run.seed,
+            run.steps,
+            run.output / SPOOL,
+        )
+        return await self._stream.open(state["stream"] if state else None)
+
+    @staticmethod
+    async def _state_of(stream: Stream) -> Json:
+        return stream.state()
 
     def _publish(self, step: int, last: bool = False) -> float:
         """Have the services serve what is trained, and evaluate it when it is time; the seconds that the push took."""
         began = time.monotonic()
         self._publisher.publish()
         seconds = time.monotonic() - began
+        if not last:
+            self._tell(step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
-    def _collected(self, step: int, rows: Sequence[Json]) -> Read:
-        assert self._services is not None
-        options, first = self._options, step * self._options.tasks_per_step
-        numbered = [{**row, "_ng_task_index": first + place} for place, row in enumerate(rows)]
-        params: dict[str, Any] = {"temperature": self._temperature}
-        if options.max_output_tokens is not None:
-            params["max_output_tokens"] = options.max_output_tokens
-        recipe = Recipe(options.agent, options.group_size, params=params)
-        found = self._services.call(rows_of(self._services, numbered, recipe, options))
-        read = Read()
-        # in the order of the tasks, not of their completion: the same rollouts are the same batch
-        for row in sorted(found, key=lambda row: (row["_ng_task_index"], row["_ng_rollout_index"])):
-            if wrong := problem(row, self._temperature):
-                raise UsageError(f"{options.agent} returned a rollout that cannot be trained: {wrong}")
-            take(row, read)
-        current = within(read.rollouts, self._publisher.version)
-        read.stale = len(read.rollouts) - len(current)
-        read.rollouts = current
-        return read
+    def _tell(self, step: int) -> None:
+        """Have the stream know which weights are served; from now on it may collect for this step."""
+        if self._services is not None and self._stream is not None:
+            self._services.call(_published(self._stream, self._publisher.version, step))
+
+    def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
+        """The rollouts of this step, on every rank."""
+        while True:
+            taken = self._services.call(self._stream.take()) if self._services and self._stream else None
+            shared = self._engine.share(_read(taken, self._run.temperature) if taken else None)
+            if shared is not None:
+                return shared
+            self._publisher.publish()  # a server came back with other weights
+            self._tell(step)
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in as many parts of about the same size as there are updates."""
-        order = random.Random(f"{self._seed} step {step}").sample(samples, len(samples))
+        order = random.Random(f"{self._run.seed} step {step}").sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
 
 
-async def rows_of(services: Services, tasks: Sequence[Json], recipe: Recipe, options: RolloutOptions) -> list[Json]:
-    """The output rows of these rollouts, and the rows of those that were given up."""
-    limits = Limits(concurrency=options.concurrency, timeout_s=options.timeout_s)
-    outcomes = collect(tasks, peers=services.reached.peers, recipe=recipe, limits=limits)
-    return [outcome.row async for outcome in outcomes if not isinstance(outcome, FailedAttempt) or outcome.final]
+async def _published(stream: Stream, version: int, step: int) -> None:
+    stream.published(version, step)
+
+
+def _read(taken: Taken, temperature: float) -> tuple[Read, dict[str, float]]:
+    """The rollouts, and what is only known of the rows.
+
+    Raises:
+        UsageError: a row cannot be trained.
+    """
+    read = Read()
+    for row in taken.rows:
+        if wrong := problem(row, temperature):
+            raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
+        take(row, read)
+    values: dict[str, float] = {"stale_dropped": taken.stale, "num_equal_groups": taken.equal, **taken.metrics}
+    if taken.lags:
+        values |= {"lag": max(taken.lags), "lag/mean": fmean(taken.lags)}
+    return read, values

@@ -1,6 +1,6 @@
 """The one loop: batches in, steps out, whatever the algorithm.
 
-batch -> updates -> plan -> this rank's micro-batches -> logprobs -> loss -> backward ... -> step -> metrics
+batch -> updates -> plan -> this rank's micro-batches -> scores -> loss -> backward ... -> step -> metrics
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .algorithms import Algorithm
 from .engine import Engine, Update
 from .guard import Guard
-from .packing import pack, plan
+from .packing import pack
 from .samples import Batch, Sample
 
 # What compares the policy with its sampler is said of the first update: after that they differ on purpose.
@@ -38,6 +38,7 @@ def train(
     factor: Callable[[int], float],
     guard: Guard,
     report: Callable[[int, dict[str, float]], None],
+    done: int = 0,
 ) -> None:
     """Train each batch: an optimiser step on each of its updates.
 
@@ -46,11 +47,12 @@ def train(
         factor: step (from 0) -> factor on the learning rates.
         guard: is told every optimiser step, and knows those that were none.
         report: called after each batch (from 1) with its metrics.
+        done: batches that were trained before; these are those after them.
 
     Raises:
         NotFinite: losses or gradients are no numbers, several times in a row.
     """
-    for number, batch in enumerate(batches, 1):
+    for number, batch in enumerate(batches, done + 1):
         began = time.monotonic()
         taken: list[Step] = []
         for samples in batch.updates:
@@ -63,13 +65,13 @@ def train(
 def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, factor: float) -> Step:
     """One optimiser step. Every rank is given all samples and computes its share of them."""
     weight = algorithm.weight(samples)
-    micro_batches = plan(samples, budget, engine.ranks)[engine.rank :: engine.ranks]
+    micro_batches = engine.micro_batches(samples, budget)
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for index, mine in enumerate(micro_batches):
         # A rank without work computes something and counts none of it: the ranks' collectives must match.
         counted = 1.0 if mine else 0.0
         packed = pack(mine or samples[:1], engine.device)
-        loss = algorithm.loss(engine.logprobs(packed), packed)
+        loss = algorithm.loss(engine.scores(packed, algorithm.asks), packed)
         # A loss that is no number on one rank makes the gradient none on all, whatever its own gradient is.
         poison = 1.0 if loss.sum.isfinite() else math.nan
         engine.backward(counted * poison * loss.sum, weight, last=index == len(micro_batches) - 1)
@@ -95,6 +97,8 @@ def _values(batch: Batch, taken: Sequence[Step], skipped: int, seconds: float) -
     means |= {name: taken[0].means[name] for name in names if name in BEFORE_TRAINING}
     if taken:
         means |= {"lr": taken[-1].update.lr, "grad_norm": fmean(step.update.grad_norm for step in taken)}
+        of_critic = [norm for step in taken if (norm := step.update.critic_grad_norm) is not None]
+        means |= {"critic_grad_norm": fmean(of_critic)} if of_critic else {}
     return {
         **means,
         "global_valid_toks": sum(sample.trained for sample in samples),

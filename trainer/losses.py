@@ -67,7 +67,7 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
     if objective.loss.entropy_coef > 0:
         terms_N = terms_N - objective.loss.entropy_coef * _given(tokens.entropy_N, "entropy_N")
     if tokens.entropy_N is not None:
-        totals["approx_entropy"] = (tokens.entropy_N.sum(), count)
+        totals["entropy"] = (tokens.entropy_N.sum(), count)
     total = (weight_N * terms_N).sum()
     return Loss(total, measured(totals | {"loss": (total, tokens.share)}))
 

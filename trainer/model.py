@@ -1,51 +1,87 @@
-"""The network, loaded or new, and the logprobs of the tokens that it is trained on."""
+"""The network, loaded or new, and what it says of the tokens that it is trained on."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngym.errors import ConfigError
 
-from . import attention
+from . import attention, lora
+from .chunks import LOGITS_BYTES, Scorer
 from .config import ModelOptions, Qwen3Shape
+from .critic import CriticNetwork
+from .decoder import states
 from .packing import Packed
+from .scores import Asks, Scores
+from .ulysses import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class Policy(nn.Module):
-    """A causal language model that answers with logprobs.
+JUST_LOGPROBS = Asks()
 
-    temperature: what its logits are divided by, as when its rollouts were sampled.
+
+class Policy(nn.Module):
+    """A causal language model that answers with logprobs, and what else it is asked.
+
+    temperature: what its logits are divided by, as when its rollouts were sampled. critic: None where nobody asks for values.
+    logits_bytes: what its float32 logits may take at once.
+    group: the ranks that compute each micro-batch together; None: this one does.
     """
 
     def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
         super().__init__()
         self.network = network
         self.temperature = temperature
+        self.scorer = Scorer()
+        self.logits_bytes = LOGITS_BYTES
+        self.critic: CriticNetwork | None = None
+        self.group: Group | None = None
 
     @property
     def context(self) -> int:
         """The most tokens that a sequence may have."""
         return int(self.network.config.max_position_embeddings)
 
-    def forward(self, packed: Packed, temperature: float | None = None) -> Tensor:
-        """Log p of each trained token given what stands before it in its sequence, float32 [N]."""
-        hidden_T = self.network.get_decoder()(
-            input_ids=packed.token_ids_T.unsqueeze(0),
-            position_ids=packed.positions_T.unsqueeze(0),
-            use_cache=False,
-            layout=packed.layout,
-        ).last_hidden_state[0]
-        logits_NV = self.network.get_output_embeddings()(hidden_T[packed.trained_N - 1])
-        divisor = self.temperature if temperature is None else temperature
-        logits_NV = logits_NV.float() if divisor == 1 else logits_NV.float() / divisor
-        return -F.cross_entropy(logits_NV, packed.token_ids_T[packed.trained_N], reduction="none")
+    def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
+        """Of each trained token, given what stands before it in its sequence."""
+        scores = Scores(torch.empty(0))
+        if asks.logprobs:
+            token_ids_N = packed.token_ids_T[packed.trained_N]
+            scores = self.scorer(
+                states(self.network.get_decoder(), packed, self.group),
+                token_ids_N if self.group is None else token_ids_N[self.group.mine(packed)],
+                head=self.network.get_output_embeddings(),
+                temperature=self.temperature if temperature is None else temperature,
+                entropy=asks.entropy,
+                logits_bytes=self.logits_bytes,
+            )
+            if self.group is not None:
+                told = partial(self.group.told, packed=packed)
+                entropy_N = None if scores.entropy_N is None else told(scores.entropy_N)
+                scores = Scores(told(scores.logprobs_N), entropy_N)
+        if asks.values:
+            assert self.critic is not None, "there is no critic to ask for values"
+            scores = scores._replace(values_N=self.critic(packed, self.group))
+        return scores
+
+    def check_shared(self, key: str, ranks: int, *sizes: str) -> None:
+        """ConfigError, under this key of the recipe, where so many ranks cannot share a size of the network."""
+        described = self.network.config.get_text_config()
+        for name in sizes:
+            if getattr(described, name) % ranks:
+                what = f"{name} = {getattr(described, name)} of {described.model_type}"
+                raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
+
+    def logprobs(self, packed: Packed) -> Tensor:
+        """Log p of each trained token, [N]."""
+        scores: Scores = self(packed)
+        return scores.logprobs_N
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
@@ -88,6 +124,8 @@ def load_policy(
         network = AutoModelForCausalLM.from_pretrained(options.path, **how)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
+    if options.lora is not None:
+        lora.add(network, options.lora)
     return Policy(network, temperature)
 
 

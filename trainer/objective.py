@@ -115,8 +115,15 @@ _BOUNDS = {  # what others take by default: SkyRL, SkyRL, OpenRLHF and NeMo RL, 
 
 
 class Critic(_Record):
-    """value_clip: how far a value may move from the one before the step; null: as far as it likes."""
+    """lr: the full learning rate; null: optimizer.lr.
 
+    loss_coef: of its loss. Adam's steps hardly depend on it; where ZeRO clips the gradient of policy and critic together, the
+    share of each does.
+    value_clip: how far a value may move from the one before the step; null: as far as it likes.
+    """
+
+    lr: float | None = Field(default=None, gt=0)
+    loss_coef: float = Field(default=1.0, gt=0)
     value_clip: float | None = Field(default=0.2, gt=0)
 
 

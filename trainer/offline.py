@@ -52,13 +52,16 @@ def prepared(
     learner: Engine,
     budget: int,
     say: Say,
+    limit: int | None = None,
 ) -> list[Sample]:
     """The samples of the file that fit and teach something; what is left out is said.
+
+    limit: the first samples only.
 
     Raises:
         UsageError: there are none.
     """
-    read = algorithm.samples(find(data.path) or Path(data.path), tokenizer)
+    read = algorithm.samples(find(data.path) or Path(data.path), tokenizer)[:limit]
     bound = min(data.max_tokens or learner.policy.context, learner.policy.context)
     kept = [sample for sample in read if sample.longest <= bound]
     if len(kept) < len(read):
@@ -75,13 +78,22 @@ def prepared(
 
 def steps(samples: Sequence[Sample], recipe: Recipe) -> int:
     """How many optimiser steps the recipe takes on them."""
+    assert recipe.batch_size is not None and recipe.epochs is not None
     count = math.ceil(len(samples) / recipe.batch_size) * recipe.epochs
     return min(count, recipe.max_steps or count)
 
 
-def batches(samples: Sequence[Sample], recipe: Recipe) -> Iterator[Batch]:
-    """Each an optimiser step."""
+def batches(samples: Sequence[Sample], recipe: Recipe, done: int) -> Iterator[Batch]:
+    """Each an optimiser step; those after the first `done`."""
     from .loop import epochs
 
+    assert recipe.batch_size is not None and recipe.epochs is not None
     parts = epochs(samples, recipe.batch_size, recipe.epochs, recipe.seed)
-    return (Batch([part]) for part in islice(parts, steps(samples, recipe)))
+    return (Batch([part]) for part in islice(parts, done, steps(samples, recipe)))
+
+
+def in_turn(batches: Iterator[Batch], algorithm: Algorithm, learner: Engine, budget: int) -> Iterator[Batch]:
+    """Each batch prepared again when its turn comes: by then a critic says other values than at the start of the run."""
+    for batch in batches:
+        updates = [algorithm.prepare(update, learner, budget) for update in batch.updates]
+        yield Batch([update for update in updates if update], batch.values)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import OptimizerOptions, ScheduleOptions
 
+if TYPE_CHECKING:
+    from .critic import CriticNetwork
+
 # Newton-Schulz coefficients of Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/)
 QUINTIC = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
-def build(network: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """The optimizer over all trainable weights; each group keeps its own full learning rate as `base_lr`."""
+def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork | None = None) -> torch.optim.AdamW:
+    """The optimizer over all trainable weights; each group keeps its own full learning rate as `base_lr`.
+
+    critic: its weights take AdamW's steps, whatever the network's take.
+    """
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     head = getattr(network, "get_output_embeddings", lambda: None)()
     if head is not None:
@@ -36,19 +42,27 @@ def build(network: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
         {"params": tables, "lr": options.lr, "muon": False},
         {"params": vectors, "lr": options.lr, "muon": False, "weight_decay": 0.0},
     ]
+    if critic is not None:
+        lr = options.lr if critic.lr is None else critic.lr
+        trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
+        wide, narrow = ([one for one in trained if (one.dim() < 2) is flat] for flat in (False, True))
+        groups.append({"params": wide, "lr": lr, "muon": False})
+        groups.append({"params": narrow, "lr": lr, "muon": False, "weight_decay": 0.0})
     groups = [{**group, "base_lr": group["lr"]} for group in groups if group["params"]]
     adamw: dict[str, Any] = {
         "lr": options.lr,
         "betas": options.betas,
         "eps": options.eps,
         "weight_decay": options.weight_decay,
+        "fused": True,  # on a CPU, where the offloaded step is taken, twelve times as fast
     }
     return Muon(groups, momentum=options.muon_momentum, **adamw) if muon else torch.optim.AdamW(groups, **adamw)
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
     """The factor on every learning rate at a step, counted from 0: warm-up times decay."""
-    warm = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+    warming = options.warmup(steps)
+    warm = min(1.0, (step + 1) / warming) if warming else 1.0
     if options.name == "constant":
         return warm
     done = step / max(1, steps)

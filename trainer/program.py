@@ -5,65 +5,91 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import yaml
+from ngym.config import Tree
+from ngym.errors import ConfigError, UsageError
 
-from ngym.errors import UsageError
-
-from . import offline
-from .config import DpoOptions, Launch, Recipe, read_launch, read_recipe
+from . import arithmetic, offline, sinks
+from .checkpoint import committed
+from .checkpoints import CheckpointOptions, Checkpoints
+from .config import DpoOptions, Launch, Recipe, as_yaml, read_launch, read_recipe
+from .resume import resumable
 from .rl import GrpoOptions
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from .algorithms import Algorithm
     from .engine import Engine
     from .metrics import Metrics
-    from .samples import Batch
+    from .packing import Packed
     from .services import Services
 
-POLICY = "policy"
+POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"
+SPOOL = "rollouts.jsonl"
+SPOOL_FAILURES = "rollouts_failures.jsonl"
 RESOLVED = "recipe.yaml"
 SKIPPED = "skipped"
 CURVE = "curve.png"
 
 
-def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, dry_run: bool) -> None:
+def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, resume: bool, dry_run: bool) -> None:
     """Run a recipe; see `ng_train --help`.
 
     Raises:
         UsageError: the recipe, its data or the place of its output is wrong.
     """
-    recipe, tree = read_recipe(files, overrides)
     if dry_run:
-        print(_as_yaml(recipe), end="")
+        print(as_yaml(*read_recipe(files, overrides)), end="")
         return
-    if recipe.data is not None:
-        offline.check(recipe.data, tree)
+    recipe, tree = checked(files, overrides)
     launch = read_launch()
     if launch.rank == 0:
-        _claim(recipe.output, overwrite)
-        (recipe.output / RESOLVED).write_text(_as_yaml(recipe), encoding="utf-8")
-    _run(recipe, launch)
+        resolved = as_yaml(recipe, tree)
+        if resume:
+            resumable(recipe.output, resolved)
+        else:
+            _claim(recipe.output, overwrite)
+        (recipe.output / RESOLVED).write_text(resolved, encoding="utf-8")
+    _run(recipe, launch, resume)
 
 
-def _run(recipe: Recipe, launch: Launch) -> None:
+def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+    """A recipe that can be run, as far as can be told without loading anything.
+
+    Raises:
+        ConfigError: it cannot; one line for each mistake.
+    """
+    recipe, tree = read_recipe(files, overrides)
+    if recipe.data is not None:
+        offline.check(recipe.data, tree)
+    impossible = arithmetic.impossible(recipe, read_launch())
+    if impossible:
+        raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in impossible))
+    return recipe, tree
+
+
+def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
     """torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
     # On a CPU the threads of torch spin while they wait; where anything else runs, that makes two slower than one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if recipe.live and recipe.model.from_scratch is not None:
+        recipe = _begun(recipe, launch)
     with ExitStack() as stack:
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
-        from . import engine, loop, model, optimizer
+        from . import critic, engine, loop, model, optimizer
         from .guard import Guard
         from .metrics import Metrics
+        from .resume import Saver
+        from .sources import FileSource, LiveSource, Parts, temperature
 
         stack.enter_context(engine.joined(launch))
         if recipe.data is not None and launch.rank == 0:
@@ -71,110 +97,52 @@ def _run(recipe: Recipe, launch: Launch) -> None:
         engine.wait_for_all()
 
         tokenizer = model.load_tokenizer(recipe.model)
-        policy = model.load_policy(recipe.model, tokenizer, recipe.seed, _temperature(recipe))
+        policy = model.load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
         if isinstance(recipe.algorithm, GrpoOptions):
+            if recipe.algorithm.critic is not None:
+                policy.critic = critic.CriticNetwork(policy.network, recipe.algorithm.critic.lr)
             policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         algorithm = _algorithm(recipe, learner, tokenizer)
-        found = Parts(recipe, learner, algorithm, tokenizer)
-        source = _live(found, services) if recipe.live else _file(found)
+        parts = Parts(recipe, learner, algorithm, tokenizer)
+        source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
         shown = launch.rank == 0
-        with Metrics(recipe.output / METRICS, source.steps, shown) as metrics:
-            loop.train(
-                learner,
-                algorithm,
-                source.batches(metrics),
-                recipe.micro_batch_tokens,
-                lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
-                Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped),
-                metrics.log,
-            )
+        guard = Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
+        checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
+        saver = Saver(checkpoints, learner, tokenizer, guard, recipe.output / METRICS, source.state, source.steps)
+        earlier = learner.share(checkpoints.newest() if resume and shown else None)
+        history: list[dict[str, float]] = []
+        if earlier is None:
+            saver.begin()
+        else:
+            history = saver.restore(earlier, _say)
+        done = earlier.step if earlier else 0
+        kept = sinks.opened(recipe.logging, recipe.output, recipe.output / RESOLVED) if shown else None
+        with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
+            batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
+
+            def report(step: int, values: dict[str, float]) -> None:
+                metrics.log(step, values)
+                saver.after(step)
+
+            with closing(batches):
+                loop.train(
+                    learner,
+                    algorithm,
+                    batches,
+                    recipe.micro_batch_tokens,
+                    lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
+                    guard,
+                    report,
+                    done,
+                )
+            saver.tidy()
         learner.save(recipe.output / POLICY, tokenizer)
+        if recipe.model.lora is not None:
+            learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
         if shown:
             _draw(metrics, recipe.output / CURVE)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
-
-
-class Parts(NamedTuple):
-    """What a run is made of."""
-
-    recipe: Recipe
-    learner: Engine
-    algorithm: Algorithm
-    tokenizer: PreTrainedTokenizerBase
-
-
-class Source(NamedTuple):
-    """Where batches come from. steps: how many there will be."""
-
-    steps: int
-    batches: Callable[[Metrics], Iterator[Batch]]
-
-
-def _file(parts: Parts) -> Source:
-    recipe, learner, algorithm, tokenizer = parts
-    assert recipe.data is not None
-    samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, _say)
-    steps = offline.steps(samples, recipe)
-    tokens = sum(sample.tokens for sample in samples)
-    _say(f"{len(samples):,} samples of {tokens:,} tokens; {steps:,} steps of {recipe.batch_size} samples")
-    return Source(steps, lambda metrics: _checked(parts, offline.batches(samples, recipe)))
-
-
-def _live(parts: Parts, services: Services | None) -> Source:
-    from .evaluation import Evaluation
-    from .live import Live
-    from .publish import Publisher, probe_ids
-    from .push import Pusher
-
-    recipe, learner, algorithm, tokenizer = parts
-    options, temperature = recipe.live, _temperature(recipe)
-    assert options is not None and recipe.max_steps is not None
-    steps = recipe.max_steps
-    pusher = None
-    if services is not None:
-        reached = services.reached
-        pusher = Pusher(reached.peers.urls[options.policy], reached.token)
-    rollouts = options.tasks_per_step * options.group_size
-    _say(
-        f"{steps:,} steps of {options.tasks_per_step} tasks x {options.group_size} rollouts = {rollouts:,} rollouts, "
-        f"{options.updates_per_step} optimiser steps each"
-    )
-
-    def batches(metrics: Metrics) -> Iterator[Batch]:
-        publisher = Publisher(learner, pusher, probe_ids(tokenizer))
-        evaluation = None
-        if recipe.evaluation is not None and services is not None:
-            evaluation = Evaluation(recipe.evaluation, options, temperature, services, metrics.note)
-        live = Live(
-            options,
-            temperature,
-            recipe.seed,
-            recipe.micro_batch_tokens,
-            algorithm,
-            learner,
-            publisher,
-            services,
-            evaluation,
-        )
-        try:
-            yield from _checked(parts, live.batches(steps))
-        finally:
-            if pusher is not None:
-                pusher.finish()
-
-    return Source(steps, batches)
-
-
-def _checked(parts: Parts, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence."""
-    from . import checks
-    from .algorithms.grpo import Grpo
-
-    if not isinstance(parts.algorithm, Grpo) or not isinstance(parts.recipe.algorithm, GrpoOptions):
-        return batches
-    bound = parts.recipe.algorithm.max_mismatch
-    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, parts.algorithm.sampler_N, bound)
 
 
 def _algorithm(recipe: Recipe, learner: Engine, tokenizer: PreTrainedTokenizerBase) -> Algorithm:
@@ -188,30 +156,43 @@ def _algorithm(recipe: Recipe, learner: Engine, tokenizer: PreTrainedTokenizerBa
         return Dpo(options)
     if not isinstance(options, GrpoOptions):
         return Sft()
-    reference = None
-    if options.kl.coef > 0:
-        reference = model.load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(learner.device)
-        reference.eval().requires_grad_(False)
+    reference: Callable[[Packed], Tensor] | None = None
+    if options.kl.coef > 0 and recipe.model.lora is not None:
+        reference = learner.base_logprobs
+    elif options.kl.coef > 0:
+        first = model.load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(learner.device)
+        reference = first.eval().requires_grad_(False).logprobs
     return Grpo(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
+
+
+def _begun(recipe: Recipe, launch: Launch) -> Recipe:
+    """The recipe with a new policy that it has saved instead of one from scratch: only what is in a folder can be served."""
+    folder = recipe.output.resolve() / INITIAL
+    if launch.rank == 0:
+        _say(f"a new policy in {folder}")
+        from . import model
+
+        tokenizer = model.load_tokenizer(recipe.model)
+        with committed(folder) as aside:
+            model.load_policy(recipe.model, tokenizer, recipe.seed).network.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+    saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
+    return recipe.model_copy(update={"model": saved})
 
 
 def _services(recipe: Recipe) -> Services:
     """Those of the recipe's config, or of a running ng_run; they begin to start now, while torch is imported."""
-    from .services import Services, running, started
+    from .services import Services, running, serving_options, started
 
     options = recipe.live
     assert options is not None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is stopped
+    environments = (*options.sources, *(recipe.evaluation.held_out(options) if recipe.evaluation else ()))
+    agents = list(dict.fromkeys(each.agent for each in environments))
     if options.services is None:
-        return Services(partial(running, Path.cwd(), options.agent, options.policy))
-    if recipe.model.path is None:
-        raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
+        return Services(partial(running, Path.cwd(), agents, options.policy))
     file = Path(options.services)
-    return Services(partial(started, file, options.agent, options.policy, recipe.model.path, _say))
-
-
-def _temperature(recipe: Recipe) -> float:
-    return recipe.algorithm.temperature if isinstance(recipe.algorithm, GrpoOptions) else 1.0
+    return Services(partial(started, file, agents, options.policy, serving_options(recipe), _say))
 
 
 def _draw(metrics: Metrics, image: Path) -> None:
@@ -229,11 +210,9 @@ def _claim(output: Path, overwrite: bool) -> None:
     if any(path.exists() for path in earlier) and not overwrite:
         raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
     output.mkdir(parents=True, exist_ok=True)
-    (output / METRICS).unlink(missing_ok=True)
-
-
-def _as_yaml(recipe: Recipe) -> str:
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    for old in (METRICS, SPOOL, SPOOL_FAILURES):
+        (output / old).unlink(missing_ok=True)
+    Checkpoints(output, CheckpointOptions()).clear()
 
 
 def _say(text: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from .config import Recipe
 from .engine import Engine
 from .packing import pack
-from .push import Proof, Pusher
+from .push import AdapterShape, Proof, Pusher
 from .samples import Sample, Segment
 
 if TYPE_CHECKING:
@@ -23,13 +26,17 @@ class Publisher:
     Args:
         pusher: on rank 0; None elsewhere.
         probe: the ids of a fixed prompt, for the proof after each push.
+        pushed: what the pusher's transport sends: engine.weights, or engine.adapter.
     """
 
-    def __init__(self, engine: Engine, pusher: Pusher | None, probe: list[int]) -> None:
+    def __init__(
+        self, engine: Engine, pusher: Pusher | None, probe: list[int], pushed: Callable[[], dict[str, Tensor]]
+    ) -> None:
         self.version = 0
         self._engine = engine
         self._pusher = pusher
         self._probe = Sample((Segment(probe, [(1, len(probe))]),))
+        self._pushed = pushed
         self._pushed_steps: int | None = None
 
     def publish(self) -> None:
@@ -46,10 +53,24 @@ class Publisher:
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
-        weights = self._engine.weights()
+        weights = self._pushed()
         if self._pusher:
             self._pusher.push(self.version, weights, Proof(self._probe.segments[0].token_ids, logprobs))
         self._pushed_steps = self._engine.steps
+
+
+def pusher_of(recipe: Recipe, urls: Sequence[str], token: str) -> Pusher:
+    """To the policy's servers, over the transport of the recipe."""
+    options, lora = recipe.rollouts, recipe.model.lora
+    assert options is not None
+    return Pusher(
+        urls,
+        token,
+        transport=options.transport,
+        folder=options.push_folder,
+        adapter=AdapterShape(lora.rank, lora.alpha) if lora is not None and options.transport == "lora" else None,
+        mode=options.push_mode,
+    )
 
 
 def probe_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

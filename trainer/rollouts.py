@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -38,20 +38,22 @@ class Said(Segment):
     """A segment that a policy sampled. [trained] each, of its sampled tokens; None until `prepare` has found them.
 
     sampler: log p as the engine that sampled gave it. old: as the trainer gives it before its first update.
-    reference: under the reference policy.
+    reference: under the reference policy. values: the critic's before the first update; returns: what they should have been.
     """
 
     sampler: list[float]
     advantages: list[float] | None = None
     old: list[float] | None = None
     reference: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout(Sample):
     """One attempt at a task, of which only the segments with sampled tokens are kept; there may be none.
 
-    group: which task. truncated: it was cut off. version: the oldest policy version in it.
+    group: which task. truncated: it was cut off.
     """
 
     segments: tuple[Said, ...]
@@ -59,7 +61,6 @@ class Rollout(Sample):
     reward: float
     components: dict[str, float]
     truncated: bool
-    version: int
     turns: int
     tool_calls: int
     tool_errors: int
@@ -67,12 +68,11 @@ class Rollout(Sample):
 
 @dataclass
 class Read:
-    """The rollouts that can be learned from, and how many cannot. stale: of an older policy version than asked for."""
+    """The rollouts that can be learned from, and how many cannot."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     unscored: int = 0
     failed: int = 0
-    stale: int = 0
 
 
 def read_rollouts(path: Path, temperature: float) -> Read:
@@ -156,18 +156,28 @@ def _rollout(row: Json) -> Rollout:
         for segment in trace["segments"]
         if segment["mask"]
     )
-    versions = [version for segment in trace["segments"] for _, _, version in segment["policy_version"]]
     return Rollout(
         segments=segments,
         group=f"{trace.get('task_id')} {row.get('_ng_task_index')}",
         reward=float(row["reward"]),
         components=trace.get("reward_components") or {},
         truncated=trace.get("status") == "truncated",
-        version=min(versions, default=0),
         turns=trace.get("turns") or 0,
         tool_calls=trace.get("tool_calls") or 0,
         tool_errors=trace.get("tool_errors") or 0,
     )
+
+
+def filled(rollouts: Sequence[Rollout], name: str, values: Sequence[Sequence[list[float]]]) -> list[Rollout]:
+    """The rollouts with this field of their segments. values: of each rollout, of each segment, of each token."""
+    named: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
+    return [
+        replace(
+            rollout,
+            segments=tuple(replace(segment, **field) for segment, field in zip(rollout.segments, fields, strict=True)),
+        )
+        for rollout, fields in zip(rollouts, named, strict=True)
+    ]
 
 
 def grouped(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
@@ -178,13 +188,12 @@ def grouped(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
     return list(groups.values())
 
 
-def described(read: Read, version: int) -> dict[str, float]:
-    """What was collected, as metrics. version: the policy version that is trained; lag counts from it."""
+def described(read: Read) -> dict[str, float]:
+    """What was collected, as metrics."""
     rollouts = read.rollouts
     left_out: dict[str, float] = {
         "num_unscored": read.unscored,
         "num_failed": read.failed,
-        "stale_dropped": read.stale,
         "num_valid_samples": len(rollouts),
     }
     if not rollouts:
@@ -207,10 +216,4 @@ def described(read: Read, version: int) -> dict[str, float]:
         "tool_errors": fmean(rollout.tool_errors for rollout in rollouts),
         # on average over what a policy says, -log p is its entropy
         "approx_entropy": -fmean(said) if said else 0.0,
-        "lag": max(version - rollout.version for rollout in rollouts),
     }
-
-
-def within(rollouts: Sequence[Rollout], oldest: int) -> list[Rollout]:
-    """Those that no version before `oldest` had a part in."""
-    return [rollout for rollout in rollouts if rollout.version >= oldest]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .packing import Packed, pack, plan
+from .packing import Packed, pack
 from .samples import Sample
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _score(
             places[id(segment)] = count
             count += segment.trained
     found = [0.0] * count
-    for mine in plan(samples, budget, engine.ranks)[engine.rank :: engine.ranks]:
+    for mine in engine.micro_batches(samples, budget):
         # a rank without work computes something and keeps none of it: the ranks' collectives must match
         packed = pack(mine or samples[:1], engine.device)
         with torch.no_grad():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
+
+from .config import Recipe
 
 Result = TypeVar("Result")
 
@@ -108,14 +110,30 @@ class Services:
             self._known.set()
 
 
+def serving_options(recipe: Recipe) -> list[str]:
+    """Those of the policy's stanza that this run needs: what is served, and how it takes new weights.
+
+    Raises:
+        UsageError: there is no policy yet.
+    """
+    if recipe.model.path is None:
+        raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
+    options, transport = [f"model={recipe.model.path}"], recipe.live.transport if recipe.live else "http"
+    if transport == "lora" and recipe.model.lora is not None:
+        options.append(f"lora_rank={recipe.model.lora.rank}")
+    if transport in ("nccl", "ipc"):
+        options.append(f"engine.weight_transfer_config.backend={transport}")
+    return options
+
+
 @asynccontextmanager
 async def started(
-    file: Path, agent: str, policy: str, model: str, say: Callable[[str], None]
+    file: Path, agents: Sequence[str], policy: str, options: Sequence[str], say: Callable[[str], None]
 ) -> AsyncIterator[Reached]:
-    """Of a config's services, those that this agent needs; its policy serves `model`. They stop when the block ends."""
+    """Of a config's services, those that these agents need; `options` are the policy's. They stop when the block ends."""
     launcher = Launcher.start()
     try:
-        config = needed(load_config([file], [f"{policy}.model={model}"]), agent, policy)
+        config = needed(load_config([file], [f"{policy}.{option}" for option in options]), agents, policy)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
@@ -129,7 +147,7 @@ async def started(
 
 
 @asynccontextmanager
-async def running(folder: Path, agent: str, policy: str) -> AsyncIterator[Reached]:
+async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIterator[Reached]:
     """The services of the `ng_run` that was started in this folder."""
     run = find_running(folder)
     if run is None:
@@ -138,7 +156,7 @@ async def running(folder: Path, agent: str, policy: str) -> AsyncIterator[Reache
             "with rollouts.services=global_config.yaml"
         )
     known = await discover(run.url)
-    for name, names in ((agent, known.agents), (policy, known.urls)):
+    for name, names in (*((agent, known.agents) for agent in agents), (policy, known.urls)):
         if name not in names:
             raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
     peers = Peers(known.urls, known.head_url, owner="ng_train")
@@ -166,23 +184,32 @@ async def _never() -> None:
     await asyncio.Event().wait()
 
 
-def needed(config: Config, agent: str, policy: str) -> Config:
-    """The config with only what this agent leads to: the services that its options name, theirs, and so on."""
-    if config.stanza(agent).kind != "agent":
-        raise ConfigError(f"{config.stanza(agent).where}: {agent!r} is a {config.stanza(agent).kind}, not an agent")
+def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
+    """The config with only what these agents lead to: the services that their options name, theirs, and so on."""
+    found = set[str]()
+    for agent in agents:
+        stanza = config.stanza(agent)
+        if stanza.kind != "agent":
+            raise ConfigError(f"{stanza.where}: {agent!r} is a {stanza.kind}, not an agent")
+        leads_to = _reached_from(config, agent)
+        if policy not in leads_to:
+            raise ConfigError(
+                f"{stanza.where}: {agent!r} does not lead to the model {policy!r}; set rollouts.policy to the one "
+                "that it uses"
+            )
+        found |= leads_to
+    services = {name: stanza for name, stanza in config.services.items() if name in found}
+    return config.model_copy(update={"services": services})
+
+
+def _reached_from(config: Config, agent: str) -> set[str]:
     wanted, found = [agent], set[str]()
     while wanted:
         name = wanted.pop()
         found.add(name)
         named = [value for value in config.services[name].options.values() if isinstance(value, str)]
         wanted += [value for value in named if value in config.services and value not in found]
-    if policy not in found:
-        raise ConfigError(
-            f"{config.stanza(agent).where}: {agent!r} does not lead to the model {policy!r}; set rollouts.policy to the one "
-            "that it uses"
-        )
-    services = {name: stanza for name, stanza in config.services.items() if name in found}
-    return config.model_copy(update={"services": services})
+    return found
 
 
 def _failures(say: Callable[[str], None]) -> Callable[[State], None]:

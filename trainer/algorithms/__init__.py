@@ -1,4 +1,4 @@
-"""What the loop asks of an algorithm: rows to samples, and logprobs to a loss.
+"""What the loop asks of an algorithm: rows to samples, and scores to a loss.
 
 The loss is a plain sum over a micro-batch: the loop divides it by the weight of the whole batch, so that cutting a batch
 into micro-batches and ranks changes nothing.
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..reduction import Loss, Mean
 from ..samples import Sample
+from ..scores import Asks, Scores
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from ..engine import Engine
@@ -25,6 +25,10 @@ __all__ = ["Algorithm", "Loss", "Mean"]
 
 class Algorithm(Protocol):
     """One small file of this folder."""
+
+    @property
+    def asks(self) -> Asks:
+        """What the network has to say of each token of a training step."""
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """The samples of a JSONL file."""
@@ -38,5 +42,5 @@ class Algorithm(Protocol):
     def weight(self, samples: Sequence[Sample]) -> float:
         """What a loss summed over these samples is divided by: their trained tokens, sequences or pairs."""
 
-    def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
-        """The loss summed over a micro-batch. logprobs_N: of its trained tokens, in the order of `packed.segments`."""
+    def loss(self, scores: Scores, packed: Packed) -> Loss:
+        """The loss summed over a micro-batch."""

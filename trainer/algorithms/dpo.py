@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from ..config import DpoOptions
 from ..conversations import Pair, read_pairs
@@ -26,6 +25,7 @@ from ..packing import Packed
 from ..preference import preference_loss
 from ..reduction import Loss, Rows, measured
 from ..samples import Sample, Segment
+from ..scores import Asks, Scores
 from ..scoring import score
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class PairSample(Sample):
 
 
 class Dpo:
+    asks = Asks()
+
     def __init__(self, options: DpoOptions) -> None:
         self._options = options
 
@@ -64,10 +66,10 @@ class Dpo:
     def weight(self, samples: Sequence[Sample]) -> float:
         return len(samples)
 
-    def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
+    def loss(self, scores: Scores, packed: Packed) -> Loss:
         pairs = cast(Sequence[PairSample], packed.samples)
         # the log p of a long answer is large and the gain in it small: float32 would round it away
-        logprobs_N, rows = logprobs_N.double(), rows_of(packed)
+        logprobs_N, rows = scores.logprobs_N.double(), rows_of(packed)
         reference_R = logprobs_N.new_tensor([logprob for pair in pairs for logprob in pair.reference])
         preference = preference_loss(self._options, logprobs_N, rows, reference_R)
         nll = -rows.mean(logprobs_N)[0::2].sum()

@@ -8,30 +8,27 @@ gradient, and are left out unless `shaping.skip_equal_groups` says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .. import kl
-from ..advantages import advantages, component_advantages, less_kl
-from ..gae import Moments, returns_to_go, token_rewards, whiten
-from ..losses import Tokens, policy_loss
-from ..reduction import Loss, Rows, weigh
+from ..credit import credited, teaches
+from ..gae import explained_variance
+from ..losses import Tokens, Values, policy_loss, value_loss
+from ..reduction import Loss, Mean, Rows, weigh
 from ..rl import GrpoOptions
-from ..rollouts import Rollout, Said, grouped, read_rollouts
+from ..rollouts import Rollout, Said, filled, grouped, read_rollouts
 from ..samples import Sample
+from ..scores import Asks, Scores
 from ..scoring import score
-from ..shaping import informative, soft_overlong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..engine import Engine
-    from ..model import Policy
     from ..packing import Packed
 
 
@@ -48,15 +45,20 @@ class Grpo:
     Args:
         updates: optimiser steps on one batch of rollouts, if that is known. At the first, the trainer's logprobs are those
             of now.
-        reference: the policy that KL pulls to; it is needed, and asked, only with kl.coef above 0.
+        reference: logprobs [N] of a micro-batch under the policy that KL pulls to; needed only with kl.coef above 0.
     """
 
-    def __init__(self, options: GrpoOptions, updates: int | None, reference: Policy | None) -> None:
+    def __init__(self, options: GrpoOptions, updates: int | None, reference: Callable[[Packed], Tensor] | None) -> None:
         self._options = options
         self._objective = options.objective
         self._updates = updates
         self._reference = reference
         self._counted: dict[int, Counted] = {}
+        self._explained = 0.0  # of the returns' variance in this optimiser step, by the critic before it
+
+    @property
+    def asks(self) -> Asks:
+        return Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones teach nothing."""
@@ -67,16 +69,16 @@ class Grpo:
         rollouts = self._teaching(cast(Sequence[Rollout], samples))
         if not rollouts:
             return []
+        asked: dict[str, Callable[[Packed], Tensor]] = {}
         if self._asks_trainer:
-            old = score(rollouts, engine.logprobs, engine, budget)
-            rollouts = [_with(rollout, "old", values) for rollout, values in zip(rollouts, old, strict=True)]
+            asked["old"] = engine.logprobs
         if self._reference is not None:
-            reference = score(rollouts, self._reference, engine, budget)
-            rollouts = [
-                _with(rollout, "reference", values) for rollout, values in zip(rollouts, reference, strict=True)
-            ]
-        advantages = self._advantages(rollouts)
-        rollouts = [_with(rollout, "advantages", values) for rollout, values in zip(rollouts, advantages, strict=True)]
+            asked["reference"] = self._reference
+        if self.asks.values:
+            asked["values"] = engine.values
+        for name, of_packed in asked.items():
+            rollouts = filled(rollouts, name, score(rollouts, of_packed, engine, budget))
+        rollouts = credited(self._options, rollouts)
         dropped = self._options.shaping.drop_truncated
         return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
 
@@ -93,29 +95,51 @@ class Grpo:
             id(rollout): Counted(token, share)
             for rollout, token, share in zip(rollouts, weights.token_B, weights.share_B, strict=True)
         }
+        if self._objective.critic is not None:
+            said = [segment for rollout in rollouts for segment in rollout.segments]
+            values_N = torch.tensor([value for segment in said for value in segment.values or ()])
+            returns_N = torch.tensor([value for segment in said for value in segment.returns or ()])
+            self._explained = explained_variance(values_N, returns_N)
         return weights.total
 
-    def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
-        segments = cast(Sequence[Said], packed.segments)
-        counted = [self._counted[id(sample)] for sample in packed.samples]
-
-        def flat(lists: list[list[float] | None]) -> Tensor | None:
-            known = [each for each in lists if each is not None]
-            return logprobs_N.new_tensor([value for each in known for value in each]) if known else None
-
-        advantages_N = flat([segment.advantages for segment in segments])
+    def loss(self, scores: Scores, packed: Packed) -> Loss:
+        micro = _Micro(packed, [self._counted[id(sample)] for sample in packed.samples], scores.logprobs_N)
+        advantages_N = micro.said("advantages")
         assert advantages_N is not None, "the samples were not prepared"
         tokens = Tokens(
-            logprobs_N=logprobs_N,
+            logprobs_N=scores.logprobs_N,
             advantages_N=advantages_N,
-            rows=Rows(packed.sample_N, len(packed.samples)),
-            weight_R=logprobs_N.new_tensor([each.token for each in counted]),
-            share=sum(each.share for each in counted),
-            old_N=flat([segment.old for segment in segments]),
-            sampler_N=self.sampler_N(packed),
-            reference_N=flat([segment.reference for segment in segments]),
+            rows=micro.rows,
+            weight_R=micro.weight_R,
+            share=micro.share,
+            old_N=micro.said("old"),
+            sampler_N=micro.said("sampler"),
+            reference_N=micro.said("reference"),
+            entropy_N=scores.entropy_N,
         )
-        return policy_loss(self._objective, tokens)
+        of_policy = policy_loss(self._objective, tokens)
+        return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro)
+
+    def _with_critic(self, of_policy: Loss, scores: Scores, micro: _Micro) -> Loss:
+        old_N, returns_N, critic = micro.said("values"), micro.said("returns"), self._objective.critic
+        assert scores.values_N is not None and old_N is not None and returns_N is not None and critic is not None
+        values = Values(
+            values_N=scores.values_N,
+            old_N=old_N,
+            returns_N=returns_N,
+            rows=micro.rows,
+            weight_R=micro.weight_R,
+            share=micro.share,
+        )
+        of_critic, count = value_loss(critic, values), float(len(returns_N))
+        both = of_policy.metrics["loss"].total + critic.loss_coef * of_critic.metrics["value_loss"].total
+        metrics = {
+            **of_policy.metrics,
+            **of_critic.metrics,
+            "loss": Mean(both, micro.share),
+            "explained_variance": Mean(self._explained * count, count),
+        }
+        return Loss(of_policy.sum + critic.loss_coef * of_critic.sum, metrics)
 
     def sampler_N(self, packed: Packed) -> Tensor:
         """The sampler's logprobs of a micro-batch's tokens."""
@@ -132,53 +156,20 @@ class Grpo:
     def _teaching(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         groups = grouped(rollout for rollout in rollouts if rollout.trained)
         if self._options.shaping.skip_equal_groups:
-            groups = [group for group in groups if informative([rollout.reward for rollout in group])]
+            groups = [group for group in groups if teaches(self._options, group)]
         return [rollout for group in groups for rollout in group]
 
-    def _advantages(self, rollouts: Sequence[Rollout]) -> list[list[list[float]]]:
-        """Of each rollout, of each segment, of each sampled token."""
-        objective = self._objective
-        lengths = [rollout.trained for rollout in rollouts]
-        groups = [rollout.group for rollout in rollouts]
-        coef = objective.kl.coef if objective.kl.where == "reward" else 0.0
-        kl_N = self._kl(rollouts) if coef else torch.zeros(sum(lengths))
-        if objective.advantage.components == "normalise_then_sum":
-            names = sorted({name for rollout in rollouts for name in rollout.components})
-            components = [[rollout.components.get(name) for name in names] for rollout in rollouts]
-            values = component_advantages(objective.advantage, components, [1.0] * len(names), groups)
-        else:
-            rewards = [self._shaped(rollout) for rollout in rollouts]
-            if coef and not objective.advantage.by_token:
-                sums = [float(each.sum()) for each in kl_N.split(lengths)]
-                rewards = cast(list[float], less_kl(rewards, sums, coef))
-            values = advantages(objective.advantage, rewards, groups)
-        if not objective.advantage.by_token:
-            return [
-                [[value] * segment.trained for segment in rollout.segments]
-                for rollout, value in zip(rollouts, values, strict=True)
-            ]
-        values_N = returns_to_go(token_rewards(values, lengths, kl_N, coef), lengths, objective.advantage.gamma)
-        if objective.advantage.whiten:
-            values_N = whiten(values_N, Moments.of(values_N))
-        pieces = iter(values_N.split([segment.trained for rollout in rollouts for segment in rollout.segments]))
-        return [[next(pieces).tolist() for _ in rollout.segments] for rollout in rollouts]
 
-    def _kl(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """The estimate on each token, rollout after rollout."""
-        segments = [segment for rollout in rollouts for segment in rollout.segments]
-        said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
-        reference = torch.tensor([value for segment in segments for value in segment.reference or ()])
-        return kl.estimate(said, reference, self._objective.kl.estimator)
+class _Micro:
+    """The rollouts of a micro-batch, flat. like: a tensor of the device and dtype that is wanted."""
 
-    def _shaped(self, rollout: Rollout) -> float:
-        overlong = self._options.shaping.soft_overlong
-        if overlong is None:
-            return rollout.reward
-        return rollout.reward + overlong.weight * soft_overlong(rollout.trained, overlong.limit, overlong.buffer)
+    def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:
+        self.rows = Rows(packed.sample_N, len(packed.samples))
+        self.weight_R = like.new_tensor([each.token for each in counted])
+        self.share = sum(each.share for each in counted)
+        self._segments = packed.segments
 
-
-def _with(rollout: Rollout, name: str, values: Sequence[list[float]]) -> Rollout:
-    """The rollout with this field of its segments."""
-    fields: list[dict[str, Any]] = [{name: value} for value in values]
-    segments = zip(rollout.segments, fields, strict=True)
-    return replace(rollout, segments=tuple(replace(segment, **field) for segment, field in segments))
+    def said(self, name: str) -> Tensor | None:
+        """A field of the segments, [N]; None if they have none."""
+        known = [each for segment in self._segments if (each := getattr(segment, name)) is not None]
+        return self.weight_R.new_tensor([value for each in known for value in each]) if known else None

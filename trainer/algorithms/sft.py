@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ..conversations import read_demonstrations
 from ..losses import nll_loss
 from ..samples import Sample
+from ..scores import Asks, Scores
 from . import Loss
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from ..engine import Engine
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 class Sft:
     """loss = - sum of log p(token) / trained tokens of the batch."""
+
+    asks = Asks()
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return read_demonstrations(path, tokenizer)
@@ -31,5 +33,5 @@ class Sft:
     def weight(self, samples: Sequence[Sample]) -> float:
         return sum(sample.trained for sample in samples)
 
-    def loss(self, logprobs_N: Tensor, packed: Packed) -> Loss:
-        return nll_loss(logprobs_N)
+    def loss(self, scores: Scores, packed: Packed) -> Loss:
+        return nll_loss(scores.logprobs_N)

@@ -1,0 +1,165 @@
+"""Where do a run's batches come from? From a finished file, or from live rollouts; both can go on after any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ngym.errors import NgymError
+from ngym.schema import Json
+
+from . import arithmetic, offline
+from .config import DataOptions, Recipe, read_launch
+from .rl import GrpoOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .algorithms import Algorithm
+    from .engine import Engine
+    from .metrics import Metrics
+    from .samples import Batch, Sample
+    from .services import Services
+
+Say = Callable[[str], None]
+
+
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    recipe: Recipe
+    learner: Engine
+    algorithm: Algorithm
+    tokenizer: PreTrainedTokenizerBase
+
+
+class Source(Protocol):
+    """steps: how many batches there are, those before a resumption included."""
+
+    steps: int
+
+    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        """Those after the first `done`. state: what `state()` said then; None at the very beginning."""
+
+    def state(self) -> Json | None:
+        """What the batches after the one that was trained last depend on, as JSON."""
+
+
+class FileSource:
+    """A finished file: what comes next depends on the seed and on how many batches there were."""
+
+    def __init__(self, parts: Parts, say: Say) -> None:
+        recipe, learner, algorithm, tokenizer = parts
+        assert recipe.data is not None
+        self._parts = parts
+        self._samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say)
+        self.steps = offline.steps(self._samples, recipe)
+        for line in arithmetic.of_file(recipe, self._samples, self.steps, read_launch()):
+            say(line)
+        self._held_out = _held_out(parts, say)
+
+    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        recipe, learner, algorithm, _ = self._parts
+        batches = offline.batches(self._samples, recipe, done)
+        if algorithm.asks.values:
+            batches = offline.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
+        batches = checked(self._parts, batches)
+        if recipe.evaluation is None or not self._held_out:
+            return batches
+        from .heldout import HeldOutData
+
+        every = recipe.evaluation.every
+        held_out = HeldOutData(self._held_out, algorithm, learner, recipe.micro_batch_tokens, every, metrics.note)
+        return held_out.evaluated(batches, done)
+
+    def state(self) -> Json | None:
+        return None
+
+
+def _held_out(parts: Parts, say: Say) -> list[Sample]:
+    """What a run that learns from a file is evaluated on, prepared while the policy is the one that it begins with."""
+    recipe, learner, algorithm, tokenizer = parts
+    if recipe.evaluation is None or recipe.data is None:
+        return []
+    if recipe.evaluation.data is None:
+        say("evaluation.tasks need live rollouts, and this run learns from a file: it is not evaluated")
+        return []
+    data = DataOptions(path=recipe.evaluation.data, max_tokens=recipe.data.max_tokens)
+    budget, limit = recipe.micro_batch_tokens, recipe.evaluation.limit
+    return offline.prepared(data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit)
+
+
+class LiveSource:
+    """Live rollouts.
+
+    Args:
+        services: on rank 0; None elsewhere.
+    """
+
+    def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
+        from .live import Live, LiveRun
+        from .publish import Publisher, probe_ids, pusher_of
+        from .push import check_transport
+
+        recipe, learner, algorithm, tokenizer = parts
+        options = recipe.live
+        assert options is not None and recipe.max_steps is not None
+        self.steps = recipe.max_steps
+        self._parts = parts
+        self._services = services
+        self._pusher = None
+        if services is not None:
+            check_transport(options.transport)
+            reached = services.reached
+            self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
+        for line in arithmetic.of_live(recipe, read_launch()):
+            say(line)
+        run = LiveRun(
+            options, temperature(recipe), recipe.seed, recipe.micro_batch_tokens, recipe.max_steps, recipe.output
+        )
+        pushed = learner.adapter if options.transport == "lora" else learner.weights
+        publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed)
+        self._live = Live(run, algorithm, learner, publisher, services)
+        self._say = say
+
+    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        from .evaluation import Evaluation
+
+        recipe = self._parts.recipe
+        evaluation = None
+        if recipe.evaluation is not None and recipe.live is not None and self._services is not None:
+            evaluation = Evaluation(recipe.evaluation, recipe.live, temperature(recipe), self._services, metrics.note)
+        try:
+            at_hand = self._live.open(state)
+            if at_hand:
+                self._say(f"{at_hand:,} rollouts were collected before, and need not be again")
+            yield from checked(self._parts, self._live.batches(done, evaluation))
+        except BaseException:
+            with suppress(NgymError):  # what ended the run says more than what it prevents now
+                self._live.close()
+            raise
+        else:
+            self._live.close()
+        finally:
+            if self._pusher is not None:
+                self._pusher.finish()
+
+    def state(self) -> Json | None:
+        return self._live.state()
+
+
+def checked(parts: Parts, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence."""
+    from . import checks
+    from .algorithms.grpo import Grpo
+
+    if not isinstance(parts.algorithm, Grpo) or not isinstance(parts.recipe.algorithm, GrpoOptions):
+        return batches
+    bound = parts.recipe.algorithm.max_mismatch
+    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, parts.algorithm.sampler_N, bound)
+
+
+def temperature(recipe: Recipe) -> float:
+    """Of the rollouts, which is what the logits are divided by."""
+    return recipe.algorithm.temperature if isinstance(recipe.algorithm, GrpoOptions) else 1.0

@@ -1,0 +1,312 @@
+"""Groups of scored rollouts for one step after another: collected all the time, but never further ahead than may be trained.
+
+    tasks -> admitted -> attempts in flight -> complete -> taken by a step
+
+With `step` batches trained and published, (max_lag + step + 1) x tasks_per_step tasks may have been admitted. A step takes
+first what would be too old for the next one, and waits for it: then nothing is thrown away for its age. max_lag 0 is the
+plain loop: a step's tasks are admitted when its weights are served, and the step waits for all of them.
+
+A rollout that other weights had a part in than the recipe allows (a server died and came back with its first ones) is
+collected again, once the weights were pushed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
+from ngym.collect.plan import PlannedRollout, planned
+from ngym.collect.run import Run
+from ngym.errors import UsageError
+from ngym.peers import Peers
+from ngym.schema import Json
+
+from .rl import RolloutOptions
+from .shaping import informative
+from .spool import OURS, Spool
+from .tasks import Task, TaskSource
+
+NEVER = -1  # batches that weights nobody pushed have learned
+MOST_STALE = 5  # times that a whole group is collected again
+
+
+@dataclass
+class Group:
+    """The attempts at one task. step: batches that were trained when it was admitted. asked: the next attempt's index."""
+
+    task: Task
+    step: int
+    asked: int = 0
+    running: int = 0
+    stale: int = 0
+    rows: list[Json] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.running == 0
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those that there are."""
+        return [row["reward"] for row in self.rows if row.get("reward") is not None]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step trains on. rows: of all attempts, those that were given up too, in the order of the tasks.
+
+    lags: of each row, the batches that the trainer is ahead of the oldest weights in it. stale: rollouts that had to be
+    collected again. equal: groups that were left out, because they teach nothing. metrics: of the tasks.
+    """
+
+    rows: list[Json]
+    lags: list[int]
+    stale: int
+    equal: int
+    metrics: dict[str, float]
+
+
+class Stream:
+    """On the event loop of the services. `open`, then in turns `published` and `take`; `close` in any case.
+
+    Args:
+        temperature: of all attempts.
+        steps: batches in all; nothing is collected for later ones.
+        file: the spool.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        tasks: TaskSource,
+        options: RolloutOptions,
+        temperature: float,
+        seed: int,
+        steps: int,
+        file: Path,
+    ) -> None:
+        self._tasks = tasks
+        self._options = options
+        self._temperature = temperature
+        self._seed = seed
+        self._steps = steps
+        self._file = file
+        self._run = Run(
+            peers,
+            Limits(concurrency=options.concurrency, timeout_s=options.timeout_s),
+            run_id=f"train-{secrets.token_hex(4)}",
+            keep=self._keep,
+        )
+        self._step = 0
+        self._admitted = 0
+        self._left_out = 0  # groups, in all
+        self._equal = 0  # groups that were left out since the last `take`
+        self._stale = 0
+        self._groups: dict[int, Group] = {}
+        self._again: deque[Group] = deque()  # each wants one more attempt, when the weights were pushed again
+        self._learned: dict[int, int] = {}  # policy version -> batches
+        self._due: asyncio.Queue[PlannedRollout] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._served = asyncio.Event()
+
+    async def open(self, state: Json | None) -> int:
+        """Begin, or go on from a state; how many rollouts of an earlier life are at hand.
+
+        Raises:
+            UsageError, FileLocked: the spool cannot be used.
+        """
+        groups = []
+        if state is not None:
+            self._tasks.restore(state["tasks"])
+            self._step, self._admitted, self._left_out = state["step"], state["admitted"], state["left_out"]
+            groups = [Group(self._tasks.again(*each["task"]), each["step"]) for each in state["groups"]]
+        first = min([self._admitted, *(group.task.number for group in groups)])
+        self._spool = Spool(self._file, first)
+        at_hand = len(self._spool)
+        for group in groups:
+            self._begin(group)
+        self._collecting = asyncio.create_task(self._collect(), name="collect for training")
+        return at_hand
+
+    def state(self) -> Json:
+        """What `open` needs to go on after the batches that were taken so far, as JSON."""
+        groups = self._groups.values()
+        return {
+            "step": self._step,
+            "admitted": self._admitted,
+            "left_out": self._left_out,
+            "tasks": self._tasks.state(),
+            "groups": [
+                {"task": [group.task.environment, group.task.index, group.task.number], "step": group.step}
+                for group in groups
+            ],
+        }
+
+    def published(self, version: int, step: int) -> None:
+        """The services serve this version, which has learned `step` batches."""
+        self._learned[version] = self._step = step
+        while self._again:
+            group = self._again.popleft()
+            group.running -= 1  # it was to come
+            self._ask_another(group)
+        self._admit()
+        self._served.set()
+
+    async def take(self) -> Taken | None:
+        """The groups of the next batch; None if a service serves other weights, and must be given the right ones first.
+
+        Raises:
+            UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot go on.
+        """
+        while not self._again:
+            self._spool.check()
+            if chosen := self._ready():
+                return self._hand_over(chosen)
+            self._changed.clear()
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait([changed, self._collecting], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if self._collecting.done():
+                self._collecting.result()
+        return None
+
+    async def close(self) -> None:
+        """Cancel what is in flight; returns when all that was collected is on the disk."""
+        self._collecting.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # `take` has told of it
+            await self._collecting
+        await self._spool.close()
+
+    def _admit(self) -> None:
+        options = self._options
+        ahead = min(options.max_lag + self._step + 1, self._steps)
+        count = ahead * options.tasks_per_step + self._left_out - self._admitted
+        self._admitted += max(0, count)
+        for task in self._tasks.take(max(0, count)):
+            self._begin(Group(task, self._step))
+
+    def _begin(self, group: Group) -> None:
+        """Ask for its attempts, but for those that an earlier life of the run has made."""
+        self._groups[group.task.number] = group
+        size = self._options.group_size
+        rows = list(self._spool.rows(group.task.number, group.task.key))
+        made = {row["_ng_rollout_index"] for row in rows}
+        group.rows = [row for row in rows if self._lag(row) <= self._options.max_lag][:size]
+        group.asked = max([size, *(index + 1 for index in made)])
+        for index in [index for index in range(size) if index not in made][: size - len(group.rows)]:
+            self._ask(group, index)
+        while len(group.rows) + group.running < size:
+            self._ask_another(group)
+        if group.complete:
+            self._finish(group)
+
+    def _ask_another(self, group: Group) -> None:
+        self._ask(group, group.asked)
+        group.asked += 1
+
+    def _ask(self, group: Group, index: int) -> None:
+        group.running += 1
+        recipe = Recipe(params={"temperature": self._temperature}, seed=self._seed_of(group, index))
+        for one in planned([group.task.row], recipe):
+            self._due.put_nowait(_renumbered(one, index))
+
+    def _seed_of(self, group: Group, index: int) -> int | None:
+        """For the sampling of an attempt: with the same weights, the same rollout."""
+        if not self._options.seeded:
+            return None
+        digest = hashlib.sha256(f"{self._seed} {group.task.number} {index}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
+
+    async def _collect(self) -> None:
+        async with aclosing(self._run.outcomes(self._plan())) as outcomes:
+            async for outcome in outcomes:
+                if not isinstance(outcome, FailedAttempt) or outcome.final:
+                    self._place(outcome)
+
+    async def _plan(self) -> AsyncIterator[PlannedRollout]:
+        await self._served.wait()
+        while True:
+            yield await self._due.get()
+
+    async def _keep(self, outcome: Outcome) -> None:
+        group = self._groups[outcome.key.task_index]
+        versions = outcome.row["ng"].get("policy_version") or [NEVER]
+        oldest = self._step if "failure" in outcome.row else min(self._learned.get(one, NEVER) for one in versions)
+        outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
+        if not isinstance(outcome, FailedAttempt) or outcome.final:
+            self._spool.keep(outcome.row)
+
+    def _place(self, outcome: Outcome) -> None:
+        group = self._groups[outcome.key.task_index]
+        group.running -= 1
+        if self._lag(outcome.row) > self._options.max_lag:
+            self._note_stale(group, outcome.row)
+            self._again.append(group)
+            group.running += 1  # to come
+        else:
+            group.rows.append(outcome.row)
+            if group.complete:
+                self._finish(group)
+        self._changed.set()
+
+    def _note_stale(self, group: Group, row: Json) -> None:
+        self._stale += 1
+        group.stale += 1
+        if group.stale > MOST_STALE * self._options.group_size:
+            raise UsageError(
+                f"{group.task.environment}: its rollouts say that policy versions {row['ng'].get('policy_version')} sampled "
+                f"them, again and again, but {max(self._learned)} was pushed: does the agent keep the token data of the "
+                "model that is trained, and does that model stay up?"
+            )
+
+    def _finish(self, group: Group) -> None:
+        """All its attempts are there; a group that teaches nothing makes room for another one, if the recipe says so."""
+        rewards = group.rewards
+        room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
+        if self._equal < room and not informative(rewards):
+            self._tasks.learned(group.task.key, rewards)
+            del self._groups[group.task.number]
+            self._equal += 1
+            self._left_out += 1
+            self._admit()
+        self._changed.set()
+
+    def _ready(self) -> list[Group]:
+        """The groups of the next batch, or none yet."""
+        urgent = [group for group in self._groups.values() if group.step + self._options.max_lag <= self._step]
+        complete = [group for group in self._groups.values() if group.complete]
+        if len(complete) < self._options.tasks_per_step or not all(group.complete for group in urgent):
+            return []
+        numbers = {group.task.number for group in urgent}
+        complete.sort(key=lambda group: (group.task.number not in numbers, group.task.number))
+        return complete[: self._options.tasks_per_step]
+
+    def _hand_over(self, chosen: Sequence[Group]) -> Taken:
+        rows: list[Json] = []
+        for group in sorted(chosen, key=lambda group: group.task.number):
+            del self._groups[group.task.number]
+            self._tasks.learned(group.task.key, group.rewards)
+            rows += sorted(group.rows, key=lambda row: row["_ng_rollout_index"])
+        taken = Taken(rows, [self._lag(row) for row in rows], self._stale, self._equal, self._tasks.metrics())
+        self._stale = self._equal = 0
+        return taken
+
+    def _lag(self, row: Json) -> int:
+        """Of what an earlier life collected with weights that this one has not learned yet: 0."""
+        oldest: int = row[OURS]["oldest"]
+        return max(0, self._step - oldest)
+
+
+def _renumbered(one: PlannedRollout, index: int) -> PlannedRollout:
+    row: dict[str, Any] = {**one.row, "_ng_rollout_index": index}
+    return PlannedRollout(one.key._replace(rollout_index=index), one.agent, row)

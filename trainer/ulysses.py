@@ -1,0 +1,104 @@
+"""Ranks that share a micro-batch: each has some of its tokens, and in attention some of its heads (arXiv 2309.14509).
+
+    [T/n tokens, H heads] -- all to all --> [T tokens, H/n heads] -> attention -- all to all --> [T/n tokens, H heads]
+
+A token's logprob is computed where the token is, and then told to all, so every rank of the group has the whole loss; its
+gradient there is that of its own tokens, and the gradients of all ranks add up to the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+
+from .packing import Packed
+
+
+class Group(NamedTuple):
+    """The ranks that share micro-batches, and this one's place among them."""
+
+    group: distributed.ProcessGroup
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, ranks: int) -> Group:
+        """Neighbours form groups of so many ranks. Every rank of the run calls it."""
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+        groups = [distributed.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
+        return cls(groups[rank // ranks], ranks, rank % ranks)
+
+    def first(self, tokens: int) -> int:
+        """Where this rank's share of so many tokens begins; the shares are equal, and the last ones may reach beyond."""
+        return self.rank * math.ceil(tokens / self.ranks)
+
+    def mine(self, packed: Packed) -> Tensor:
+        """The trained tokens, as indices into N, that this rank predicts: from the token before them."""
+        tokens = len(packed.token_ids_T)
+        place_N = packed.trained_N - 1 - self.first(tokens)
+        return ((place_N >= 0) & (place_N < math.ceil(tokens / self.ranks))).nonzero().squeeze(1)
+
+    def share(self, values_T: Tensor) -> Tensor:
+        """This rank's part, [ceil(T / n)]; zeros where it reaches beyond."""
+        return self._padded(values_T).chunk(self.ranks)[self.rank]
+
+    def to_heads(self, tokens_LHD: Tensor, tokens: int) -> Tensor:
+        """All heads of this rank's tokens -> this rank's heads of all tokens, [L, H, D] -> [T, H/n, D]."""
+        length, _, width = tokens_LHD.shape
+        to_rank = tokens_LHD.reshape(length, self.ranks, -1, width).transpose(0, 1)
+        return self._exchanged(to_rank).flatten(0, 1)[:tokens]
+
+    def to_tokens(self, heads_THD: Tensor) -> Tensor:
+        """And back: [T, H/n, D] -> [L, H, D]."""
+        to_rank = self._padded(heads_THD).unflatten(0, (self.ranks, -1))
+        return self._exchanged(to_rank).transpose(0, 1).flatten(1, 2)
+
+    def told(self, values_n: Tensor, packed: Packed) -> Tensor:
+        """Every rank's values of its own trained tokens -> those of all, [N]."""
+        mine_N = values_n.new_zeros(len(packed.trained_N)).index_put((self.mine(packed),), values_n)
+        return cast(Tensor, _Told.apply(mine_N, self.group))  # type: ignore[no-untyped-call]
+
+    def _padded(self, values_T: Tensor) -> Tensor:
+        beyond = -len(values_T) % self.ranks
+        return F.pad(values_T, (0, 0) * (values_T.dim() - 1) + (0, beyond)) if beyond else values_T
+
+    def _exchanged(self, to_rank: Tensor) -> Tensor:
+        return cast(Tensor, _Exchange.apply(to_rank, self.group))  # type: ignore[no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """[n, ...]: row r goes to rank r, and what it sent becomes row r. The gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, to_rank: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(to_rank, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradients[0], ctx.group), None
+
+
+def _exchange(to_rank: Tensor, group: distributed.ProcessGroup) -> Tensor:
+    sent = to_rank.contiguous()
+    received = torch.empty_like(sent)
+    distributed.all_to_all_single(received, sent, group=group)
+    return received
+
+
+class _Told(torch.autograd.Function):
+    """The sum over the ranks. Backwards the identity: every rank computes the same loss, and it counts once."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        total = mine.clone()
+        distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
