@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -20,6 +21,7 @@ Model = TypeVar("Model", bound=BaseModel)
 SETTINGS_KEY = "ngym"
 KINDS: tuple[str, ...] = get_args(Kind)
 COMMAND_LINE = "command line"
+REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
 
 def shipped() -> Path:
@@ -53,12 +55,15 @@ class Tree:
     """A resolved configuration and where each of its keys was written.
 
     values: plain dicts, lists and scalars. lines: dotted key -> `file.yaml:12`. root: the first file's folder.
+    environment: dotted key -> the text, such as `${oc.env:TOKEN}`, of what came from an environment variable; to be shown
+    in place of the value, which may be a secret.
     """
 
     values: dict[str, Any]
     lines: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path()
     default_where: str = "config"
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
         """`file.yaml:12` of this key, or of the nearest key above it that was written."""
@@ -155,7 +160,8 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
     except OmegaConfBaseException as error:
         key = error.full_key or ""
         raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
-    return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where)
+    written = OmegaConf.to_container(merged, resolve=False)
+    return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
 
 
 def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
@@ -221,6 +227,29 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return data, lines
 
 
+def _from_environment(written: Any) -> dict[str, str]:
+    """The texts that name an environment variable, and those that refer to one of them, or to what holds or begins it."""
+    texts = {key: text for key, text in _texts(written) if "${" in text}
+    found = {key: text for key, text in texts.items() if "${oc.env:" in text}
+
+    def leads_there(text: str) -> bool:
+        named = [f".{to.replace('[', '.').replace(']', '')}." for to in REFERENCE.findall(text)]
+        return any(to in f".{key}." or f".{key}." in to for to in named for key in found)
+
+    while more := {key: text for key, text in texts.items() if key not in found and leads_there(text)}:
+        found |= more
+    return found
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each string of a tree with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inside:
+        yield from _texts(item, f"{key}.{name}" if key else str(name))
+
+
 def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, str], depth: int = 0) -> None:
     if depth > 64:
         raise ConfigError(f"{shown}:{node.start_mark.line + 1}: nested more than 64 levels deep")
@@ -240,7 +269,8 @@ def _subtree(tree: Tree, prefix: str) -> Tree:
     for part in prefix.split("."):
         values = values.get(part, {}) if isinstance(values, dict) else {}
     lines = {key[len(prefix) + 1 :]: line for key, line in tree.lines.items() if key.startswith(prefix + ".")}
-    return Tree(values if values is not None else {}, lines, tree.root, tree.where(prefix))
+    environment = {k[len(prefix) + 1 :]: text for k, text in tree.environment.items() if k.startswith(prefix + ".")}
+    return Tree(values if values is not None else {}, lines, tree.root, tree.where(prefix), environment)
 
 
 def _stanza(name: str, tree: Tree) -> Stanza:
@@ -259,7 +289,7 @@ def _stanza(name: str, tree: Tree) -> Stanza:
         raise ConfigError(
             f"{part.where('kind')}: {fields['kind']!r} is no kind of service{did_you_mean(str(fields['kind']), KINDS)}"
         )
-    stanza = parse(Stanza, Tree({**fields, "name": name}, part.lines, part.root, part.default_where))
+    stanza = parse(Stanza, Tree({**fields, "name": name}, part.lines, part.root, part.default_where, part.environment))
     _check_stanza(stanza, part, tree.root)
     return stanza.model_copy(update={"options": options, "where": tree.where(name), "key_where": dict(part.lines)})
 
@@ -292,7 +322,9 @@ def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if not key:  # a rule about several keys at once: the whole input would be shown, secrets included
         return f"{tree.default_where}: {message}"
-    shown = repr(item["input"])
+    if any(name.startswith(f"{key}.") for name in tree.environment):
+        return f"{tree.where(key)}: {key}: {message}"
+    shown = tree.environment.get(key) or repr(item["input"])
     return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
 
 

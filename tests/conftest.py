@@ -1,13 +1,17 @@
-"""What holds for every test: nothing from the network, one thread a process, and no process left behind."""
+"""What holds for every test: no network, one thread a process, no process left behind, and nothing that luck decides."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
+from machine import running, wait_until
 
 # Read when torch, transformers or vLLM are imported, here or in a process that a test starts.
 os.environ |= {
@@ -20,6 +24,12 @@ os.environ |= {
 # A developer's own settings must not decide a test.
 for name in [name for name in os.environ if name.startswith(("NGYM_", "OPENAI_", "AZURE_OPENAI_"))]:
     del os.environ[name]
+# Neither must how the tests are started: nohup, and a shell's &, have every process here ignore a signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# The same examples on every machine, and as much time for each as it takes.
+settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("anywhere")
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +44,20 @@ def no_process_is_left_behind() -> Iterator[None]:
     this = psutil.Process()
     before = set(this.children(recursive=True))
     yield
-    left = [process for process in this.children(recursive=True) if process not in before]
-    _, alive = psutil.wait_procs(left, timeout=5)
-    alive = [process for process in alive if not _is_pythons_own(process)]
-    commands = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive]
-    for process in alive:
-        process.kill()
-    assert not alive, f"still running: {commands}"
+    started = {process: _command(process) for process in this.children(recursive=True) if process not in before}
+    # multiprocessing keeps one helper until the interpreter ends.
+    ours = [process for process, command in started.items() if "multiprocessing.resource_tracker" not in command]
+    with suppress(AssertionError):
+        wait_until(lambda: not running(ours))
+    left = running(ours)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not left, f"still running: {[f'{process.pid}: {started[process]}' for process in left]}"
 
 
-def _is_pythons_own(process: psutil.Process) -> bool:
-    """multiprocessing keeps one helper until the interpreter ends."""
-    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""

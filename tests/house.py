@@ -45,6 +45,8 @@ async def house(options: dict[str, dict[str, Any]] | None = None, **apps: FastAP
     client = Peers(urls, owner="the test")
     try:
         while not all(server.started for server in servers):
+            for task in tasks:
+                assert not task.done(), f"a service did not start: {task}"
             await asyncio.sleep(0.01)
         yield client
     finally:

@@ -28,15 +28,16 @@ class Stub:
     """url: of everything.
 
     restarts_after: at this /run it forgets what was pushed, as a server that died and came back. Rollout 0 of every fifth
-    task is unscored, rollout 1 of every seventh fails.
+    task is unscored, rollout 1 of every seventh fails. equal_share: of eight tasks, so many are rewarded with 0.5 always.
     """
 
-    def __init__(self, folder: Path, restarts_after: int | None = None) -> None:
+    def __init__(self, folder: Path, restarts_after: int | None = None, equal_share: int = 0) -> None:
         self.url = ""
         self.runs = 0
         self.pushes: list[int] = []
         self._folder = folder
         self._restarts_after = restarts_after
+        self._equal_share = equal_share
         self._staged: dict[str, torch.Tensor] = {}
         self._forget()
 
@@ -69,7 +70,7 @@ class Stub:
             token = int(torch.multinomial(log_p.exp(), 1, generator=generator) if temperature else log_p.argmax())
             ids.append(token)
             logprobs.append(float(log_p[token]))
-        reward = sum(token < GOOD for token in ids[4:]) / SAMPLED
+        reward = sum(token < GOOD for token in ids[4:]) / SAMPLED if task % 8 >= self._equal_share else 0.5
         spans = {"mask": [[4, len(ids)]], "policy_version": [[4, len(ids), self._version]]}
         segment = {"token_ids": ids, "logprobs": logprobs, **spans}
         return {

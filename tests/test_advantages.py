@@ -88,7 +88,7 @@ def test_rewards_that_differ_by_rounding_alone_are_equal(estimator: str) -> None
 rewards_st = st.lists(st.integers(-3, 3).map(lambda n: n / 2), min_size=1, max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rewards=rewards_st, estimator=st.sampled_from(OF_A_GROUP), seed=st.integers(0, 99))
 def test_a_group_is_who_is_in_it(rewards: list[float], estimator: str, seed: int) -> None:
     """Unscored rollouts, other groups and the order of rollouts change nothing; only the differences of rewards count."""
@@ -138,7 +138,7 @@ def walked(rewards: list[float], values: list[float], mask: list[bool], gamma: f
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=12).filter(any), min_size=1, max_size=4),
     gamma=st.sampled_from([1.0, 0.99, 0.5]),

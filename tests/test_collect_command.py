@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import orjson
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
+from machine import PATIENCE_S, until
 from stub_agents import head, problem, scored, task
 
 from ngym.cli.collect import main
@@ -46,7 +46,7 @@ async def started(*arguments: object, cwd: Path) -> asyncio.subprocess.Process:
 
 async def ended(*arguments: object, cwd: Path) -> Ended:
     process = await started(*arguments, cwd=cwd)
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode is not None
     return Ended(process.returncode, out.decode(), err.decode())
 
@@ -163,20 +163,15 @@ async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
 
     async def answer(row: Json) -> Json:
         if hanging and row["n"] >= 5:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         return scored(row)
 
     async with head(answer) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
         process = await started(*run, cwd=tmp_path)
-        async with asyncio.timeout(30):
-            while not (tmp_path / "out.jsonl").exists() or count(tmp_path / "out.jsonl") < 5:
-                await asyncio.sleep(0.02)
-        began = time.monotonic()
+        await until(lambda: (tmp_path / "out.jsonl").exists() and count(tmp_path / "out.jsonl") == 5)
         process.send_signal(number)
-        process.send_signal(number)
-        out, err = await process.communicate()
-        assert time.monotonic() - began < 5
+        out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
         assert (process.returncode, err) == (130, b"")
         assert b"interrupted: 5 of 20 rollouts" in out and b"--resume" in out
         assert count(tmp_path / "out.jsonl") == 5
@@ -188,15 +183,13 @@ async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
 
 async def test_a_second_collector_ends_at_once_and_names_the_first(tasks: Path, tmp_path: Path) -> None:
     async def answer(row: Json) -> Json:
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
         return scored(row)
 
     async with head(answer) as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
         first = await started(*run, cwd=tmp_path)
-        async with asyncio.timeout(30):
-            while not (tmp_path / "out_run.json").exists():
-                await asyncio.sleep(0.02)
+        await until((tmp_path / "out_run.json").exists)
         second = await ended(*run, "--resume", cwd=tmp_path)
         first.kill()
         await first.communicate()

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from trainer_service import free_port
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
 
-config, conversations, dpo, engine, loop, model, packing = map(
-    trainer, ("config", "conversations", "algorithms.dpo", "engine", "loop", "model", "packing")
+config, conversations, dpo, engine, loop, model, packing, scores = map(
+    trainer, ("config", "conversations", "algorithms.dpo", "engine", "loop", "model", "packing", "scores")
 )
 CPU = torch.device("cpu")
 SHAPE = {
@@ -137,8 +137,8 @@ def test_each_loss_is_its_closed_form(options: dict[str, Any], expected: list[fl
     for logprob, reference, value in zip((-4.0, -3.0, -2.0), (-5.0, -1.0, -1.0), expected, strict=True):
         sides = dpo.Side([1, 2, 3], [(1, 3)], chosen=True), dpo.Side([1, 2, 3, 4, 5, 6], [(1, 6)], chosen=False)
         batch = [dpo.PairSample(sides, reference=(reference, -4.0))]
-        logprobs = torch.tensor([-1.0] * 5 + [logprob / 2] * 2)  # the longest segment first
-        loss = algorithm(**options).loss(logprobs, packing.pack(batch, CPU))
+        logprobs = torch.tensor([logprob / 2] * 2 + [-1.0] * 5)  # sorted by their tokens
+        loss = algorithm(**options).loss(scores.Scores(logprobs), packing.pack(batch, CPU))
         assert loss.sum.item() == pytest.approx(value, abs=1e-6)
 
 
@@ -324,9 +324,6 @@ def test_a_mistake_in_the_recipe_is_one_line(
 
 def test_two_ranks_learn_what_one_learns(tokenizer: PreTrainedTokenizerBase, pairs: list[Any], tmp_path: Path) -> None:
     """The whole program: `ng_train dpo.yaml` on two ranks; an odd last batch of one pair."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     start = learner(tokenizer)
     start.save(tmp_path / "start", tokenizer)
     write(tmp_path / "pairs.jsonl", *map(pair, range(33)))
@@ -338,7 +335,7 @@ def test_two_ranks_learn_what_one_learns(tokenizer: PreTrainedTokenizerBase, pai
         "optimizer.lr=1e-2",
         "optimizer.eps=1e-3",
     ]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "ngym", "train", "dpo.yaml", *overrides],
@@ -350,7 +347,7 @@ def test_two_ranks_learn_what_one_learns(tokenizer: PreTrainedTokenizerBase, pai
         )
         for rank in range(2)
     ]
-    output = [process.communicate(timeout=200)[0] for process in ranks]
+    output = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], output
     assert "33 samples" in output[0] and "step 3/3" in output[0]
 

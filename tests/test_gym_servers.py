@@ -150,7 +150,7 @@ async def test_a_bomb_is_never_a_verdict_and_holds_nobody_up():
         BOMBS, (None, "unverifiable")
     )
     assert [answer["reward"] for answer in good] == [1.0, 1.0, 1.0, 0.0] * 25
-    assert longest < 0.05
+    assert longest < 0.2, "a bomb in the loop itself would have held it for 0.4 s"
 
 
 async def test_the_calculator_answers_a_bare_number_or_says_what_is_wrong():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from machine import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.jsonl import checked, read, write_whole
@@ -110,15 +111,16 @@ async def test_an_appended_row_is_on_the_disk_when_append_returns(tmp_path: Path
     assert numbers(path) == list(range(150))
 
 
-async def test_many_rows_share_a_commit_and_a_single_one_waits_briefly(tmp_path: Path) -> None:
+async def test_many_rows_share_a_commit_and_a_single_one_does_not_wait_for_others(tmp_path: Path) -> None:
     log, _ = opened(tmp_path / "out.jsonl")
-    started = time.perf_counter()
+    began = time.perf_counter()
     await log.append(line(0))
-    assert time.perf_counter() - started < 1.0
+    single_s = time.perf_counter() - began
     for batch in range(20):
         await asyncio.gather(*(log.append(line(n)) for n in range(COMMIT_ROWS)))
         assert len(numbers(tmp_path / "out.jsonl")) == 1 + (batch + 1) * COMMIT_ROWS
-    assert time.perf_counter() - started < 5.0
+    together_s = time.perf_counter() - began - single_s
+    assert together_s < 20 * COMMIT_ROWS * single_s / 2, "the rows were written one by one"
     await log.flush()
     log.close()
 
@@ -212,10 +214,8 @@ def test_a_second_writer_is_told_the_first_ones_pid(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
-        started = time.perf_counter()
         with pytest.raises(FileLocked, match=f"is being written by process {holder.pid};"):
             RowLog(path, key)
-        assert time.perf_counter() - started < 1.0
         holder.communicate()
     RowLog(path, key).close()
 
@@ -244,7 +244,7 @@ def on_stall(reason):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 async def main():
-    log = RowLog(Path(sys.argv[1]), lambda row: row["n"], on_stall=on_stall, retry_s=0.05, give_up_s=0.3)
+    log = RowLog(Path(sys.argv[1]), lambda row: row["n"], on_stall=on_stall, retry_s=0.05, give_up_s=3600 if grows else 0.3)
     try:
         for n in range(40):
             await log.append(b'{"n": %d, "text": "%s"}' % (n, b"x" * 1000))
@@ -264,7 +264,7 @@ def test_a_full_disk_is_waited_out_and_tears_no_row(tmp_path: Path, grows: bool)
     """A file size limit stands for the full disk: the kernel writes a part of the row, then refuses."""
     path = tmp_path / "out.jsonl"
     command = [sys.executable, "-c", FULL, str(path), "grows" if grows else "stays"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    told = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.splitlines()
     acknowledged = [int(word) for word in told if word.isdigit()]
     assert path.read_bytes().endswith(b"}\n"), "no torn row was left"
     assert numbers(path) == acknowledged == list(range(40 if grows else 19))
@@ -299,8 +299,8 @@ def test_rows_that_were_acknowledged_survive_kill_9(tmp_path: Path) -> None:
     for _ in range(6):
         with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
-            acknowledged.add(int(writer.stdout.readline()))
-            time.sleep(draw.uniform(0, 0.2))
+            for _ in range(draw.randrange(1, 300)):
+                acknowledged.add(int(writer.stdout.readline()))
             writer.send_signal(signal.SIGKILL)
             told = writer.stdout.read().split(b"\n")[:-1]
         acknowledged |= {int(word) for word in told}
@@ -308,7 +308,6 @@ def test_rows_that_were_acknowledged_survive_kill_9(tmp_path: Path) -> None:
         log.close()
         assert acknowledged <= set(found)
         assert len(found) == len(set(found)) and found == list(range(len(found)))
-    assert len(acknowledged) > 100
 
 
 def test_a_small_file_is_replaced_entirely_or_not_at_all(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(options=objectives(), batch=batches(), first=st.booleans())
 def test_losses_and_gradients_are_those_of_the_formula_written_out(
     options: dict[str, Any], batch: Batch, first: bool
@@ -389,7 +389,7 @@ def test_losses_and_gradients_are_those_of_the_formula_written_out(
     assert ours.grad == pytest.approx(grad, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(options=objectives(), batch=batches(), seed=st.integers(0, 10**9))
 def test_a_step_does_not_depend_on_how_it_is_cut_ordered_or_padded_with_masked_rollouts(
     options: dict[str, Any], batch: Batch, seed: int

@@ -11,7 +11,8 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from house import bound_socket, house
+from house import house
+from machine import PATIENCE_S, reserved_port, until
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
@@ -89,7 +90,7 @@ async def model(endpoint: Endpoint, **options: Any):
         given = {"model": "m", "base_url": base_url, "api_key_env": None, "max_retries": 0} | options
         async with (
             house({"policy": given}, policy=OPENAI.app) as peers,
-            httpx.AsyncClient(base_url=peers.urls["policy"][0]) as client,
+            httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
         ):
             yield client
 
@@ -210,17 +211,17 @@ async def test_a_server_error_is_retried_and_then_told():
 
 
 async def test_an_endpoint_that_is_down_is_unreachable():
-    with bound_socket() as closed:
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
-    async with model(Endpoint(), base_url=url) as client:
-        problem = (await ask(client)).json()
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        async with model(Endpoint(), base_url=url) as client:
+            problem = (await ask(client)).json()
     assert (problem["status"], problem["failure"], problem["retryable"]) == (502, "connect", True)
     assert f"{url}/responses cannot be reached" in problem["detail"]
 
 
 async def test_an_endpoint_that_does_not_answer_in_time_is_a_timeout():
     async def never() -> Json:
-        await asyncio.sleep(5)
+        await asyncio.sleep(3600)
         return response()
 
     async with model(Endpoint(responses=never), timeout_s=0.2) as client:
@@ -305,7 +306,8 @@ async def test_no_more_requests_are_in_flight_than_allowed():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.05)
+        await until(lambda: most >= 3)
+        await asyncio.sleep(0.05)  # for one more to come
         running -= 1
         return completion()
 

@@ -8,6 +8,7 @@ import httpx
 import orjson
 import pytest
 from house import house
+from machine import PATIENCE_S
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
@@ -158,7 +159,10 @@ async def test_an_answer_longer_than_max_output_tokens_is_cut_between_characters
 
 async def test_token_data_makes_one_segment_of_a_whole_rollout():
     segments: list[Segment] = []
-    async with scripted(replies=SUM_RULES, tokens=True) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        scripted(replies=SUM_RULES, tokens=True) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+    ):
         items: list[Any] = [{"role": "user", "content": "5 + 6"}]
         for output in ("11", None):
             body = {"input": items, "tools": [ADD], "instructions": "add"}
@@ -178,7 +182,7 @@ async def test_token_data_makes_one_segment_of_a_whole_rollout():
 
 
 async def test_a_conversation_sent_back_without_its_token_data_still_begins_with_the_same_ids():
-    async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url) as client:
+    async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         first = (await client.post("/v1/responses", json={"input": "one"})).json()
         tokens = first["output"][-1]
         history = [

@@ -7,6 +7,7 @@ import httpx
 import orjson
 import pytest
 from house import house
+from machine import PATIENCE_S
 from openai import AsyncOpenAI, UnprocessableEntityError
 
 from ngym import ModelCall, ServiceContext, model_server
@@ -32,7 +33,7 @@ def replying(text: str = "4", **response: Any):
 async def client_of(app: Any, **options: Any):
     async with (
         house({"policy": options}, policy=app) as peers,
-        httpx.AsyncClient(base_url=peers.urls["policy"][0]) as client,
+        httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
     ):
         yield client
 

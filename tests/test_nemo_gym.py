@@ -7,6 +7,7 @@ import httpx
 import yaml
 from fastapi import FastAPI, Request, Response
 from house import house
+from machine import PATIENCE_S
 
 from ngym import ServiceOptions
 from ngym.config import app_file, load_config
@@ -69,7 +70,7 @@ async def test_its_collector_finds_an_agent_through_the_head_and_runs_a_row(tmp_
     )
     async with (
         Supervisor(load_config([tmp_path / "global_config.yaml"])) as stack,
-        httpx.AsyncClient(timeout=30) as client,
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
     ):
         told = yaml.safe_load(json.loads((await client.get(f"{stack.head_url}/global_config_dict_yaml")).text))
         agent = next(iter(next(iter(told["weather_agent"].values())).values()))  # cfg[name].<only key>.<only key>
@@ -85,7 +86,7 @@ async def test_its_collector_finds_an_agent_through_the_head_and_runs_a_row(tmp_
 
 
 async def test_its_agents_drive_our_gym_and_model_servers_with_nothing_but_cookies():
-    async with weather_house() as peers, httpx.AsyncClient(timeout=30) as client:
+    async with weather_house() as peers, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         gym, model = peers.urls["weather"][0], peers.urls["policy"][0]
         seeded = await client.post(f"{gym}/seed_session", json=WEATHER_ROW)
         assert seeded.cookies  # the client sends them with every later call

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from machine import wait_until
 
+LONG_S = 600  # for what may have to come over a slow network
 UV = Path(sys.executable).with_name("uv")
 HEAVY = {
     "aiohttp",
@@ -43,7 +45,7 @@ class Elsewhere:
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A program of the environment, in the folder."""
         program = [self.environment / "bin" / command, *arguments]
-        return subprocess.run(program, cwd=self.folder, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(program, cwd=self.folder, capture_output=True, text=True, check=False, timeout=LONG_S)
 
     def python(self, code: str) -> str:
         """What this program prints."""
@@ -232,29 +234,32 @@ def make(checkout: Path, target: str, **environment: str) -> subprocess.Complete
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of the `make test` that this may run in: it would report its folders
     kept = {name: value for name, value in os.environ.items() if name not in outer}
     command, settings = ["make", target], {**kept, **environment}
-    return subprocess.run(command, cwd=checkout, env=settings, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        command, cwd=checkout, env=settings, capture_output=True, text=True, check=False, timeout=LONG_S
+    )
 
 
 def test_make_install_starts_again_after_it_was_killed_and_is_done_once(checkout: Path) -> None:
     stamp = checkout / ".venv" / "installed"
     killed = subprocess.Popen(["make", "install"], cwd=checkout, start_new_session=True, stdout=subprocess.DEVNULL)
-    while not (checkout / ".venv" / "bin" / "python").exists():
-        time.sleep(0.01)
+    wait_until((checkout / ".venv" / "bin" / "python").exists)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     assert not stamp.exists()
 
+    began = time.monotonic()
     first = make(checkout, "install")
     assert first.returncode == 0, first.stderr
+    first_s = time.monotonic() - began
     command = [checkout / ".venv" / "bin" / "python", "-P", "-c", "import ngym; print(ngym.__file__)"]
     imported = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout.strip()
     assert imported == str(checkout / "ngym" / "__init__.py")
 
     written = stamp.stat().st_mtime_ns
-    started = time.monotonic()
+    began = time.monotonic()
     second = make(checkout, "install")
     assert (second.returncode, second.stdout) == (0, "")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - began < first_s / 2
     assert stamp.stat().st_mtime_ns == written
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import Request
 from house import house
+from machine import PATIENCE_S
 from pydantic import BaseModel
 
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
@@ -264,7 +265,10 @@ async def test_a_session_ends_with_verify_and_is_not_started_afresh():
 
 
 async def test_a_caller_that_keeps_only_cookies_keeps_its_session():
-    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+    async with (
+        house(gym=counter()) as peers,
+        httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
+    ):
         await client.post("/seed_session", json=ROW)
         await client.post("/add", json={"amount": 7})
         scored = (await client.post("/verify", json={**ROW, "response": {"output": []}})).json()
@@ -285,7 +289,10 @@ async def test_every_service_answers_health_readiness_metrics_and_its_schema():
     ("body", "status"), [(b"{", 400), (b"[]", 422), (b"", 400), (b'{"a": NaN}', 400), (b"\xff", 400)]
 )
 async def test_a_bad_body_is_a_problem_document(body: bytes, status: int):
-    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+    async with (
+        house(gym=counter()) as peers,
+        httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
+    ):
         answer = await client.post("/verify", content=body)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"

@@ -109,6 +109,35 @@ def test_a_template_that_drops_old_reasoning_gives_a_segment_for_each_turn(
     assert len(conversations.read_demonstrations(path, tokenizer)[0].segments) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"expression": "37+58", "n": [1, 2.5]}', '{"expression": "37+58", "n": [1, 2.5]}'),
+        ({"expression": "é"}, '{"expression": "é"}'),
+        ("", "{}"),
+        ("37 + 58", '"37 + 58"'),  # no JSON object: a string to the template, to the byte
+        ('["37"]', '"[\\"37\\"]"'),
+        ('{"id": 12345678901234567890123}', '"{\\"id\\": 12345678901234567890123}"'),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, arguments: Any, said: str, wrapped: bool
+) -> None:
+    quoting = copy.deepcopy(tokenizer)
+    quoting.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ (call.function or call).arguments | tojson }}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    function = {"name": "calculator", "arguments": arguments}
+    calls = [{"type": "function", "function": function} if wrapped else function]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    (sample,) = conversations.read_demonstrations(write(tmp_path / "call.jsonl", {"messages": turns}), quoting)
+    (segment,) = sample.segments
+    assert quoting.decode(segment.token_ids[slice(*segment.spans[0])]) == f"{said}<|im_end|>"
+
+
 def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     refused = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
@@ -142,11 +171,33 @@ def test_with_fewer_samples_than_ranks_some_have_nothing_to_do() -> None:
     assert [len(micro_batch) for micro_batch in packing.plan(ragged(1), 500, ranks=3)] == [1, 0, 0]
 
 
-def test_packed_sequences_have_the_logprobs_and_gradients_that_they_have_alone(policy: Any) -> None:
-    batch = ragged(30)
+def beginning_alike(seed: int = 0) -> list[Any]:
+    """Groups of answers to one prompt, prompts with the same instructions, and what is hard: a prompt within another one's
+    answer, a twin, a first trained token at once, nothing trained.
+    """
+    rng = random.Random(seed)
+
+    def some(length: int) -> list[int]:
+        return [rng.randrange(1024) for _ in range(length)]
+
+    def answered(prompt: list[int]) -> Any:
+        answer = some(rng.choice((1, 5, 30)))
+        return samples.Segment(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
+
+    instructions = some(20)
+    found = []
+    for _ in range(4):
+        prompt = instructions + some(rng.choice((3, 12)))
+        found += [answered(prompt) for _ in range(5)]
+    longest = max(found, key=lambda segment: len(segment.token_ids)).token_ids
+    found += [answered(longest), samples.Segment(longest, []), samples.Segment(longest, [(1, 3), (9, 12)]), found[0]]
+    return [samples.Sample((segment,)) for segment in found]
+
+
+@pytest.mark.parametrize("batch", [ragged(30), beginning_alike()], ids=["all different", "beginning alike"])
+def test_packed_sequences_have_the_logprobs_and_gradients_that_they_have_alone(policy: Any, batch: list[Any]) -> None:
     packed = packing.pack(batch, CPU)
-    assert packed.token_ids_T.numel() == sum(sample.tokens for sample in batch)  # no padding is computed
-    together = policy(packed)
+    together = policy.logprobs(packed)
     together.sum().backward()
     gradients = [parameter.grad.clone() for parameter in policy.parameters()]
     policy.zero_grad()
@@ -168,9 +219,29 @@ def test_packed_sequences_have_the_logprobs_and_gradients_that_they_have_alone(p
     policy.zero_grad()
 
 
+def test_neither_padding_nor_a_beginning_that_is_there_already_is_computed() -> None:
+    batch = ragged(30)
+    assert packing.pack(batch, CPU).token_ids_T.numel() == sum(sample.tokens for sample in batch)
+    prompt, answers = list(range(100)), ([7, 8, 9], [7, 8], [5])
+    group = [samples.Sample((samples.Segment(prompt + said, [(100, 100 + len(said))]),)) for said in answers]
+    packed = packing.pack(group, CPU)
+    # each has a last prompt token of its own, which predicts the first token of its answer
+    assert packed.token_ids_T.numel() == 99 + 3 * 1 + 3 + 2 + 1
+    assert packed.trained_N.numel() == 6
+
+
+def test_rollouts_of_a_task_share_a_micro_batch_as_far_as_they_fit() -> None:
+    tasks = [[task] * 30 for task in range(8)]
+    group = [samples.Sample((samples.Segment([*task, answer], [(30, 31)]),)) for answer in range(4) for task in tasks]
+    micro_batches = packing.plan(group, budget=8 * 31)
+    assert [len(micro_batch) for micro_batch in micro_batches] == [8] * 4
+    for micro_batch in micro_batches:
+        assert len({sample.segments[0].token_ids[0] for sample in micro_batch}) == 2
+
+
 def test_attention_that_cannot_be_packed_is_refused(policy: Any) -> None:
     attention = trainer("attention")
-    layout = attention.Layout.of([9], CPU)
+    layout = attention.Layout.of([torch.arange(9)], CPU)
     query = torch.zeros(1, 4, 9, 8)
     for unknown in ({"softcap": 30.0}, {"sliding_window": 4}):
         with pytest.raises(NotImplementedError, match="not packed"):
@@ -182,7 +253,7 @@ def test_attention_that_cannot_be_packed_is_refused(policy: Any) -> None:
     [
         (
             ["sfd.yaml"],
-            "sfd.yaml: no such recipe; give a YAML file, or one that travels with ngym: dpo.yaml, grpo.yaml, sft.yaml",
+            "sfd.yaml: no such recipe; give a YAML file, or one that travels with ngym: dpo.yaml, grpo.yaml",
         ),
         (["sft.yaml", "optimiser.lr=1"], "unknown key 'optimiser' (did you mean 'optimizer'?)"),
         (["sft.yaml", "optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0; got -1"),
@@ -193,6 +264,15 @@ def test_attention_that_cannot_be_packed_is_refused(policy: Any) -> None:
         (["sft.yaml", "model.tokenizer=null"], "a model from scratch needs a tokenizer"),
         (["sft.yaml", "model.from_scratch=null"], "name a model: model.path=FOLDER"),
         (["sft.yaml", "data.path=none.jsonl", "data.made_by=[]"], "command line: data.path: there is no none.jsonl"),
+        (
+            ["sft.yaml", "schedule.warmup_ratio=0.1"],
+            "schedule.warmup_ratio: schedule.warmup_steps is given too; keep one",
+        ),
+        (["sft.yaml", "schedule.nmae=linear"], "unknown key 'schedule.nmae' (did you mean 'name'?)"),
+        (["sft.yaml", "seed=${sead}"], "command line: seed: Interpolation key 'sead' not found"),
+        (["sft.yaml", "optimizer.betas=[0.9]"], "command line: 'optimizer.betas.1' is missing"),
+        (["sft.yaml", "optimizer.lr"], "optimizer.lr: no such recipe"),
+        (["sft.yaml", "schedule.name=${oc.env:HOME}"], "'linear' or 'cosine'; got ${oc.env:HOME}"),
     ],
 )
 def test_a_mistake_in_a_recipe_is_one_line_that_says_where_and_how_to_mend_it(

@@ -14,17 +14,30 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from machine import PATIENCE_S, reserved_port, wait_until
 from safetensors.torch import save
 from torch import Tensor
-from vllm_service import Server, metric, start, tokens_of, wait_until_ready, write_checkpoint
+from vllm_service import (
+    CONTEXT,
+    ENDLESS,
+    Server,
+    endless,
+    generating,
+    metric,
+    start,
+    tokens_of,
+    wait_until_ready,
+    write_checkpoint,
+)
 
 from ngym.cli.train import trainer
 from ngym.errors import BadRequest, ServiceError, UsageError
@@ -67,6 +80,14 @@ class Policy:
         return push.Proof(PROMPT, self.logprobs(PROMPT))
 
 
+class Experts(Policy):
+    def change(self, seed: int) -> Weights:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = revert_weight_conversion(self.network, super().change(seed))  # transformers fuses the experts
+        return {name: tensor.clone() for name, tensor in weights.items()}
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("policy"))
@@ -93,7 +114,7 @@ def experts_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
         moe_intermediate_size=64,
         num_experts=4,
         num_experts_per_tok=2,
-        max_position_embeddings=256,
+        max_position_embeddings=shape["max_position_embeddings"],
         tie_word_embeddings=False,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -105,10 +126,11 @@ def servers(
     checkpoint: Path, experts_checkpoint: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory, root: Path
 ) -> Iterator[dict[str, Server]]:
     folder = tmp_path_factory.mktemp("service")
-    options = {"model": str(checkpoint), "push_lease_s": LEASE_S, "weights_root": str(shared)}
+    policy = {"model": str(checkpoint), "weights_root": str(shared)}
+    experts = {"model": str(experts_checkpoint), "push_token": TOKEN, "push_lease_s": LEASE_S}
     running = {
-        "policy": start(folder, root, "policy", options, admin_token=TOKEN),
-        "experts": start(folder, root, "experts", {"model": str(experts_checkpoint), "push_token": TOKEN}),
+        "policy": start(folder, root, "policy", policy, admin_token=TOKEN),
+        "experts": start(folder, root, "experts", experts),
     }
     try:
         for server in running.values():
@@ -116,9 +138,7 @@ def servers(
         yield running
     finally:
         for server in running.values():
-            server.process.terminate()
-        for server in running.values():
-            server.process.wait(10)
+            server.end()
 
 
 @pytest.fixture(scope="module")
@@ -131,15 +151,25 @@ def policy(checkpoint: Path) -> Policy:
     return Policy(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def experts(experts_checkpoint: Path) -> Experts:
+    return Experts(experts_checkpoint)
+
+
 @pytest.fixture
 def pusher(server: Server) -> Iterator[Any]:
-    pusher = push.Pusher([server.url], TOKEN, patience_s=20)
+    pusher = push.Pusher([server.url], TOKEN, patience_s=PATIENCE_S)
     yield pusher
     pusher.finish()
 
 
+def is_updating(server: Server) -> bool:
+    updating: bool = server.get("/weights").json()["updating"]
+    return updating
+
+
 def version_of(server: Server) -> int:
-    version: int = httpx.get(server.url + "/weights").json()["policy_version"]
+    version: int = server.get("/weights").json()["policy_version"]
     return version
 
 
@@ -164,7 +194,7 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
     done = pusher.push(version, policy.change(version), policy.proof())
     pusher.finish()
     assert done.version == version and done.difference < 1e-5
-    assert httpx.get(server.url + "/weights").json() == {
+    assert server.get("/weights").json() == {
         "policy_version": version,
         "transport": ["http", "filesystem"],
         "updating": False,
@@ -181,13 +211,16 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
 def test_a_generation_in_flight_goes_on_with_the_new_weights_and_says_where(
     server: Server, policy: Policy, pusher: Any
 ) -> None:
-    version = pusher.prepare() + 1
-    pusher.push(version, policy.change(version), policy.proof())
-    with generating(server, 600) as answer:
-        pusher.push(version + 1, policy.change(version + 1), policy.proof())
-    response = answer.result().json()
+    for tokens in (600, 2400, 9600):
+        version = pusher.prepare() + 1
+        pusher.push(version, policy.change(version), policy.proof())
+        with generating(server, tokens) as answer:
+            pusher.push(version + 1, policy.change(version + 1), policy.proof())
+        response = answer.result().json()
+        if response["ng"]["policy_version"] != [[0, tokens, version]]:  # it had not ended before the push came
+            break
     (start_0, end_0, first), (start_1, end_1, second) = response["ng"]["policy_version"]
-    assert (start_0, end_1, first, second) == (0, 600, version, version + 1) and 0 < end_0 == start_1 < 600
+    assert (start_0, end_1, first, second) == (0, tokens, version, version + 1) and 0 < end_0 == start_1 < tokens
     engine, new = sampled_logprobs(policy, response)
     policy.change(version)
     _, old = sampled_logprobs(policy, response)
@@ -208,7 +241,7 @@ def test_in_mode_wait_generations_end_before_the_push(server: Server, policy: Po
 def test_in_mode_abort_generations_end_at_once_and_are_no_answers(server: Server, policy: Policy, stream: bool) -> None:
     pusher = push.Pusher([server.url], TOKEN, mode="abort")
     version = pusher.prepare()
-    with generating(server, 900, stream=stream) as answer:
+    with generating(server, ENDLESS, stream=stream) as answer:
         pusher.push(version + 1, policy.change(version), policy.proof())
     pusher.finish()
     if stream:
@@ -217,25 +250,6 @@ def test_in_mode_abort_generations_end_at_once_and_are_no_answers(server: Server
         return
     assert answer.result().status_code == 503
     assert answer.result().json()["retryable"] and "mode abort" in answer.result().json()["detail"]
-
-
-class generating:
-    """A long answer in another thread, of which the first tokens are there."""
-
-    def __init__(self, server: Server, tokens: int, **more: Any) -> None:
-        self._server = server
-        self._body = {"input": "hi", "max_output_tokens": tokens, "ignore_eos": True, **more}
-        self._thread = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> Future[httpx.Response]:
-        before = metric(self._server, "generation_tokens_total")
-        future = self._thread.submit(lambda: self._server.post("/v1/responses", **self._body))
-        while metric(self._server, "generation_tokens_total") < before + 10:
-            time.sleep(0.01)
-        return future
-
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown()
 
 
 def test_many_pushes_under_load_lose_no_answer_and_mix_no_versions(server: Server, policy: Policy, pusher: Any) -> None:
@@ -250,13 +264,15 @@ def test_many_pushes_under_load_lose_no_answer_and_mix_no_versions(server: Serve
     def answered_by(served: int) -> list[dict[str, Any]]:
         return [answer for answer in answers if answer["ng"]["policy_version"] == [[0, 16, served]]]
 
+    def enough_answered_by(served: int) -> bool:
+        return len(answered_by(served)) >= 2 or any(client.done() for client in asking)
+
     with ThreadPoolExecutor(8) as clients:
         asking = [clients.submit(ask, number) for number in range(8)]
         try:
             for step in range(1, 6):
                 pusher.push(version + step, policy.change(1000 + step), policy.proof())
-                while len(answered_by(version + step)) < 2 and not any(client.done() for client in asking):
-                    time.sleep(0.02)
+                wait_until(partial(enough_answered_by, version + step))
         finally:
             over.set()
     assert all(client.result() is None for client in asking)
@@ -274,15 +290,13 @@ def test_the_proof_catches_a_trainer_that_has_other_weights(server: Server, poli
         pusher.push(pusher.prepare() + 1, weights, policy.proof())
 
 
-def test_experts_and_an_untied_head_take_new_weights_too(servers: dict[str, Server], experts_checkpoint: Path) -> None:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    policy = Policy(experts_checkpoint)
+def test_experts_and_an_untied_head_take_new_weights_too(servers: dict[str, Server], experts: Experts) -> None:
     pusher = push.Pusher([servers["experts"].url], TOKEN)
-    for version in (1, 2):
-        weights = revert_weight_conversion(policy.network, policy.change(version))  # transformers fuses the experts
+    first = pusher.prepare() + 1
+    for version in (first, first + 1):
+        weights = experts.change(version)
         assert HEAD in weights
-        assert pusher.push(version, weights, policy.proof()).difference < 1e-5
+        assert pusher.push(version, weights, experts.proof()).difference < 1e-5
     pusher.finish()
 
 
@@ -293,8 +307,8 @@ class Session:
     """The routes by hand."""
 
     def __init__(self, server: Server, weights: Weights) -> None:
-        self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=20)
-        self.weights = {name: tensor for name, tensor in weights.items() if name != HEAD}
+        self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S)
+        self.weights = tensors.checkpoint(weights)
         self.version = version_of(server) + 1
         self.id = ""
 
@@ -313,22 +327,34 @@ class Session:
     def name(self, path: str, sha256: str) -> httpx.Response:
         return self.http.put("/weights/files", params={"push": self.id, "sha256": sha256}, json={"path": path})
 
-    def commit(self) -> httpx.Response:
-        return self.http.post("/weights/commit", params={"push": self.id}, json={})
+    def commit(self, mode: str = "keep") -> httpx.Response:
+        return self.http.post("/weights/commit", params={"push": self.id}, json={"mode": mode})
 
 
 @pytest.fixture
 def session(server: Server, policy: Policy) -> Iterator[Session]:
+    with unchanged(server, policy) as session:
+        yield session
+
+
+@pytest.fixture
+def hasty(servers: dict[str, Server], experts: Experts) -> Iterator[Session]:
+    """At the server whose lease is short."""
+    with unchanged(servers["experts"], experts) as session:
+        yield session
+
+
+@contextmanager
+def unchanged(server: Server, policy: Policy) -> Iterator[Session]:
     """For a push that must change nothing: the server then serves what it served, and takes the next push."""
-    pusher = push.Pusher([server.url], TOKEN, patience_s=20)
+    pusher = push.Pusher([server.url], TOKEN, patience_s=PATIENCE_S)
     old = pusher.prepare() + 1
     pusher.push(old, policy.change(old), policy.proof())
     proof = policy.proof()
     session = Session(server, policy.change(old + 1))
     with session.http:
         yield session
-    while httpx.get(server.url + "/weights").json()["updating"]:
-        time.sleep(0.1)
+    wait_until(lambda: not is_updating(server))
     assert version_of(server) == old
     assert pusher.prove(proof) < 1e-5, "the old weights"
     pusher.push(old + 1, policy.change(old + 1), policy.proof())
@@ -385,8 +411,7 @@ def test_a_pusher_that_dies_while_it_sends_ends_its_push(server: Server, session
             f"authorization: Bearer {TOKEN}\r\ncontent-length: {len(content)}\r\n\r\n"
         )
         connection.sendall(head.encode() + content[: int(len(content) * share)])
-        time.sleep(0.1)
-    time.sleep(0.2)
+    wait_until(lambda: not is_updating(server))
     assert session.commit().status_code == 404
 
 
@@ -439,13 +464,14 @@ def test_the_second_of_two_pushers_is_told_to_wait(session: Session) -> None:
     assert session.http.delete("/weights", params={"push": session.id}).status_code == 204
 
 
-def test_a_pusher_that_is_silent_loses_its_lease(server: Server, session: Session) -> None:
-    assert session.begin().json()["lease_s"] == LEASE_S
-    session.send(save(session.weights))
-    assert httpx.get(server.url + "/weights").json()["updating"]
-    time.sleep(LEASE_S + 0.2)
-    assert not httpx.get(server.url + "/weights").json()["updating"]
-    assert session.commit().status_code == 404
+def test_a_pusher_that_is_silent_loses_its_lease(servers: dict[str, Server], hasty: Session) -> None:
+    began = time.monotonic()
+    assert hasty.begin().json()["lease_s"] == LEASE_S
+    wait_until(lambda: not is_updating(servers["experts"]))
+    assert time.monotonic() - began >= LEASE_S
+    assert hasty.send(save(hasty.weights)).status_code == 404
+    reply = hasty.commit()
+    assert reply.status_code == 404 and reply.json()["retryable"], "a pusher begins again by itself"
 
 
 def test_a_push_names_only_files_under_weights_root(session: Session, shared: Path, tmp_path: Path) -> None:
@@ -477,17 +503,18 @@ def test_without_the_token_no_route_of_the_push_answers(session: Session, author
         assert reply.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_wait_that_takes_too_long_is_given_up(server: Server, session: Session) -> None:
-    with ExitStack() as stack:
-        answers = [stack.enter_context(generating(server, 980)) for _ in range(8)]
-        session.begin()
-        session.send(save(session.weights))
-        reply = session.http.post("/weights/commit", params={"push": session.id}, json={"mode": "wait"})
-    if reply.status_code == 200:
-        pytest.skip("this machine generates 8,000 tokens within the lease")
-    assert reply.status_code == 409 and "keep or abort" in reply.json()["detail"]
-    for answer in answers:
-        assert answer.result().json()["ng"] == {"policy_version": [[0, 980, session.version - 1]]}
+def test_a_wait_that_takes_too_long_is_given_up(servers: dict[str, Server], hasty: Session) -> None:
+    server = servers["experts"]
+    with endless(server), generating(server, 300) as answer:
+        reply = None
+        while reply is None or reply.status_code == 404:  # the machine was so busy that the lease ran out before
+            hasty.begin()
+            hasty.send(save(hasty.weights))
+            reply = hasty.commit("wait")
+        assert reply.status_code == 409 and "keep or abort" in reply.json()["detail"]
+        assert answer.result().json()["ng"] == {"policy_version": [[0, 300, hasty.version - 1]]}
+        before = metric(server, "generation_tokens_total")
+        wait_until(lambda: metric(server, "generation_tokens_total") > before)
 
 
 # More
@@ -497,25 +524,28 @@ def test_a_commit_is_brought_to_its_end_when_the_pusher_has_gone(server: Server,
     session = Session(server, policy.change(7))
     session.begin()
     session.send(save(session.weights))
-    with generating(server, 400), pytest.raises(httpx.ReadTimeout):
-        params = {"push": session.id}
-        session.http.post("/weights/commit", params=params, json={"mode": "wait"}, timeout=0.05)
-    while version_of(server) < session.version:
-        time.sleep(0.05)
+    commit = session.http.build_request("POST", "/weights/commit", params={"push": session.id}, json={"mode": "wait"})
+    waits = server.log.read_text().count("PAUSED_NEW")
+    with endless(server):
+        with socket.create_connection(("127.0.0.1", commit.url.port)) as connection:
+            head = [f"POST {commit.url.raw_path.decode()} HTTP/1.1", *(f"{k}: {v}" for k, v in commit.headers.items())]
+            connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + commit.read())
+            wait_until(lambda: server.log.read_text().count("PAUSED_NEW") > waits)  # vLLM says that it waits
+        assert version_of(server) < session.version
+    wait_until(lambda: version_of(server) == session.version)
     assert pusher.prove(policy.proof(), session.version) < 1e-5
     assert server.answer(input="hi", max_output_tokens=2)["ng"]["policy_version"][0][2] == session.version
 
 
 def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Policy) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with reserved_port() as port:
+        away = f"http://127.0.0.1:{port}"
         before = version_of(server)
-        pusher = push.Pusher([server.url, away], TOKEN, patience_s=2)
+        pusher = push.Pusher([away, server.url], TOKEN, patience_s=2)
         with pytest.raises(push.PushFailed, match=f"{away}: POST /weights: ConnectionRefusedError"):
             pusher.push(before + 1, policy.change(3), policy.proof())
         pusher.finish()
-    assert httpx.get(server.url + "/weights").json() | {"transport": []} == {
+    assert server.get("/weights").json() | {"transport": []} == {
         "policy_version": before,
         "transport": [],
         "updating": False,
@@ -533,7 +563,7 @@ def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: A
 
 
 def test_a_proof_of_no_prompt_of_this_model_is_refused(session: Session) -> None:
-    for ids in ([1], [1, -1], [1, 10**6], [1] * 5000, "x"):
+    for ids in ([1], [1, -1], [1, 10**6], [1] * (CONTEXT + 1), "x"):
         assert session.http.post("/weights/proof", json={"prompt_token_ids": ids}).status_code == 422
 
 
@@ -559,7 +589,7 @@ def test_an_engine_that_was_killed_fails_the_push_in_words_and_stops_the_server(
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(push.PushFailed, match=server.url):
         pusher.push(version, policy.change(version), policy.proof())
-    assert server.process.wait(10) == 1
+    assert server.process.wait(PATIENCE_S) == 1
     assert not staged & stages(), "it takes them away when it ends"
     pusher.finish()
 

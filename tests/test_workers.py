@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from machine import running, until, wait_until
 
 from ngym.errors import NotReady, Overloaded, ServiceError
 from ngym.workers import WorkerPool
@@ -29,6 +30,10 @@ def work(what, n=0):
         while True: pass
     if what == "power": return 9**9**9
     if what == "sleep": time.sleep(n)
+    if what == "open":  # begin, and end when the file n is there
+        with open(n + ".calls", "a") as calls: calls.write("x")
+        while not os.path.exists(n): time.sleep(0.01)
+        return "done"
     if what == "raise": raise ValueError("no such thing \\ud800")
     if what == "exit": sys.exit(3)
     if what == "die": os._exit(3)
@@ -73,26 +78,28 @@ async def test_the_function_is_warmed_once_before_the_workers_are_forked(pool):
 
 @pytest.mark.parametrize("what", ["spin", "power"])
 async def test_a_call_that_does_not_end_is_cut_at_its_deadline_and_the_next_one_served(pool, what):
-    started = time.monotonic()
     outcome = await pool.run(what)
     assert outcome.kind == "timeout"
-    assert "0.5 s of CPU time" in outcome.detail
-    assert time.monotonic() - started < 4 * 0.5
+    assert outcome.detail in ("used 0.5 s of CPU time", "no answer within 4 s")  # the latter on a very busy machine
     assert (await pool.run("double", 2)).value == 4
 
 
 async def test_a_call_that_sleeps_meets_the_wall_clock(pool):
-    started = time.monotonic()
-    outcome = await pool.run("sleep", 60, deadline_s=0.1)
-    assert outcome.kind == "timeout"
-    assert time.monotonic() - started < 3
+    outcome = await pool.run("sleep", 3600, deadline_s=0.1)
+    assert (outcome.kind, outcome.detail) == ("timeout", "no answer within 0.8 s")
 
 
 async def test_the_deadline_counts_cpu_time_so_a_busy_machine_cuts_nothing_short(function_file):
-    crowded = WorkerPool(function_file, "work", workers=3 * os.cpu_count(), deadline_s=0.5)
+    cores = os.sched_getaffinity(0)
+    crowded = WorkerPool(function_file, "work", workers=12, deadline_s=0.6)
+    os.sched_setaffinity(0, {min(cores)})  # the workers inherit it: together they need 1.2 s, whatever the machine
     try:
-        outcomes = await asyncio.gather(*(crowded.run("burn", 0.3) for _ in range(3 * os.cpu_count())))
+        await crowded.start()
+        began = time.monotonic()
+        outcomes = await asyncio.gather(*(crowded.run("burn", 0.1) for _ in range(12)))
+        assert time.monotonic() - began > 0.6
     finally:
+        os.sched_setaffinity(0, cores)
         await crowded.aclose()
     assert [outcome.kind for outcome in outcomes] == ["ok"] * len(outcomes)
 
@@ -118,7 +125,7 @@ async def test_every_way_to_fail_is_told_and_survived(pool, what, kind, detail):
 
 async def test_good_calls_among_bombs_all_get_their_values(pool):
     calls = [("spin",) if i % 20 == 7 else ("die",) if i % 20 == 13 else ("double", i) for i in range(100)]
-    outcomes = await asyncio.gather(*(pool.run(*call, deadline_s=0.2) for call in calls))
+    outcomes = await asyncio.gather(*(pool.run(*call, deadline_s=0.2 if call[0] == "spin" else 30) for call in calls))
     for call, outcome in zip(calls, outcomes, strict=True):
         assert outcome.kind == {"spin": "timeout", "die": "crash", "double": "ok"}[call[0]]
         assert outcome.value == (call[1] * 2 if call[0] == "double" else None)
@@ -141,15 +148,37 @@ async def test_the_event_loop_is_never_blocked(pool):
         *(pool.run(what) for what in ["spin", "power", "memory", "big", "die"] * 2), pool.run("double", 1)
     )
     watcher.cancel()
-    assert longest < 0.05
+    assert longest < 0.25, "a bomb in the loop itself would have held it for 0.5 s"
 
 
-async def test_a_dead_zygote_is_replaced_and_no_call_is_lost(pool):
+class Gate:
+    """For calls that go on until the gate is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder / "gate")
+
+    async def reached(self, times: int = 1) -> None:
+        """So many calls have begun."""
+        calls = Path(self.name + ".calls")
+        await until(lambda: calls.exists() and len(calls.read_text()) >= times)
+
+    def open(self) -> None:
+        Path(self.name).touch()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path)
+
+
+async def test_a_dead_zygote_is_replaced_and_no_call_is_lost(pool, gate):
     zygote = (await pool.run("pids")).value[1]
-    running = asyncio.create_task(pool.run("burn", 0.3))
-    await asyncio.sleep(0.1)
+    call = asyncio.create_task(pool.run("open", gate.name, deadline_s=60))
+    await gate.reached()
     os.kill(zygote, signal.SIGKILL)
-    assert (await running).value == "done"
+    await gate.reached(times=2)
+    gate.open()
+    assert (await call).value == "done"
     assert (await pool.run("pids")).value[1] != zygote
 
 
@@ -158,7 +187,8 @@ async def test_a_worker_that_dies_between_calls_is_replaced(function_file):
     try:
         worker = (await pool.run("pids")).value[0]
         os.kill(worker, signal.SIGKILL)
-        await asyncio.sleep(0.05)
+        await until(lambda: not running([psutil.Process(worker)]))
+        await asyncio.sleep(0.02)  # once round the event loop, which hears of it
         outcome = await pool.run("pids")
     finally:
         await pool.aclose()
@@ -166,17 +196,17 @@ async def test_a_worker_that_dies_between_calls_is_replaced(function_file):
     assert outcome.value[0] != worker
 
 
-async def test_a_cancelled_call_gives_its_worker_back(function_file):
-    pool = WorkerPool(function_file, "work", workers=1, deadline_s=30)
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_cancelled_call_gives_its_worker_back(function_file, gate, begun):
+    pool = WorkerPool(function_file, "work", workers=1, deadline_s=3600)
     try:
         await pool.start()
-        call = asyncio.create_task(pool.run("spin"))
-        await asyncio.sleep(0.1)
+        call = asyncio.create_task(pool.run("open", gate.name))
+        await (gate.reached() if begun else asyncio.sleep(0))  # else its worker is still to be forked
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        async with asyncio.timeout(5):
-            assert (await pool.run("double", 4)).value == 8
+        assert (await pool.run("double", 4)).value == 8
     finally:
         await pool.aclose()
 
@@ -201,26 +231,27 @@ async def test_a_function_that_cannot_be_loaded_says_why(tmp_path):
     await pool.aclose()
 
 
-async def test_the_queue_has_an_end(function_file):
+async def test_the_queue_has_an_end(function_file, gate):
     pool = WorkerPool(function_file, "work", workers=1, backlog=2)
     try:
-        calls = [asyncio.create_task(pool.run("sleep", 0.2)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        calls = [asyncio.create_task(pool.run("open", gate.name, deadline_s=60)) for _ in range(3)]
+        await gate.reached()
         with pytest.raises(Overloaded, match="2 calls of 'work' are waiting"):
             await pool.run("double", 1)
+        gate.open()
         assert [outcome.kind for outcome in await asyncio.gather(*calls)] == ["ok"] * 3
     finally:
         await pool.aclose()
 
 
-async def test_a_pool_that_closes_leaves_no_process_and_can_be_used_again(pool):
-    pids = (await pool.run("pids")).value[:2]
-    waiting = asyncio.create_task(pool.run("sleep", 30))
-    await asyncio.sleep(0.05)
+async def test_a_pool_that_closes_leaves_no_process_and_can_be_used_again(pool, gate):
+    family = [psutil.Process(pid) for pid in (await pool.run("pids")).value[:2]]
+    waiting = asyncio.create_task(pool.run("open", gate.name, deadline_s=60))
+    await gate.reached()
     await pool.aclose()
     with pytest.raises(NotReady, match="closing"):
         await waiting
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert running(family) == []
     assert (await pool.run("double", 5)).value == 10
 
 
@@ -243,15 +274,12 @@ def test_nothing_outlives_a_server_that_is_killed(function_file):
     )
     assert server.stdout is not None
     pids = [int(pid) for pid in server.stdout.readline().split()]
-    family = [process.pid for process in psutil.Process(server.pid).children(recursive=True)]
-    assert set(pids) <= set(family)
+    family = psutil.Process(server.pid).children(recursive=True)
+    assert set(pids) <= {process.pid for process in family}
     server.kill()
     server.wait()
     server.stdout.close()
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline and any(map(psutil.pid_exists, family)):
-        time.sleep(0.02)
-    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    wait_until(lambda: not running(family))
 
 
 def _environment() -> dict[str, str]:

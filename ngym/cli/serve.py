@@ -30,9 +30,7 @@ Exit codes: 0  stopped by Ctrl-C or SIGTERM
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="[default: that of the stanza's port or url, else a free one]"
 )
-@click.pass_context
 def main(
-    ctx: click.Context,
     name: str,
     configs: tuple[Path, ...],
     overrides: tuple[str, ...],
@@ -58,10 +56,11 @@ def main(
     spec = service_spec(config, stanza, {**urls, name: urls[name] or [url_of(sock)]}, head_url)
     click.echo(f"{name} listens at {url_of(sock)}", err=True)
 
+    from ngym.process import leave
     from ngym.services.runner import EXIT_CONFIG, run, spec_from
 
     code = run(spec_from(spec), [sock])
-    ctx.exit(2 if code == EXIT_CONFIG else code)
+    leave(2 if code == EXIT_CONFIG else code)
 
 
 def _own_port(stanza: Stanza) -> int:

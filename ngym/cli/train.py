@@ -17,9 +17,11 @@ PACKAGE = "_ngym_trainer"
 
 @command("ng_train")
 @click.argument("recipe", nargs=-1, required=True, metavar="RECIPE... [KEY=VALUE]...")
+@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V", help="Run every combination of these values.")
+@click.option("--resume", is_flag=True, help="Go on after the last checkpoint of the run in the output folder.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and stop.")
-def main(recipe: tuple[str, ...], overwrite: bool, dry_run: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe (with --sweep: the runs) and stop.")
+def main(recipe: tuple[str, ...], sweeps: tuple[str, ...], resume: bool, overwrite: bool, dry_run: bool) -> None:
     """Train a policy as a recipe says: a YAML file, or several of which later ones win, then overrides.
 
     \b
@@ -28,11 +30,17 @@ def main(recipe: tuple[str, ...], overwrite: bool, dry_run: bool) -> None:
               ng_train grpo.yaml model.path=runs/sft/policy        (live rollouts, weights pushed)
               ng_train grpo.yaml data.path=rollouts.jsonl          (from a finished file)
               ng_train dpo.yaml model.path=runs/sft/policy data.path=pairs.jsonl
+              ng_train grpo.yaml --sweep optimizer.lr=1e-4,3e-4 --sweep seed=0,1        (four runs and a table)
               torchrun --no-python --nproc-per-node 2 ng_train sft.yaml
     """
     files = [argument for argument in recipe if "=" not in argument]
     overrides = [argument for argument in recipe if "=" in argument]
-    trainer("program").main(files, overrides, overwrite=overwrite, dry_run=dry_run)
+    if resume and overwrite:
+        raise UsageError("--resume keeps what the run has, --overwrite removes it; give one of the two")
+    if sweeps:
+        trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume, dry_run=dry_run)
+    else:
+        trainer("program").main(files, overrides, overwrite=overwrite, resume=resume, dry_run=dry_run)
 
 
 def trainer(module: str) -> ModuleType:

@@ -95,10 +95,11 @@ def _for_templates(message: Json, reasoning: bool) -> Json:
 
 def _call(call: Json) -> Json:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _arguments(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": arguments(function["arguments"])}}
 
 
-def _arguments(text: str) -> Json | str:
+def arguments(text: str) -> Json | str:
+    """A call's arguments as the object that they spell; the text itself where they spell none, or not exactly."""
     if not text.strip():
         return {}
     try:

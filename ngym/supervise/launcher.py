@@ -16,7 +16,7 @@ from typing import Any
 from ngym.errors import NgymError
 from ngym.supervise.wire import receive, send
 
-ZYGOTE_END_S = 2.5
+ZYGOTE_END_S = 10.0  # it needs milliseconds, unless the machine is overloaded; killed, it would leave orphans
 
 
 class LauncherGone(NgymError):

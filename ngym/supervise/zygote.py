@@ -23,11 +23,12 @@ from types import ModuleType
 from typing import Any
 
 from ngym.errors import UsageError
+from ngym.process import leave
 from ngym.supervise.wire import receive, send
 
 RUNNER = "ngym.services.runner"  # a program that this one becomes, not a library that it uses
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
-LAST_SWEEP_S = 2.0
+LAST_SWEEP_S = 8.0  # under the 10 s after which we are killed ourselves
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Job:
 def main() -> None:
     """Preload, then fork on request until the socket closes; in a child, run its service."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    runner = importlib.import_module(RUNNER)  # the heavy part: fastapi, uvicorn, aiohttp
+    runner = importlib.import_module(RUNNER)  # the heavy part: fastapi, uvicorn
     gc.collect()
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page shared with us
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # daemons that a service leaves behind become ours, to be ended with us
@@ -49,7 +50,7 @@ def main() -> None:
     if job is None:
         return
     spec = runner.spec_from(job.request["spec"])
-    sys.exit(runner.run(spec, job.sockets) if job.request["action"] == "run" else _check(runner, spec))
+    leave(runner.run(spec, job.sockets) if job.request["action"] == "run" else _check(runner, spec))
 
 
 def _check(runner: ModuleType, spec: Any) -> int:

@@ -73,6 +73,7 @@ class WorkerPool:
         line = orjson.dumps([deadline_s, args]) + b"\n"
         slots = self._slots = self._slots or _Slots(self)
         slot = await slots.take()
+        slot.wanted = True
         # A task of its own: a caller that is cancelled must not leave a half-made worker or a half-read reply behind.
         task = asyncio.create_task(slots.run(slot, line, deadline_s))
         try:
@@ -114,8 +115,10 @@ class _Slot:
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
+        self.wanted = False  # somebody waits for the call that is under way
 
     def hang_up(self) -> None:
+        self.wanted = False
         if self.worker is not None:
             self.worker.hang_up()
 
@@ -158,6 +161,8 @@ class _Slots:
             await self._drop(slot)
         if slot.worker is None:
             slot.worker = await (await self.zygote()).fork()
+        if not slot.wanted:
+            return Outcome("crash", detail="nobody waits for this call any more")
         outcome = await slot.worker.call(line, deadline_s)
         worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"
         if worn or slot.worker.gone:

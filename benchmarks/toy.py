@@ -1,0 +1,151 @@
+"""How long until a model with random weights says only one letter: here through the services, and with TRL's GRPOTrainer?
+
+Reward is the share of the letter; model, first weights, tasks, batch, group, learning rate and lengths are the same. Ours is
+`ng_train letters.yaml` with everything in it: vLLM, the agent, the gym server, a weight push after every step. TRL generates
+with transformers. Time is counted from the start of the command to the step whose mean reward reaches the goal, and again
+without the start-up (from the end of the first step); CPU-seconds are those of all processes of the command.
+
+    python benchmarks/toy.py [--runs 3] [--goal 0.92] [--tokens 32] [--trl PYTHON]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import psutil
+from trainer import trl_python
+
+from ngym.config import shipped
+
+GROUP, TASKS, LR = 8, 8, 1e-3
+
+
+class Moment(NamedTuple):
+    """The end of a step: seconds since the command was started, CPU-seconds until then."""
+
+    seconds: float
+    cpu: float
+    reward: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--goal", type=float, default=0.92)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=32, help="the longest answer")
+    parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    options = parser.parse_args()
+    options.folder = options.folder.resolve()
+    python = options.trl or trl_python(options.folder / "trl")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; up to {options.tokens} tokens, goal {options.goal}")
+    found: dict[str, list[list[Moment]]] = {"ours": [], "TRL": []}
+    for seed in range(options.runs):
+        for name, moments in (("ours", ours(options, seed)), ("TRL", trl(options, python, seed))):
+            steps = list(moments)
+            found[name].append(steps)
+            curve = " ".join(f"{one.reward:.2f}" for one in steps[::5])
+            print(f"{name:<5} seed {seed}: {said(steps, options.goal)}; every fifth step: {curve}", flush=True)
+    for what, of in (("from the start of the command", whole), ("without start-up", without_start)):
+        ratio = [
+            median(of(one, options.goal, field) for one in found["TRL"])
+            / median(of(one, options.goal, field) for one in found["ours"])
+            for field in ("seconds", "cpu")
+        ]
+        print(f"{what}: TRL takes {ratio[0]:.2f} x the time, {ratio[1]:.2f} x the CPU")
+
+
+def ours(options: argparse.Namespace, seed: int) -> Iterator[Moment]:
+    output = options.folder / "letters"
+    shutil.rmtree(output, ignore_errors=True)
+    told = (f"output={output}", f"seed={seed}", f"max_steps={options.steps}", f"optimizer.lr={LR}")
+    sampled = (f"rollouts.tasks_per_step={TASKS}", f"rollouts.group_size={GROUP}")
+    length = f"rollouts.max_output_tokens={options.tokens}"
+    command = [sys.executable, "-m", "ngym", "train", "letters.yaml", *told, *sampled, length]
+    with (options.folder / "letters.log").open("w") as log:
+        yield from watched(subprocess.Popen(command, stdout=log, stderr=log), output / "metrics.jsonl")
+
+
+def trl(options: argparse.Namespace, python: Path, seed: int) -> Iterator[Moment]:
+    output = options.folder / "letters_trl.jsonl"
+    spec = {
+        "tasks": str(shipped() / "data" / "letters" / "train.jsonl"),
+        "model": str(options.folder / "letters" / "initial"),
+        "folder": str(options.folder / "out"),
+        "rollouts": TASKS * GROUP,
+        "group_size": GROUP,
+        "tokens": options.tokens,
+        "steps": options.steps,
+        "lr": LR,
+        "seed": seed,
+    }
+    command = [str(python), str(Path(__file__).with_name("toy_trl.py")), json.dumps(spec)]
+    # as ng_train sets it: with threads that spin TRL takes several times as long where anything else runs
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    with output.open("w") as rows, (options.folder / "letters_trl.log").open("w") as log:
+        yield from watched(subprocess.Popen(command, stdout=rows, stderr=log, env=environment), output)
+
+
+def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
+    """Each step of its file when it is there, until the process ends."""
+    began, seen = time.perf_counter(), 0
+    while True:
+        ended = process.poll() is not None
+        lines = rows.read_bytes().splitlines() if rows.exists() else []
+        for line in lines[seen:]:
+            yield Moment(time.perf_counter() - began, cpu_s(process.pid), json.loads(line)["reward/mean"])
+        seen = len(lines)
+        if ended:
+            break
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"{process.args} ended with exit code {process.returncode}; see the logs beside {rows}")
+
+
+def cpu_s(pid: int) -> float:
+    """Of the process, of those that it started, and of theirs."""
+    try:
+        main = psutil.Process(pid)
+        return sum(sum(one.cpu_times()[:4]) for one in (main, *main.children(recursive=True)))
+    except psutil.NoSuchProcess:
+        return float("nan")
+
+
+def reached(steps: Sequence[Moment], goal: float) -> int:
+    """The first step, from 0, whose reward is the goal; the last one if none is."""
+    return next((index for index, one in enumerate(steps) if one.reward >= goal), len(steps) - 1)
+
+
+def whole(steps: Sequence[Moment], goal: float, field: str) -> float:
+    value: float = getattr(steps[reached(steps, goal)], field)
+    return value
+
+
+def without_start(steps: Sequence[Moment], goal: float, field: str) -> float:
+    """From the end of the first step."""
+    first: float = getattr(steps[0], field)
+    return whole(steps, goal, field) - first
+
+
+def said(steps: Sequence[Moment], goal: float) -> str:
+    index = reached(steps, goal)
+    first, there = steps[0], steps[index]
+    return (
+        f"reward {there.reward:.2f} at step {index + 1} after {there.seconds:.1f} s ({there.cpu:.1f} CPU-s); "
+        f"first step after {first.seconds:.1f} s ({first.cpu:.1f} CPU-s)"
+    )
+
+
+if __name__ == "__main__":
+    main()

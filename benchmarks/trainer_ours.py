@@ -1,0 +1,112 @@
+"""One side of benchmarks/trainer.py: our engine and loop, one optimiser step at a turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ng_train does
+
+from lockstep import Turns
+
+from ngym.cli.train import trainer
+
+GRPO = {
+    "name": "grpo",
+    "advantage": {"estimator": "group_std"},
+    "loss": {"anchor": "trainer", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"},
+    "shaping": {"skip_equal_groups": False},  # TRL computes them, so they are computed here, too
+}
+ALGORITHMS = {"sft": {"name": "sft"}, "dpo": {"name": "dpo", "beta": 0.1}, "grpo": GRPO}
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    config, engine, loop, model = (trainer(name) for name in ("config", "engine", "loop", "model"))
+    recipe = config.Recipe.model_validate(
+        {
+            "algorithm": ALGORITHMS[spec["algorithm"]],
+            "output": spec["folder"],
+            "model": {"path": spec["model"]},
+            "data": {"path": spec["data"]},
+            "batch_size": spec["batch"],
+            "micro_batch_tokens": spec["micro_batch_tokens"],
+            "optimizer": {"name": "adamw", "lr": spec["lr"], "max_grad_norm": 1.0},
+            "engine": spec["engine"],
+        }
+    )
+    torch = sys.modules["torch"]
+    torch.set_num_threads(spec["threads"])
+    launch = config.read_launch()
+    with engine.joined(launch):
+        tokenizer = model.load_tokenizer(recipe.model)
+        policy = model.load_policy(recipe.model, tokenizer, 0)
+        policy.eval()
+        learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
+        turns = Turns()
+        samples = read(spec["algorithm"], recipe, tokenizer, learner)
+        turns.ready(parameters=sum(parameter.numel() for parameter in policy.parameters()), device=str(learner.device))
+
+        def report(step: int, values: dict[str, float]) -> None:
+            turns.done(loss=values["loss"], grad_norm=values["grad_norm"], tokens=values["tokens"])
+
+        loop.train(
+            learner,
+            samples.algorithm,
+            batches(samples, learner, recipe),
+            recipe.micro_batch_tokens,
+            lambda step: 1.0,
+            trainer("guard").Guard(None, 1),
+            report,
+        )
+
+
+class Read:
+    """What is trained: the samples of the file in its order, and the algorithm."""
+
+    def __init__(self, algorithm: Any, samples: Sequence[Any], live: bool) -> None:
+        self.algorithm, self.samples, self.live = algorithm, samples, live
+
+
+def read(kind: str, recipe: Any, tokenizer: Any, learner: Any) -> Read:
+    path, budget = Path(recipe.data.path), recipe.micro_batch_tokens
+    if kind == "grpo":
+        algorithm = trainer("algorithms.grpo").Grpo(recipe.algorithm, 1, None)
+        return Read(algorithm, algorithm.samples(path, tokenizer), True)
+    if kind == "sft":
+        algorithm = trainer("algorithms.sft").Sft()
+        return Read(algorithm, algorithm.samples(path, tokenizer), False)
+    algorithm = trainer("algorithms.dpo").Dpo(recipe.algorithm)
+    newline = tokenizer("\n")["input_ids"][-1]
+    samples = [as_trl_counts(pair, newline) for pair in algorithm.samples(path, tokenizer)]
+    return Read(algorithm, algorithm.prepare(samples, learner, budget), False)
+
+
+def as_trl_counts(pair: Any, newline: int) -> Any:
+    """The pair, trained on all that follows its prompt: TRL's DPO takes what tools answered, and the template's newline
+    after the last message, for words of the policy.
+    """
+    sides = [
+        replace(side, token_ids=[*side.token_ids, newline], spans=[(side.spans[0][0], len(side.token_ids) + 1)])
+        for side in pair.segments
+    ]
+    return replace(pair, segments=tuple(sides))
+
+
+def batches(read: Read, learner: Any, recipe: Any) -> Iterator[Any]:
+    batch_type = trainer("samples").Batch
+    for start in range(0, len(read.samples), recipe.batch_size):
+        part = read.samples[start : start + recipe.batch_size]
+        tokens = float(sum(sample.tokens for sample in part))
+        if read.live:  # rewards to advantages is a part of the step, there as here
+            part = read.algorithm.prepare(part, learner, recipe.micro_batch_tokens)
+        yield batch_type([part], {"tokens": tokens})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A program for a launcher: `steps_on_ranks.py DATA OUTPUT OPTIONS...`: the same three steps under each of the engine's options.
+
+Rank 0 writes OUTPUT/<place>.json (losses and gradient norms) and OUTPUT/<place>.safetensors (the weights). With `--again`,
+the last two steps are taken a second time, by a new engine that loads what was stored after the first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from ngym.cli.train import trainer
+from ngym.config import shipped
+
+config, engine, loop, model, sft = map(trainer, ("config", "engine", "loop", "model", "algorithms.sft"))
+TOKENIZER = "data/tiny_policy/tokenizer"
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}  # the eps of Adam hides no gradient here: a wrong factor moves the weights by lr
+BATCH, BUDGET, STEPS = 15, 150, 3
+
+
+def take(learner: Any, batches: list[Any]) -> list[tuple[float, float]]:
+    taken = [loop.take_step(learner, sft.Sft(), batch, BUDGET, 1.0) for batch in batches]
+    return [(step.means["loss"], step.update.grad_norm) for step in taken]
+
+
+def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> None:
+    launch = config.read_launch()
+    tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
+    batches = list(loop.epochs(sft.Sft().samples(data, tokenizer), BATCH, 1, seed=0))[:STEPS]
+
+    def new(options: dict[str, Any]) -> Any:
+        policy = model.load_policy(config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
+        return engine.Engine(policy, launch, config.EngineOptions(**options), config.OptimizerOptions(**OPTIMIZER))
+
+    with engine.joined(launch):
+        for place, options in enumerate(every):
+            learner = new(options)
+            steps = take(learner, batches[:1])
+            state = output / f"state-{place}"
+            state.mkdir(exist_ok=True)
+            told = learner.save_state(state) if again else None
+            steps += take(learner, batches[1:])
+            weights = learner.weights()
+            if again:
+                engine.wait_for_all()
+                learner = new(options)
+                learner.load_state(state, told)
+                steps += take(learner, batches[1:])
+            if launch.rank == 0:
+                (output / f"{place}.json").write_text(json.dumps(steps))
+                whole = {name: tensor.detach().float().clone().contiguous() for name, tensor in weights.items()}
+                save_file(whole, output / f"{place}.safetensors")
+
+
+if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if word != "--again"]
+    main(Path(words[0]), Path(words[1]), [json.loads(word) for word in words[2:]], "--again" in sys.argv)

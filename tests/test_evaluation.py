@@ -1,0 +1,186 @@
+"""How good is the policy on held-out tasks? Means, pass@k and intervals of real rollouts, and what is left out of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from stub_agents import problem, scored, serving
+
+from ngym.cli.train import trainer
+from ngym.errors import UsageError
+from ngym.peers import Peers
+from ngym.schema import Json
+
+evaluation, rl, services = map(trainer, ("evaluation", "rl", "services"))
+Values = dict[str, Any]
+
+
+class Solver:
+    """Two agents: task n of `sums` is solved by the first n of its attempts; `proofs` gets half a reward. seen: all rows."""
+
+    def __init__(self) -> None:
+        self.seen: list[Json] = []
+
+    def sums(self, row: Json) -> Any:
+        self.seen.append(row)
+        params, attempt = row["responses_create_params"], row["_ng_rollout_index"]
+        if params["input"] == "breaks":
+            return problem(500, retryable=False)
+        if params["input"] == "no judge":
+            return scored(row, None)
+        return scored(row, float(params["temperature"] == 0 or attempt < int(params["input"])))
+
+    def proofs(self, row: Json) -> Json:
+        self.seen.append(row)
+        return scored(row, 0.5)
+
+
+@contextmanager
+def reached(solver: Solver) -> Iterator[Any]:
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Any]:
+        async with serving(solver.sums) as sums, serving(solver.proofs) as proofs:
+            peers = Peers({"sums": [sums], "proofs": [proofs]}, owner="the test")
+            try:
+                yield services.Reached(peers, "", services._never)
+            finally:
+                await peers.close()
+
+    with services.Services(connect) as found:
+        yield found
+
+
+def write(path: Path, inputs: list[str]) -> str:
+    rows = [{"responses_create_params": {"input": text}} for text in inputs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def measured(folder: Path, solver: Solver, **options: Any) -> tuple[list[Values], list[str]]:
+    """The metrics and lines of an evaluation after 0, 1, 2 and 3 (the last) steps."""
+    train = write(folder / "train.jsonl", ["0"])
+    rollouts = rl.RolloutOptions(agent="sums", tasks=train, max_output_tokens=77)
+    values: list[Values] = []
+    lines: list[str] = []
+
+    def note(step: int, found: Values, line: str) -> None:
+        values.append({"step": step, **found})
+        lines.append(line)
+
+    with reached(solver) as found:
+        asked = evaluation.Evaluation(rl.EvaluationOptions(**options), rollouts, 0.7, found, note)
+        for step in range(4):
+            asked.after(step, last=step == 3)
+    return values, lines
+
+
+def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> None:
+    tasks = write(tmp_path / "held_out.jsonl", ["0", "1", "2", "4"])
+    solver = Solver()
+    (first, *others), lines = measured(tmp_path, solver, tasks=tasks, attempts=4, every=2)
+    assert [values["step"] for values in (first, *others)] == [0, 2, 3]
+    assert first["eval/sums/avg@4"] == pytest.approx(7 / 16) == first["val/accuracy"] == first["eval/sums/pass@1"]
+    # 1 - C(4 - c, 2) / C(4, 2) for c = 0, 1, 2, 4 solved attempts
+    assert first["eval/sums/pass@2"] == pytest.approx((0 + 1 / 2 + 5 / 6 + 1) / 4)
+    assert first["eval/sums/pass@4"] == 3 / 4 and first["eval/sums/greedy"] == 1
+    assert first["eval/sums/avg@4/low"] < 7 / 16 < first["eval/sums/avg@4/high"]
+    assert first["eval/sums/avg@4/count"] == 16 and first["eval/sums/greedy/count"] == 4
+    assert lines[0].startswith("held-out after 0 steps: sums avg@4 0.438 [0.000, 1.000], pass@4 0.750; greedy")
+    asked = Counter(row["responses_create_params"]["temperature"] for row in solver.seen)
+    assert asked == {0.7: 3 * 16, 0.0: 3 * 4}
+    assert {row["responses_create_params"]["max_output_tokens"] for row in solver.seen} == {77}
+    numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.seen)
+    assert set(numbers.values()) == {3}, "each attempt has a number of its own"
+
+
+def test_the_interval_knows_that_the_attempts_at_a_task_are_alike(tmp_path: Path) -> None:
+    """16 tasks of which half are always solved: 4 attempts at each say no more than one."""
+    tasks = write(tmp_path / "held_out.jsonl", ["0", "9"] * 8)
+    (four, *_), _ = measured(tmp_path, Solver(), tasks=tasks, attempts=4, greedy=False)
+    (one, *_), _ = measured(tmp_path, Solver(), tasks=tasks, attempts=1, greedy=False)
+    for bound in ("low", "high"):
+        assert four[f"eval/sums/avg@4/{bound}"] == pytest.approx(one[f"eval/sums/avg@1/{bound}"])
+    # 0.5 +- t(15) sqrt(1/4 / 15)
+    assert four["eval/sums/avg@4/low"] == pytest.approx(0.5 - 2.1314 * (0.25 / 15) ** 0.5, rel=1e-3)
+    assert "eval/sums/greedy" not in four
+
+
+def test_attempts_without_a_reward_are_counted_and_are_no_zeros(tmp_path: Path) -> None:
+    tasks = write(tmp_path / "held_out.jsonl", ["9", "9", "breaks", "no judge"])
+    (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks, attempts=2, greedy=False)
+    assert first["eval/sums/avg@2"] == first["eval/sums/pass@2"] == 1
+    assert [first[f"eval/sums/avg@2/{what}"] for what in ("count", "failed", "unscored")] == [4, 2, 2]
+    assert lines[0].endswith("avg@2 1.000 [1.000, 1.000], pass@2 1.000, 2 failed, 2 unscored (4 tasks)")
+
+
+def test_where_nothing_has_a_reward_nothing_is_claimed(tmp_path: Path) -> None:
+    tasks = write(tmp_path / "held_out.jsonl", ["breaks", "no judge"])
+    (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks)
+    assert not {"eval/sums/avg@1", "eval/sums/pass@1", "eval/sums/greedy", "val/accuracy"} & first.keys()
+    assert "avg@1 has no reward, 1 failed, 1 unscored; greedy has no reward, 1 failed, 1 unscored" in lines[0]
+
+
+def test_several_held_out_files_have_agents_and_names_of_their_own(tmp_path: Path) -> None:
+    solver = Solver()
+    environments = [
+        {"agent": "sums", "tasks": write(tmp_path / "a.jsonl", ["9", "9", "0"])},
+        {
+            "agent": "sums",
+            "name": "easy",
+            "tasks": write(tmp_path / "b.jsonl", ["9", "9", "0"]),
+            "max_output_tokens": 5,
+        },
+        {"agent": "proofs", "tasks": write(tmp_path / "c.jsonl", ["?"] * 3)},
+    ]
+    (first, *_), lines = measured(tmp_path, solver, environments=environments, limit=2)
+    assert (first["eval/sums/avg@1"], first["eval/easy/avg@1"], first["eval/proofs/avg@1"]) == (1, 1, 0.5)
+    assert first["eval/proofs/pass@1"] == 0, "half a reward is not solved"
+    assert first["val/accuracy"] == pytest.approx(2.5 / 3)
+    assert len(lines[0].splitlines()) == 3 and "held-out after 0 steps: easy avg@1 1.000" in lines[0]
+    longest = Counter(row["responses_create_params"]["max_output_tokens"] for row in solver.seen)
+    assert longest == {77: 2 * 2 * 4, 5: 2 * 2 * 2}
+
+
+def test_a_row_for_another_agent_is_named_before_anything_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"responses_create_params": {"input": "?"}, "agent_ref": {"name": "proofs"}}\n', "utf-8")
+    with pytest.raises(
+        UsageError, match=r"held_out\.jsonl:1: agent_ref names 'proofs', and these tasks are for 'sums'"
+    ):
+        measured(tmp_path, Solver(), tasks=str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "live", "algorithm", "reason"),
+    [
+        ({"tasks": "TASKS"}, None, "sft", "sft learns from a file and is evaluated on one; name evaluation.data"),
+        ({"data": "TASKS"}, None, "grpo", "nothing of grpo can be measured on a finished file"),
+        ({}, 1, "grpo", "name evaluation.tasks or evaluation.environments"),
+        ({"tasks": "TASKS"}, 2, "grpo", "which of the agents attempts evaluation.tasks?"),
+        ({"tasks": "TASKS"}, 1, "grpo", None),
+        ({"tasks": "TASKS"}, None, "grpo", None),  # the same recipe, once with data.path
+        ({"data": "TASKS"}, None, "dpo", None),
+    ],
+)
+def test_an_evaluation_that_the_run_cannot_make_is_refused(
+    tmp_path: Path, options: Values, live: int | None, algorithm: str, reason: str | None
+) -> None:
+    tasks = write(tmp_path / "tasks.jsonl", ["0"])
+    environments = [{"agent": f"agent_{n}", "tasks": tasks} for n in range(live or 0)]
+    rollouts = rl.RolloutOptions(environments=environments) if live else None
+    asked = rl.EvaluationOptions(**{key: tasks for key in options})
+    problem = rl.evaluation_problem(asked, rollouts, algorithm)
+    assert problem is None if reason is None else problem is not None and reason in problem
+
+
+def test_held_out_tasks_come_in_one_form(tmp_path: Path) -> None:
+    tasks = write(tmp_path / "tasks.jsonl", ["0"])
+    with pytest.raises(ValidationError, match=r"evaluation\.tasks is given too; keep one of the two forms"):
+        rl.EvaluationOptions(tasks=tasks, environments=[{"agent": "sums", "tasks": tasks}])

@@ -1,0 +1,179 @@
+"""A run that learns from a file is measured on another: before the first step, every so many, at the end, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from trainer_service import free_port
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ngym.cli.train import main, trainer
+
+config, engine, heldout, model, samples_module = map(trainer, ("config", "engine", "heldout", "model", "samples"))
+sft, dpo = map(trainer, ("algorithms.sft", "algorithms.dpo"))
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+Values = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def data(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
+    script = root / "data" / "calculator" / "generate.py"
+    subprocess.run([sys.executable, script, "demonstrations", "--output", path, "--count", "64"], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def learner(tokenizer: PreTrainedTokenizerBase) -> Any:
+    options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    policy = model.load_policy(options, tokenizer, 0)
+    return engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-3))
+
+
+def measuring(learner: Any, samples: list[Any], algorithm: Any, budget: int = 100_000, every: int = 2) -> Any:
+    noted: list[tuple[int, Values, str]] = []
+    held_out = heldout.HeldOutData(
+        samples, algorithm, learner, budget, every, lambda step, values, line: noted.append((step, values, line))
+    )
+    return held_out, noted
+
+
+def nll_by_transformers(learner: Any, samples: list[Any], folder: Path) -> float:
+    """Of each trained token alone: one sequence at a time, no packing."""
+    learner.policy.network.save_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    values: list[float] = []
+    for sample in samples:
+        for segment in sample.segments:
+            with torch.no_grad():
+                logits = network(torch.tensor([segment.token_ids])).logits[0]
+            log_p = logits.log_softmax(-1)
+            values += [
+                -float(log_p[place - 1, segment.token_ids[place]])
+                for start, end in segment.spans
+                for place in range(start, end)
+            ]
+    return math.fsum(values) / len(values)
+
+
+def test_the_perplexity_is_that_of_transformers_however_the_file_is_cut(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, tmp_path: Path
+) -> None:
+    samples = sft.Sft().samples(data, tokenizer)
+    expected = nll_by_transformers(learner, samples, tmp_path)
+    learner.policy.train()
+    for budget in (100_000, 300):
+        held_out, noted = measuring(learner, samples, sft.Sft(), budget)
+        assert list(held_out.evaluated([], 0)) == []
+        ((step, values, line),) = noted
+        assert step == 0 and values["val/loss"] == pytest.approx(expected, rel=1e-5)
+        assert values["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+        assert f"held-out after 0 steps: loss {expected:.3f}" in line and "(64 samples)" in line
+    assert learner.policy.training, "the evaluation turns dropout off, and on again"
+
+
+@pytest.mark.parametrize(
+    ("count", "done", "measured"), [(5, 0, [0, 2, 4, 5]), (4, 0, [0, 2, 4]), (3, 2, [4, 5]), (0, 4, [])]
+)
+def test_it_is_measured_before_the_first_step_every_so_many_and_at_the_end(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, count: int, done: int, measured: list[int]
+) -> None:
+    held_out, noted = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], sft.Sft())
+    batches = [samples_module.Batch([]) for _ in range(count)]
+    for number, batch in enumerate(held_out.evaluated(batches, done), done + 1):
+        assert batch is batches[number - done - 1]
+        assert all(step < number for step, *_ in noted), "a batch is trained before it is measured"
+    assert [step for step, *_ in noted] == measured
+
+
+def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    def answer(text: str) -> list[Values]:
+        return [{"role": "assistant", "content": text}]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "chosen": answer(f"{n + 1}"), "rejected": answer("No.")}
+        for n in range(9)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    algorithm = dpo.Dpo(config.DpoOptions(name="dpo"))
+    pairs = algorithm.prepare(algorithm.samples(path, tokenizer), learner, 1000)
+    held_out, noted = measuring(learner, pairs, algorithm, budget=100)
+    list(held_out.evaluated([], 0))
+    ((_, values, line),) = noted
+    assert values["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert values["val/rewards/margins"] == pytest.approx(0, abs=1e-6)
+    assert "val/perplexity" not in values and "rewards/accuracies" in line
+
+
+def test_ng_train_measures_the_same_on_two_ranks_as_on_one(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, tmp_path: Path
+) -> None:
+    lines = data.read_text("utf-8").splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:24]), "utf-8")
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[24:]), "utf-8")
+    overrides = ["data.path=train.jsonl", "evaluation.data=held_out.jsonl", "evaluation.every=2", "evaluation.limit=33"]
+    overrides += ["batch_size=8", "micro_batch_tokens=600", "output=run", "engine.zero_stage=1"]
+    overrides += ["optimizer.name=adamw", "optimizer.lr=1e-2"]
+    overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ngym", "train", "sft.yaml", *overrides],
+            cwd=tmp_path,
+            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=600)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    measured = {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+    assert sorted(measured) == [0, 2, 3] and measured[3] < measured[0]
+    samples = sft.Sft().samples(tmp_path / "held_out.jsonl", tokenizer)[:33]
+    one, _ = measuring(learner, samples, sft.Sft())
+    assert measured[0] == pytest.approx(one.means()["loss"], rel=1e-5)
+    assert said[0].count("held-out after") == 3 and "held-out after" not in said[1]
+
+
+def test_a_run_that_learns_from_a_file_is_not_evaluated_on_tasks(tmp_path: Path, data: Path) -> None:
+    recipe = [f"output={tmp_path / 'run'}", f"data.path={data}", f"evaluation.tasks={data}"]
+    said = CliRunner().invoke(main, ["sft.yaml", *recipe])
+    assert said.exit_code == 2
+    assert "evaluation: sft learns from a file and is evaluated on one; name evaluation.data" in said.stderr

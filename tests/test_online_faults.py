@@ -1,0 +1,104 @@
+"""Services that die in the middle of a live run, with the real vLLM: it goes on, and nothing that failed becomes a reward. Long."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trainer_service import metrics_of, train
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+STEPS = 10
+TASKS, GROUP = 8, 8
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's policy: it can call its calculator."""
+    folder = tmp_path_factory.mktemp("sft")
+    process = train(folder, ["sft.yaml", "output=run"])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return folder / "run" / "policy"
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def kill(trainer_pid: int, name: str) -> None:
+    """One process of this name below the trainer: a service (`ng:NAME`), or vLLM's engine."""
+    for pid in descendants(trainer_pid):
+        try:
+            said = Path(f"/proc/{pid}/comm").read_text().strip(), Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if said[0] == f"ng:{name}"[:15] or (name == "engine" and "EngineCore" in said[1]):
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"no process of {name}")
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:
+    deadline = time.monotonic() + 600
+    path = folder / "run" / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b'"loss"') < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_each_kind_of_service_may_die_and_so_may_the_trainer(
+    policy: Path, root: Path, tmp_path: Path, lag: int
+) -> None:
+    words = [
+        "grpo.yaml",
+        "output=run",
+        f"model.path={policy}",
+        f"rollouts.services={root / 'global_config.yaml'}",
+        f"rollouts.tasks_per_step={TASKS}",
+        f"rollouts.group_size={GROUP}",
+        f"rollouts.max_lag={lag}",
+        f"max_steps={STEPS}",
+        "checkpoint.every=2",
+        "evaluation=null",
+    ]
+    process = train(tmp_path, words)
+    for step, name in ((1, "calculator"), (3, "calculator_agent"), (5, "engine")):
+        wait_for_step(tmp_path, process, step)
+        kill(process.pid, name)
+    wait_for_step(tmp_path, process, 7)
+    process.kill()
+    process.communicate()
+    resumed = train(tmp_path, [*words, "--resume"])
+    said, _ = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0, said
+
+    steps = metrics_of(tmp_path)
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    for row in steps:
+        assert row["lag"] <= lag
+        assert row["num_valid_samples"] + row["num_unscored"] + row["num_failed"] == TASKS * GROUP
+        # the policy can call its calculator: a step of zeros would be failures in disguise
+        assert row["reward/mean"] > 0 and row["num_unscored"] == 0
+        assert row["token_mult_prob_error"] < 1.05
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
+    assert len({row["ng"]["rollout_id"] for row in rows}) == len(rows)
+    assert all("failure" not in row and row["reward"] is not None for row in rows)
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout.split()
+    assert not left, f"{left} of {sys.argv}"

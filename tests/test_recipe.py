@@ -1,0 +1,139 @@
+"""What a recipe says, before anything is trained: files and overrides, the sizes that it comes to, and no secret on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from ngym.cli.train import main, trainer
+
+config, arithmetic, samples = map(trainer, ("config", "arithmetic", "samples"))
+POLICY = "model.path=data/tiny_policy/tokenizer"
+
+
+def launch(ranks: int) -> Any:
+    return config.Launch(rank=0, local_rank=0, ranks=ranks)
+
+
+def recipe(*words: str) -> Any:
+    return config.read_recipe([words[0]], words[1:])[0]
+
+
+def lengths(*tokens: int) -> list[Any]:
+    return [samples.Sample((samples.Segment([0] * count, [(1, count)]),)) for count in tokens]
+
+
+def resolved(words: list[str]) -> Any:
+    result = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert result.exit_code == 0, result.stderr
+    return yaml.safe_load(result.stdout)
+
+
+def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("optimizer: {lr: 5.0e-3, betas: [0.8, 0.9]}\nbatch_size: 8\n")
+    shown = resolved(["sft.yaml", str(tmp_path / "mine.yaml"), "batch_size=4", "data.max_tokens=${batch_size}"])
+    assert shown["optimizer"]["lr"] == 5e-3 and shown["optimizer"]["betas"] == [0.8, 0.9]
+    assert shown["optimizer"]["muon_lr"] == 0.02 and shown["batch_size"] == shown["data"]["max_tokens"] == 4
+
+
+def test_every_mistake_is_a_line_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("optimizer:\n  lr: fast\n  beta: 1\nsede: 1\n")
+    result = CliRunner().invoke(main, ["sft.yaml", str(tmp_path / "mine.yaml"), "engine.zero_stage=7"])
+    lines = sorted(line.rpartition("/")[2] for line in result.stderr.splitlines())
+    assert result.exit_code == 2 and len(lines) == 4
+    assert lines[0].startswith("command line: engine.zero_stage: Input should be 0, 1, 2 or 3; got 7")
+    assert lines[1].startswith("mine.yaml:2: optimizer.lr: Input should be a valid number")
+    assert lines[2:] == [
+        "mine.yaml:3: unknown key 'optimizer.beta' (did you mean 'betas'?)",
+        "mine.yaml:4: unknown key 'sede' (did you mean 'seed'?)",
+    ]
+
+
+def test_what_came_from_the_environment_is_shown_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHERE", "s3cret")
+    monkeypatch.setenv("RATE", "0.25")
+    words = [
+        "sft.yaml",
+        "output=${oc.env:WHERE}/run",
+        "optimizer.lr=${oc.env:RATE}",
+        "optimizer.muon_lr=${optimizer.lr}",
+    ]
+    read, tree = config.read_recipe(words[:1], words[1:])
+    assert read.optimizer.muon_lr == 0.25 and read.data.path == "s3cret/run/demonstrations.jsonl"
+    text = config.as_yaml(read, tree)
+    assert "s3cret" not in text and "0.25" not in text
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert config.read_recipe([str(tmp_path / "recipe.yaml")], [])[0] == read
+    wrong = CliRunner().invoke(main, ["sft.yaml", "optimizer.name=${oc.env:WHERE}"])
+    assert "s3cret" not in wrong.stderr and "got ${oc.env:WHERE}" in wrong.stderr
+
+
+@pytest.mark.parametrize("words", [["sft.yaml"], ["grpo.yaml", POLICY], ["grpo.yaml", POLICY, "data.path=a.jsonl"]])
+def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(resolved(words)))
+    assert recipe(str(tmp_path / "recipe.yaml")) == recipe(*words)
+
+
+def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
+    said = arithmetic.of_file(
+        recipe("sft.yaml", "batch_size=4", "epochs=2", "micro_batch_tokens=10", "schedule.warmup_steps=0"),
+        lengths(5, 5, 5, 5, 5, 15),
+        4,
+        launch(2),
+    )
+    assert said == [
+        "data         6 samples, 40 tokens: 7 each, at most 15",
+        "step         4 samples, 2 on each of 2 ranks",
+        "micro-batch  at most 10 tokens on a rank: about 2 in a step, of 7 tokens",
+        "             micro_batch_tokens is below the longest sample: one of more, up to 15, is alone",
+        "run          4 steps (2 x 2): 12 samples, about 80 tokens",
+        "rate         muon 0.02 for matrices, adamw 0.004 for the rest; cosine, down to 0.1 of it",
+    ]
+
+
+def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> None:
+    said = arithmetic.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
+    assert said[1:2] + said[3:] == [
+        "step         32 samples",
+        "run          3 steps (max_steps, of 5): 96 samples, about 960 tokens",
+        "rate         muon 0.02 for matrices, adamw 0.004 for the rest, up to it in 20 steps; cosine, down to 0.1 of it",
+        "             the run ends in its warm-up: schedule.warmup_steps is 20",
+    ]
+
+
+def test_the_sizes_of_a_live_run_are_told() -> None:
+    words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
+    said = arithmetic.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
+    assert said == [
+        "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimiser steps of 28, 9 or 10 on each of 3 ranks",
+        "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
+        "run          30 steps: 60 optimiser steps, 1,680 rollouts",
+        "rate         adamw 0.001; constant",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "key", "reason"),
+    [
+        (["sft.yaml", "batch_size=3"], 4, "batch_size", "3 samples for 4 ranks"),
+        (["grpo.yaml", POLICY, "rollouts.updates_per_step=129"], 1, "rollouts.updates_per_step", "share 128 rollouts"),
+        (["grpo.yaml", POLICY, "rollouts.updates_per_step=64"], 3, "rollouts.tasks_per_step", "2 samples for 3 ranks"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: str, reason: str) -> None:
+    ((found, why),) = arithmetic.impossible(recipe(*words), launch(ranks))
+    assert found == key and reason in why
+
+
+def test_what_a_live_run_would_not_look_at_is_refused() -> None:
+    result = CliRunner().invoke(main, ["grpo.yaml", POLICY, "batch_size=64", "epochs=2"])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 2
+    assert "batch_size: the size of a live step is rollouts.tasks_per_step x group_size" in result.stderr
+    assert "epochs: live rollouts have no epochs" in result.stderr
+    assert recipe("grpo.yaml", POLICY, "data.path=a.jsonl", "batch_size=64").batch_size == 64

@@ -1,0 +1,309 @@
+"""A run that is killed goes on with the same losses: from whole checkpoints, on other ranks, and without collecting again."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stub_policy import Stub, serving
+from trainer_service import SHAPE, arguments, free_port, metrics_of, new_policy, train
+from transformers import AutoTokenizer
+
+from ngym.cli.train import trainer
+from ngym.errors import UsageError
+
+checkpoints, config, engine, loop, model, samples, sft = map(
+    trainer, ("checkpoints", "config", "engine", "loop", "model", "samples", "algorithms.sft")
+)
+Values = dict[str, Any]
+
+
+# The state of the engine
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+        yield
+
+
+def learner(root: Path, stage: int, precision: str = "fp32", name: str = "adamw") -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    options = config.EngineOptions(zero_stage=stage, precision=precision)
+    optimizing = config.OptimizerOptions(lr=1e-2, name=name, weight_decay=0.1)
+    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    return engine.Engine(model.load_policy(shape, tokenizer, 0), launch, options, optimizing)
+
+
+def losses(learner: Any, first: int, last: int) -> list[float]:
+    draw = random.Random(0)
+    batches = [
+        [samples.Sample((samples.Segment([draw.randrange(5, 500) for _ in range(30)], [(5, 30)]),)) for _ in range(8)]
+        for _ in range(last)
+    ]
+    steps = [loop.take_step(learner, sft.Sft(), batch, 10_000, 1.0) for batch in batches[first:]]
+    return [step.means["loss"] for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "name"),
+    [(0, "fp32", "adamw"), (0, "fp32", "muon"), (1, "fp32", "adamw"), (3, "fp32", "adamw"), (2, "bf16", "adamw")],
+)
+def test_what_was_saved_goes_on_exactly_also_under_another_zero_stage(
+    root: Path, tmp_path: Path, alone: None, stage: int, precision: str, name: str
+) -> None:
+    first = learner(root, stage, precision, name)
+    losses(first, 0, 3)
+    told = json.loads(json.dumps(first.save_state(tmp_path)))
+    expected = losses(first, 3, 6)
+    others = (0, 2, 3) if (precision, name) == ("fp32", "adamw") else (stage,)
+    for other in others:
+        second = learner(root, other, precision, name)
+        second.load_state(tmp_path, told)
+        assert second.steps == 3
+        assert losses(second, 3, 6) == pytest.approx(expected, abs=2e-6 if other != stage else 0)
+
+
+def test_what_is_not_this_models_state_is_refused(root: Path, tmp_path: Path, alone: None) -> None:
+    first = learner(root, 0)
+    told = first.save_state(tmp_path)
+    second = learner(root, 0)
+    next(second.policy.network.parameters()).requires_grad_(False)
+    with pytest.raises(Exception, match="is not in this model's trainable weights; resume with the recipe"):
+        second.load_state(tmp_path, told)
+
+
+# The checkpoints of a folder
+
+
+def save(folder: Path, step: int, options: Any) -> None:
+    checkpoints.Checkpoints(folder, options).save(step, {"step": step}, lambda aside: _write(aside, step))
+
+
+def _write(aside: Path, step: int) -> None:
+    (aside / "policy").mkdir()
+    (aside / "policy" / "weights").write_bytes(bytes([step]) * 1000)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    options = checkpoints.CheckpointOptions(keep=2, best="eval/greedy")
+    history = [{"step": 0, "eval/greedy": 0.1}, {"step": 2, "eval/greedy": 0.9}, {"step": 4, "eval/greedy": 0.5}]
+    for step in range(7):
+        save(tmp_path, step, options)
+        checkpoints.Checkpoints(tmp_path, options).tidy(history)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-000002", "step-000005", "step-000006"]
+    least = options.model_copy(update={"mode": "min"})
+    assert checkpoints.Checkpoints(tmp_path, least).best(history) == 2  # of those that are left
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp_path: Path) -> None:
+    options = checkpoints.CheckpointOptions()
+    with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
+        checkpoints.Checkpoints(tmp_path, options).newest()
+    for step in (3, 6):
+        save(tmp_path, step, options)
+    kept = checkpoints.Checkpoints(tmp_path, options)
+    assert kept.newest().step == 6
+    newest = tmp_path / "checkpoints" / "step-000006"
+    weights = newest / "policy" / "weights"
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:500] + b"\xff" + whole[501:], None):
+        weights.unlink()
+        if damaged is not None:
+            weights.write_bytes(damaged)
+        with pytest.raises(checkpoints.CheckpointUnusable, match=r"step-000006: damaged.*step 3: remove this folder"):
+            kept.newest()
+        weights.write_bytes(whole)
+    (newest / "manifest.json").unlink()
+    with pytest.raises(checkpoints.CheckpointUnusable, match="damaged"):
+        kept.newest()
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Killed at any moment of a save: what is there is whole."""
+    script = (
+        "import sys; from pathlib import Path; from ngym.cli.train import trainer; c = trainer('checkpoints')\n"
+        "kept = c.Checkpoints(Path(sys.argv[1]), c.CheckpointOptions(keep=2))\n"
+        "def write(aside):\n"
+        "    for n in range(20): (aside / f'{n}.bin').write_bytes(bytes(100_000))\n"
+        "for step in range(1, 10_000):\n"
+        "    kept.save(step, {'step': step}, write); kept.tidy([]); print(step, flush=True)\n"
+    )
+    draw = random.Random(1)
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        said = int(process.stdout.readline())
+        time.sleep(draw.random() * 0.2)
+        process.kill()
+        said = max([said, *(int(line) for line in process.stdout.read().split())])
+        process.wait()
+        newest = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions()).newest()
+        assert said <= newest.step <= said + 1 or newest.step > said  # from an earlier life there may be later ones
+        assert (newest.folder / "19.bin").stat().st_size == 100_000
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_policy(root, tmp_path_factory.mktemp("policy"))
+
+
+def killed_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 600
+    while not due():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
+def told(folder: Path) -> list[Values]:
+    """The metrics of the steps, without what depends on the clock or on how often weights were pushed."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "tokens_per_s", "policy_version"))}
+        for row in metrics_of(folder)
+    ]
+
+
+def sft_words(root: Path) -> list[str]:
+    shape = [f"model.from_scratch.{name}={value}" for name, value in SHAPE.items()]
+    script = f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,400,--seed,0]"
+    return ["sft.yaml", "output=run", script, "batch_size=16", "checkpoint.every=4", *shape]
+
+
+def test_a_killed_run_on_a_file_goes_on_with_the_same_losses(root: Path, tmp_path: Path) -> None:
+    words = sft_words(root)
+    (tmp_path / "whole").mkdir()
+    finished(train(tmp_path / "whole", words))
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    kept = killed / "run" / "checkpoints"
+    killed_when(train(killed, words), lambda: (kept / "step-000004").is_dir())
+    killed_when(train(killed, [*words, "--resume"]), lambda: (kept / "step-000012").is_dir())
+    said = finished(train(killed, [*words, "--resume"]))
+    assert "going on after step" in said
+    assert told(killed) == told(tmp_path / "whole")
+    one, other = (folder / "run" / "policy" / "model.safetensors" for folder in (killed, tmp_path / "whole"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_run_that_cannot_go_on_says_why(root: Path, tmp_path: Path) -> None:
+    words = [*sft_words(root), "max_steps=2"]
+    process = train(tmp_path, [*words, "--resume"])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "run: no run to resume" in said and "Traceback" not in said
+    finished(train(tmp_path, words))
+    process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode != 0 and "--resume: optimizer.lr: 0.004 in the run, 0.5 now; set it back" in said
+    said = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
+    assert "going on after step 2" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+
+
+def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:
+    settings = ["evaluation=null", "checkpoint.every=3"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    with serving(Stub(policy)) as stub:
+        finished(train(whole, [*arguments(whole, policy, stub, 8), *settings]))
+        runs = stub.runs
+    with serving(Stub(policy)) as stub:
+        words = [*arguments(killed, policy, stub, 8), *settings]
+        steps = count_of_steps(killed)
+        killed_when(train(killed, words), lambda: steps() >= 2)  # before the first checkpoint
+        killed_when(train(killed, [*words, "--resume"]), lambda: steps() >= 5)  # between two
+        said = finished(train(killed, [*words, "--resume"]))
+        # what was in flight when it was killed, or not yet on the disk, is collected again, and nothing else
+        assert runs <= stub.runs <= runs + 2 * 3 * 32
+    assert "rollouts were collected before, and need not be again" in said
+    assert told(killed) == told(whole)
+    rows = [json.loads(line) for line in (killed / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
+    trained = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
+    assert len(trained) == len(rows)
+    assert {task for task, _ in trained} == set(range(8 * 8))
+
+
+def count_of_steps(folder: Path) -> Callable[[], int]:
+    path = folder / "run" / "metrics.jsonl"
+    return lambda: path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(root: Path, tmp_path: Path) -> None:
+    words = [*sft_words(root), "engine.zero_stage=2", "optimizer.name=adamw"]
+    (tmp_path / "whole").mkdir()
+    finished(train(tmp_path / "whole", [*words, "max_steps=8"]))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    two = tmp_path / "two"
+    two.mkdir()
+    ranks = [train(two, [*words, "max_steps=4"], **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    for rank in ranks:
+        finished(rank)
+    finished(train(two, [*words, "max_steps=8", "--resume"]))
+    for row, expected in zip(metrics_of(two)[4:], metrics_of(tmp_path / "whole")[4:], strict=True):
+        assert row["step"] == expected["step"] and torch.isfinite(torch.tensor(row["loss"]))
+
+
+# Ahead of the trainer
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_collection_goes_on_while_the_trainer_trains_but_never_too_far(policy: Path, tmp_path: Path, lag: int) -> None:
+    with serving(Stub(policy)) as stub:
+        words = [*arguments(tmp_path, policy, stub, 8), "evaluation=null", f"rollouts.max_lag={lag}"]
+        finished(train(tmp_path, words))
+        assert stub.runs <= 8 * 32 + 3 * 8  # nothing is collected to be thrown away; failed attempts are tried again
+    steps = metrics_of(tmp_path)
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert all(row["lag"] <= lag for row in steps) and any(row["lag"] > 0 for row in steps)
+    assert all(row["stale_dropped"] == 0 for row in steps)
+    assert sum(row["num_valid_samples"] + row["num_unscored"] + row["num_failed"] for row in steps) == 8 * 32
+    assert "is_weight/mean" in steps[-1] or "token_mult_prob_error" in steps[-1]
+
+
+def test_groups_that_teach_nothing_are_replaced_up_to_a_bound(policy: Path, tmp_path: Path) -> None:
+    with serving(Stub(policy, equal_share=5)) as stub:  # of eight
+        words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null", "rollouts.dynamic_sampling=4"]
+        finished(train(tmp_path, words))
+    steps = metrics_of(tmp_path)
+    assert all(row["num_equal_groups"] > 0 for row in steps)
+    assert all(row["frac_reward_zero_std"] == 0 for row in steps)
+
+
+def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
+    spool = trainer("spool")
+    path = tmp_path / "rollouts.jsonl"
+    row = {
+        "_ng_task_index": 3,
+        "_ng_rollout_index": 1,
+        "ng": {"rollout_id": "a"},
+        "_ng_train": {"task": "t", "oldest": 0},
+    }
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "ng": {"rollout_id": "b"}})[:-5], "utf-8")
+    opened = spool.Spool(path, 0)
+    assert len(opened) == 1 and list(opened.rows(3, "other")) == []
+    with pytest.raises(Exception, match="is being written by"):
+        spool.Spool(path, 0)
+    with pytest.raises(UsageError, match="start again with --overwrite"):
+        (tmp_path / "other.jsonl").write_text("{}\n", "utf-8")
+        spool.Spool(tmp_path / "other.jsonl", 0)

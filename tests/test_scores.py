@@ -1,0 +1,267 @@
+"""What the network says of tokens: in chunks as in one piece, its entropy, and with layers that keep only their inputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, PreTrainedTokenizerBase, Qwen3Config
+
+from ngym.cli.train import trainer
+from ngym.errors import ConfigError
+
+activations, attention, chunks, config, engine, loop, model, packing, samples, scores, sft = map(
+    trainer,
+    (
+        "activations",
+        "attention",
+        "chunks",
+        "config",
+        "engine",
+        "loop",
+        "model",
+        "packing",
+        "samples",
+        "scores",
+        "algorithms.sft",
+    ),
+)
+CPU = torch.device("cpu")
+WHOLE = 1 << 30
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+
+def policy(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> Any:
+    options = config.ModelOptions(from_scratch={**SHAPE, **shape}, tokenizer="data/tiny_policy/tokenizer")
+    return model.load_policy(options, tokenizer, 0)
+
+
+def batch(count: int = 12, seed: int = 0) -> list[Any]:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(5, 40) for _ in range(count)]
+    return [
+        samples.Sample((samples.Segment([draw.randrange(1000) for _ in range(length)], [(2, length)]),))
+        for length in lengths
+    ]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor made within this block has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def largest(work: Callable[[], object]) -> int:
+    with Largest() as seen:
+        work()
+    return seen.elements
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [1, 7, 50, 1000])
+def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
+    rows: int, temperature: float, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    head, token_ids = nn.Linear(16, 300, bias=bias), torch.randint(300, (50,))
+    weights, hidden = torch.randn(2, 50), torch.randn(50, 16)
+
+    def gradients(found: Any, leaf: Tensor) -> list[Tensor]:
+        (weights[0] * found.logprobs_N + weights[1] * found.entropy_N).sum().backward()
+        of_head = [parameter.grad for parameter in head.parameters()]
+        head.zero_grad()
+        return [leaf.grad, *of_head]
+
+    leaf = hidden.clone().requires_grad_()
+    logprobs = (head(leaf) / temperature).log_softmax(-1)
+    picked = logprobs.gather(1, token_ids[:, None])[:, 0]
+    expected = scores.Scores(picked, -(logprobs.exp() * logprobs).sum(-1))
+    of_full = gradients(expected, leaf)
+
+    leaf = hidden.clone().requires_grad_()
+    asked = {"head": head, "temperature": temperature, "logits_bytes": rows * 300 * 4}
+    found = chunks.Scorer()(leaf, token_ids, entropy=True, **asked)
+    torch.testing.assert_close(found.logprobs_N, expected.logprobs_N, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.entropy_N, expected.entropy_N, atol=1e-6, rtol=1e-6)
+    for got, right in zip(gradients(found, leaf), of_full, strict=True):
+        torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
+    just_logprobs = chunks.Scorer()(hidden, token_ids, entropy=False, **asked)
+    assert just_logprobs.entropy_N is None and torch.equal(just_logprobs.logprobs_N, found.logprobs_N)
+
+
+def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
+    head, hidden = nn.Linear(8, 30).requires_grad_(False), torch.randn(6, 8, requires_grad=True)
+    asked = {"head": head, "temperature": 1.0, "entropy": False, "logits_bytes": 2 * 30 * 4}
+    chunks.Scorer()(hidden, torch.arange(6), **asked).logprobs_N.sum().backward()
+    assert head.weight.grad is None and hidden.grad is not None
+
+
+def test_a_bfloat16_head_has_its_softmax_in_float32() -> None:
+    torch.manual_seed(0)
+    head, hidden, token_ids = nn.Linear(16, 300), torch.randn(50, 16), torch.randint(300, (50,))
+    low = nn.Linear(16, 300).to(torch.bfloat16)
+    low.load_state_dict(head.state_dict())
+    logits = low(hidden.bfloat16())
+    expected = logits.float().log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+    found = []
+    for logits_bytes in (WHOLE, 7 * 300 * 4):
+        leaf = hidden.bfloat16().requires_grad_()
+        asked = {"head": low, "temperature": 1.0, "entropy": True, "logits_bytes": logits_bytes}
+        answer = chunks.Scorer()(leaf, token_ids, **asked)
+        assert answer.logprobs_N.dtype == answer.entropy_N.dtype == torch.float32
+        torch.testing.assert_close(answer.logprobs_N, expected, atol=2e-2, rtol=0)
+        (answer.logprobs_N + answer.entropy_N).sum().backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(found[0], found[1], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_tensor_of_tokens_times_vocabulary_exists_forward_or_backward(
+    tokenizer: PreTrainedTokenizerBase, tied: bool
+) -> None:
+    trained = policy(tokenizer, tie_word_embeddings=tied)
+    packed = packing.pack(batch(60), CPU)
+    tokens, vocabulary = len(packed.trained_N), len(tokenizer)
+    assert tokens > 1000 and vocabulary == 1024
+
+    def step() -> None:
+        found = trained(packed, scores.Asks(entropy=True))
+        (found.logprobs_N + found.entropy_N).sum().backward()
+
+    assert largest(step) >= tokens * vocabulary  # in one piece it does: what is measured here is measured
+    trained.logits_bytes = 32 * vocabulary * 4
+    limit = max(vocabulary * SHAPE["hidden_size"], len(packed.token_ids_T) * SHAPE["intermediate_size"])
+    assert largest(step) <= limit * 2 < tokens * vocabulary / 8
+
+
+@pytest.mark.parametrize(("stage", "tied"), [(0, True), (2, False), (3, True), (3, False)])
+def test_chunks_take_the_same_step_under_every_stage(
+    tokenizer: PreTrainedTokenizerBase, stage: int, tied: bool
+) -> None:
+    """With this width the head is more than what ZeRO-3 keeps whole, so it is gathered for each use."""
+    found: list[tuple[Weights, float]] = []
+    for zero_stage, rows in ((0, 10_000), (stage, 20)):
+        network = policy(tokenizer, hidden_size=128, tie_word_embeddings=tied)
+        network.logits_bytes = rows * len(tokenizer) * 4
+        launch = config.Launch(rank=0, local_rank=0, ranks=1)
+        optimizing = config.OptimizerOptions(lr=1e-2, eps=1e-3)
+        learner = engine.Engine(network, launch, config.EngineOptions(zero_stage=zero_stage), optimizing)
+        norms = [loop.take_step(learner, sft.Sft(), batch(12, seed), 150, 1.0).update.grad_norm for seed in range(2)]
+        found.append(({name: tensor.clone() for name, tensor in learner.weights().items()}, norms[-1]))
+    (whole, norm), (chunked, chunked_norm) = found
+    assert chunked_norm == pytest.approx(norm, rel=1e-5)
+    assert max((whole[name] - chunked[name]).abs().max().item() for name in whole if name in chunked) < 2e-6
+
+
+# --- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+def kept_for_backward(work: Callable[[], Tensor]) -> int:
+    """The bytes of the distinct tensors that the graph of a result keeps."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        work()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_keep_only_their_inputs_have_the_same_gradients(
+    tokenizer: PreTrainedTokenizerBase, training: bool
+) -> None:
+    packed = packing.pack(batch(), CPU)
+    found = []
+    for checkpointed in (False, True):
+        trained = policy(tokenizer, num_hidden_layers=6).train(training)
+        if checkpointed:
+            activations.checkpoint_layers(trained.network)
+        kept = kept_for_backward(lambda trained=trained: trained.logprobs(packed))
+        logprobs = trained.logprobs(packed)
+        logprobs.sum().backward()
+        found.append((logprobs, [parameter.grad for parameter in trained.parameters()], kept))
+    (logprobs, gradients, everything), (same_logprobs, same_gradients, inputs) = found
+    torch.testing.assert_close(same_logprobs, logprobs, atol=1e-6, rtol=0)
+    for got, right in zip(same_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-6)
+    assert inputs < 0.6 * everything
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+DROPPING = {
+    "in attention": Qwen3Config(
+        **SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=16, attention_dropout=0.5
+    ),
+    "in the layer itself": OPTConfig(
+        **SMALL, ffn_dim=16, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5, layerdrop=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("where", DROPPING)
+def test_a_network_with_dropout_drops_nothing_in_evaluation_mode_checkpointed_or_not(where: str) -> None:
+    ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(DROPPING[where]).eval()
+        if checkpointed:
+            activations.checkpoint_layers(network)
+        for _ in range(2):
+            network.zero_grad()
+            logits = network(ids, use_cache=False).logits
+            logits.square().mean().backward()
+            found.append((logits.detach(), [p.grad for p in network.parameters() if p.grad is not None]))
+    (logits, gradients), *others = found
+    for same_logits, same_gradients in others:
+        torch.testing.assert_close(same_logits, logits, atol=1e-6, rtol=0)
+        for got, right in zip(same_gradients, gradients, strict=True):
+            torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-5)
+
+
+def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
+    network = AutoModelForCausalLM.from_config(DROPPING["in attention"])
+    network.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match=r"engine\.activation_checkpointing: the layers of Qwen3ForCausalLM cannot"):
+        activations.checkpoint_layers(network)

@@ -1,0 +1,268 @@
+"""The metrics reach TensorBoard, W&B and MLflow; and when one of them is dead, slow or full, nothing else is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from machine import reserved_port
+
+from ngym.cli.train import main, trainer
+
+metrics, sinks = map(trainer, ("metrics", "sinks"))
+Values = dict[str, Any]
+RESOLVED = "seed: 1\noptimizer: {lr: 0.5, betas: [0.9, 0.95]}\nrollouts: null\n"
+needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
+
+
+def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps: int = 3, close_s: float = 60) -> str:
+    """A run with these sinks; what it says. Entries: one before the first step, then `steps`."""
+    (folder / "recipe.yaml").write_text(RESOLVED, "utf-8")
+    opened = sinks.opened(sinks.LoggingOptions(**options), folder, folder / "recipe.yaml")
+    return run(folder, sinks.Sinks(opened._couriers, close_s), capsys, steps)
+
+
+def run(folder: Path, kept: Any, capsys: pytest.CaptureFixture[str], steps: int = 3) -> str:
+    with metrics.Metrics(folder / "metrics.jsonl", steps, True, sinks=kept) as log:
+        log.note(0, {"eval/sums/avg@4": 0.25}, "held-out after 0 steps")
+        for step in range(1, steps + 1):
+            log.log(step, {"loss": 1 / step, "grad_norm": float("nan"), "time/generation": 0.0})
+    return capsys.readouterr().out
+
+
+def rows(folder: Path) -> list[Values]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's own reader finds."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+@needs_tensorboard
+def test_tensorboard_reads_what_was_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = log(tmp_path, {"tensorboard": True}, capsys)
+    found = scalars(tmp_path / "tensorboard")
+    assert found["eval/sums/avg@4"] == [(0, 0.25)]
+    assert found["loss"] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    assert len(found["grad_norm"]) == 3 and "logging" not in said
+    log(tmp_path, {"tensorboard": str(tmp_path / "elsewhere")}, capsys)
+    assert len(scalars(tmp_path / "elsewhere")["loss"]) == 3
+
+
+@needs_tensorboard
+def test_a_folder_that_cannot_be_made_costs_its_entries_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("", "utf-8")
+    said = log(tmp_path, {"tensorboard": str(tmp_path / "file" / "below")}, capsys)
+    assert said.count("logging.tensorboard: entries are lost: NotADirectoryError") == 1
+    assert "4 of 4 entries were not written; metrics.jsonl has them" in said
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+
+FULL_DISK = """
+import json, resource, sys
+from pathlib import Path
+from ngym.cli.train import trainer
+metrics, sinks = trainer("metrics"), trainer("sinks")
+folder = Path(sys.argv[1])
+(folder / "recipe.yaml").write_text("{}")
+kept = sinks.opened(sinks.LoggingOptions(tensorboard=True), folder, folder / "recipe.yaml")
+with metrics.Metrics(folder / "metrics.jsonl", 60, True, sinks=kept) as log:
+    log.log(1, {"loss": 1.0})
+    while kept._couriers[0]._written < 1: pass
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))  # as good as a disk that is full
+    for step in range(2, 51): log.log(step, {"loss": 1.0})
+    while kept._couriers[0]._queue.qsize(): pass
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for step in range(51, 61): log.log(step, {"loss": 1.0})
+print("trained to the end")
+"""
+
+
+@needs_tensorboard
+def test_a_full_disk_loses_entries_and_neither_the_run_nor_what_comes_later(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and done.stdout.endswith("trained to the end\n"), done.stderr
+    assert done.stdout.count("metrics.jsonl: entries are lost: No space left on device; training goes on") == 1
+    assert done.stdout.count("logging.tensorboard: entries are lost: OSError: ") == 1
+    written = [row["step"] for row in rows(tmp_path)]
+    assert written[0] == 1 and written[-10:] == list(range(51, 61)) and len(written) < 30
+    steps = {step for step, _ in scalars(tmp_path / "tensorboard")["loss"]}
+    assert {1, *range(52, 61)} < steps and len(steps) < 60
+    assert f"{60 - len(steps)} of 60 entries were not written" in done.stdout
+
+
+class Stuck:
+    """A sink that takes one entry and never comes back."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.abandoned = False
+
+    def open(self) -> None:
+        return None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.begun.set()
+        threading.Event().wait()
+
+    def close(self) -> None:
+        raise AssertionError("it is stuck")
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+def test_a_sink_that_hangs_holds_nothing_up_and_its_losses_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stuck = Stuck()
+    courier = sinks.Courier("stuck", stuck, waiting=5)
+    said = run(tmp_path, sinks.Sinks([courier], close_s=0.1), capsys, steps=300)
+    assert stuck.begun.wait(60) and stuck.abandoned
+    assert said.count("logging.stuck: entries are lost: it has not taken an entry while 5 came") == 1
+    assert "logging.stuck: 301 of 301 entries were not written; metrics.jsonl has them" in said
+    assert len(rows(tmp_path)) == 301
+
+
+class Moody:
+    """A sink that refuses every second entry."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.closed = False
+
+    def open(self) -> None:
+        return None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if step % 2:
+            raise ConnectionError("server says 503\nand more")
+        self.taken.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abandon(self) -> None:
+        raise AssertionError("there was time enough")
+
+
+def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moody = Moody()
+    said = run(tmp_path, sinks.Sinks([sinks.Courier("moody", moody)], close_s=60), capsys, steps=6)
+    assert moody.taken == [0, 2, 4, 6] and moody.closed
+    assert said.count("logging.moody: entries are lost: ConnectionError: server says 503; training goes on") == 1
+    assert "logging.moody: 3 of 7 entries were not written" in said
+
+
+def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
+    program = (
+        "from ngym.cli.train import trainer; from test_sinks import Stuck; sinks = trainer('sinks')\n"
+        "kept = sinks.Sinks([sinks.Courier('stuck', Stuck())], 0.1)\n"
+        "print(list(kept.put(1, {})), list(kept.close()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and "[] [" in done.stdout, done.stderr
+    assert "logging.stuck: 1 of 1 entries were not written" in done.stdout
+
+
+def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remote = sinks.Remote("mlflow", sinks.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    remote.abandon()
+    said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
+    assert said.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in said
+
+
+@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
+def test_what_goes_wrong_in_the_process_of_a_sink_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remote = sinks.Remote("mlflow", sinks.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
+    assert said.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
+    assert remote._process.returncode is not None, "the process is gone"
+
+
+@needs_wandb
+def test_wandb_keeps_an_offline_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = log(tmp_path, {"wandb": {"project": "p", "mode": "offline"}}, capsys)
+    assert "logging" not in said
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    content = kept.read_bytes()
+    for word in (b"eval/sums/avg@4", b"grad_norm", b"optimizer", tmp_path.name.encode()):
+        assert word in content
+
+
+@needs_mlflow
+def test_mlflow_gets_metrics_and_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for _ in range(2):
+        assert "logging" not in log(tmp_path, {"mlflow": {"uri": uri, "experiment": "e", "name": "n"}}, capsys)
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("e")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert [(run.info.run_name, run.info.status) for run in runs] == [("n", "FINISHED")] * 2
+    losses = [(metric.step, metric.value) for metric in client.get_metric_history(runs[0].info.run_id, "loss")]
+    assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+    assert runs[0].data.metrics["eval/sums/avg_at_4"] == 0.25
+    assert runs[0].data.params == {
+        "seed": "1",
+        "optimizer.lr": "0.5",
+        "optimizer.betas.0": "0.9",
+        "optimizer.betas.1": "0.95",
+        "rollouts": "None",
+    }
+
+
+@needs_mlflow
+def test_an_mlflow_server_that_is_down_holds_nothing_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its client tries again for minutes; the run ends without it."""
+    with reserved_port() as port:
+        options = {"mlflow": {"uri": f"http://127.0.0.1:{port}", "experiment": "e"}}
+        said = log(tmp_path, options, capsys, close_s=0.1)
+    assert "logging.mlflow: 4 of 4 entries were not written; metrics.jsonl has them" in said
+    assert len(rows(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("package", "option"),
+    [
+        ("tensorboard", "logging.tensorboard=true"),
+        ("wandb", "logging.wandb.project=p"),
+        ("mlflow", "logging.mlflow={uri: x, experiment: e}"),
+    ],
+)
+def test_a_package_that_is_missing_is_said_when_the_recipe_is_read(package: str, option: str) -> None:
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    said = CliRunner().invoke(main, ["sft.yaml", "--dry-run", option])
+    assert said.exit_code == 2
+    assert f"logging.{package}: the package {package} is not installed; `pip install {package}`" in said.stderr
