@@ -83,4 +83,6 @@ class Side:
             if line.startswith(MARK):
                 report: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return report
-        raise SystemExit(f"{self.command[1]} ended with exit code {self._child.wait()}; its last words are in {self.log}")
+        raise SystemExit(
+            f"{self.command[1]} ended with exit code {self._child.wait()}; its last words are in {self.log}"
+        )

@@ -23,7 +23,7 @@ from statistics import median
 from typing import NamedTuple
 
 import psutil
-from trainer import trl_python
+from trl_environment import trl_python
 
 from ngym.config import shipped
 

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 from lockstep import Side
+from trl_environment import TRL, trl_python
 
 from ngym.cli.train import trainer
 from ngym.config import shipped
 
-TRL = "1.16.0"
 HERE = Path(__file__).parent
 CONFIG = """\
 policy: {kind: model, app: models/vllm, model: sft/policy}
@@ -112,7 +112,11 @@ def compare(algorithm: str, shape: str, options: argparse.Namespace, python: Pat
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     commands = {"ours": [sys.executable, str(HERE / "trainer_ours.py"), json.dumps(spec)]}
     for way in WAYS[algorithm]:
-        commands[f"TRL {described(way)}"] = [str(python), str(HERE / "trainer_trl.py"), json.dumps({**spec, "way": way})]
+        commands[f"TRL {described(way)}"] = [
+            str(python),
+            str(HERE / "trainer_trl.py"),
+            json.dumps({**spec, "way": way}),
+        ]
     out = options.folder / "out"
     out.mkdir(exist_ok=True)
     with ExitStack() as stack:
@@ -153,7 +157,9 @@ def compared(
 def show(algorithm: str, shape: str, found: Sequence[Compared]) -> None:
     best = min(found[1:], key=lambda one: one.ratio)
     print(f"\n{algorithm}, {shape}: {best.ratio:.2f} x the tokens/s of TRL at its fastest ({best.name})")
-    print(f"  {'':<34} {'tokens/s':>9} {'time':>6} {'CPU':>6} {'CPU ms/token':>13}   losses of steps 1 2 3 10 20, gradient 1")
+    print(
+        f"  {'':<34} {'tokens/s':>9} {'time':>6} {'CPU':>6} {'CPU ms/token':>13}   losses of steps 1 2 3 10 20, gradient 1"
+    )
     for one in found:
         losses = " ".join(f"{one.losses[step - 1]:.4f}" for step in (1, 2, 3, 10, 20) if step <= len(one.losses))
         print(
@@ -171,20 +177,6 @@ def mfu(tokens_per_s: float, parameters: int) -> float:
     """The share of the device's peak that 6 x parameters x tokens are; attention over these short sequences is left out."""
     peak = next((peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name()), float("nan"))
     return 6 * parameters * tokens_per_s / peak
-
-
-def trl_python(folder: Path) -> Path:
-    """The Python of a virtual environment with TRL, and with torch and transformers as they are here."""
-    import transformers
-
-    python = folder / "bin" / "python"
-    if not (folder / "made").exists():
-        print(f"making {folder}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        wanted = [f"torch=={torch.__version__}", f"transformers=={transformers.__version__}", f"trl=={TRL}"]
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-        (folder / "made").touch()
-    return python
 
 
 def made(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from ngym.errors import ServiceError
 from ngym.services.loader import load
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("calculator", "math", "mcqa", "counter", "weather")
+NAMES = ("calculator", "math", "mcqa", "counter", "weather", "letters")
 
 
 def rows(name: str, file: str) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def test_no_question_of_validation_stands_in_training(name):
     assert len(questions("train")) == len(rows(name, "train"))
 
 
-@pytest.mark.parametrize("name", ["math", "mcqa", "counter", "weather"])
+@pytest.mark.parametrize("name", ["math", "mcqa", "counter", "weather", "letters"])
 def test_the_shipped_data_is_what_its_script_makes(name, tmp_path):
     script = tmp_path / "generate.py"
     script.write_bytes((ROOT / "data" / name / "generate.py").read_bytes())
@@ -205,7 +205,8 @@ async def test_the_weather_speaks_nemo_gyms_wire():
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("calculator", "expected_answer"), ("mcqa", "expected_answer"), ("counter", "target")]
+    ("name", "field"),
+    [("calculator", "expected_answer"), ("mcqa", "expected_answer"), ("counter", "target"), ("letters", "letter")],
 )
 async def test_a_row_without_its_verifiers_field_is_refused_by_name(name, field):
     async with serving(name) as peers:

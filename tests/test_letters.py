@@ -1,0 +1,47 @@
+"""The smallest run of reinforcement learning: from random weights, with everything in it that a run has."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from trainer_service import metrics_of, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture
+def tokenizer_folder(root: Path) -> Path:
+    return root / "data" / "letters" / "tokenizer"
+
+
+def test_the_shipped_tokenizer_is_what_its_script_writes(root: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "generate.py"
+    script.write_bytes((root / "data" / "letters" / "generate.py").read_bytes())
+    runpy.run_path(str(script), run_name="__main__")
+    for file in tokenizer_folder.iterdir():
+        assert (tmp_path / "tokenizer" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    asked = [{"role": "user", "content": "abca"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "zz"}], return_dict=False)
+    assert tokenizer.convert_ids_to_tokens(whole) == ["<|start|>", *"abca", "<|end|>", "<|start|>", *"zz", "<|end|>"]
+    assert whole[: len(prompt)] == prompt
+    assert tokenizer.decode(whole, skip_special_tokens=True) == "abcazz"
+    assert len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
+
+
+def test_live_training_begins_with_random_weights(tmp_path: Path) -> None:
+    process = train(tmp_path, ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16"])
+    said, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, said
+    steps = metrics_of(tmp_path)
+    assert [row["step"] for row in steps] == list(range(1, 7))
+    assert steps[0]["reward/mean"] < 0.1 < steps[5]["reward/mean"]  # one letter of 26, and more of it
+    assert all(row["lag"] == 0 and row["token_mult_prob_error"] < 1.001 for row in steps)
+    first, last = (AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name) for name in ("initial", "policy"))
+    assert first.config.vocab_size == 30
+    assert not first.get_input_embeddings().weight.equal(last.get_input_embeddings().weight)
