@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=32, help="the longest answer")
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
+    parser.add_argument("--spin", action="store_true", help="leave TRL's threads as they come: they spin while they wait")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     options.folder = options.folder.resolve()
@@ -92,7 +93,7 @@ def trl(options: argparse.Namespace, python: Path, seed: int) -> Iterator[Moment
     }
     command = [str(python), str(Path(__file__).with_name("toy_trl.py")), json.dumps(spec)]
     # as ng_train sets it: with threads that spin TRL takes several times as long where anything else runs
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = dict(os.environ) if options.spin else {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with output.open("w") as rows, (options.folder / "letters_trl.log").open("w") as log:
         yield from watched(subprocess.Popen(command, stdout=rows, stderr=log, env=environment), output)
 
@@ -102,7 +103,7 @@ def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:
     began, seen = time.perf_counter(), 0
     while True:
         ended = process.poll() is not None
-        lines = rows.read_bytes().splitlines() if rows.exists() else []
+        lines = rows.read_bytes().split(b"\n")[:-1] if rows.exists() else []  # a line is whole when it is ended
         for line in lines[seen:]:
             yield Moment(time.perf_counter() - began, cpu_s(process.pid), json.loads(line)["reward/mean"])
         seen = len(lines)
