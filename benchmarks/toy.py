@@ -3,7 +3,8 @@
 Reward is the share of the letter; model, first weights, tasks, batch, group, learning rate and lengths are the same. Ours is
 `ng_train letters.yaml` with everything in it: vLLM, the agent, the gym server, a weight push after every step. TRL generates
 with transformers. Time is counted from the start of the command to the step whose mean reward reaches the goal, and again
-without the start-up (from the end of the first step); CPU-seconds are those of all processes of the command.
+without the start-up (from the end of the first step); CPU-seconds are those of all processes of the command. TRL is run as it
+comes, and with the setting of its threads that ng_train makes for itself.
 
     python benchmarks/toy.py [--runs 3] [--goal 0.92] [--tokens 32] [--trl PYTHON]
 """
@@ -45,26 +46,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=32, help="the longest answer")
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
-    parser.add_argument("--spin", action="store_true", help="leave TRL's threads as they come: they spin while they wait")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     options.folder = options.folder.resolve()
     python = options.trl or trl_python(options.folder / "trl")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; up to {options.tokens} tokens, goal {options.goal}")
-    found: dict[str, list[list[Moment]]] = {"ours": [], "TRL": []}
+    found: dict[str, list[list[Moment]]] = {}
     for seed in range(options.runs):
-        for name, moments in (("ours", ours(options, seed)), ("TRL", trl(options, python, seed))):
+        sides = {
+            "ours": ours(options, seed),
+            "TRL, as it comes": trl(options, python, seed, {}),
+            # threads that spin while they wait make two processes on two cores many times slower
+            "TRL, threads that sleep": trl(options, python, seed, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        }
+        for name, moments in sides.items():
             steps = list(moments)
-            found[name].append(steps)
+            found.setdefault(name, []).append(steps)
             curve = " ".join(f"{one.reward:.2f}" for one in steps[::5])
-            print(f"{name:<5} seed {seed}: {said(steps, options.goal)}; every fifth step: {curve}", flush=True)
-    for what, of in (("from the start of the command", whole), ("without start-up", without_start)):
-        ratio = [
-            median(of(one, options.goal, field) for one in found["TRL"])
-            / median(of(one, options.goal, field) for one in found["ours"])
-            for field in ("seconds", "cpu")
-        ]
-        print(f"{what}: TRL takes {ratio[0]:.2f} x the time, {ratio[1]:.2f} x the CPU")
+            print(f"{name:<24} seed {seed}: {said(steps, options.goal)}; every fifth step: {curve}", flush=True)
+    for name in list(found)[1:]:
+        for what, of in (("from the start of the command", whole), ("without start-up", without_start)):
+            ratio = [
+                median(of(one, options.goal, field) for one in found[name])
+                / median(of(one, options.goal, field) for one in found["ours"])
+                for field in ("seconds", "cpu")
+            ]
+            print(f"{name}, {what}: {ratio[0]:.2f} x our time, {ratio[1]:.2f} x our CPU")
 
 
 def ours(options: argparse.Namespace, seed: int) -> Iterator[Moment]:
@@ -78,7 +85,7 @@ def ours(options: argparse.Namespace, seed: int) -> Iterator[Moment]:
         yield from watched(subprocess.Popen(command, stdout=log, stderr=log), output / "metrics.jsonl")
 
 
-def trl(options: argparse.Namespace, python: Path, seed: int) -> Iterator[Moment]:
+def trl(options: argparse.Namespace, python: Path, seed: int, environment: dict[str, str]) -> Iterator[Moment]:
     output = options.folder / "letters_trl.jsonl"
     spec = {
         "tasks": str(shipped() / "data" / "letters" / "train.jsonl"),
@@ -92,10 +99,10 @@ def trl(options: argparse.Namespace, python: Path, seed: int) -> Iterator[Moment
         "seed": seed,
     }
     command = [str(python), str(Path(__file__).with_name("toy_trl.py")), json.dumps(spec)]
-    # as ng_train sets it: with threads that spin TRL takes several times as long where anything else runs
-    environment = dict(os.environ) if options.spin else {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     with output.open("w") as rows, (options.folder / "letters_trl.log").open("w") as log:
-        yield from watched(subprocess.Popen(command, stdout=rows, stderr=log, env=environment), output)
+        yield from watched(
+            subprocess.Popen(command, stdout=rows, stderr=log, env={**os.environ, **environment}), output
+        )
 
 
 def watched(process: subprocess.Popen[bytes], rows: Path) -> Iterator[Moment]:

@@ -2,8 +2,8 @@
 
 Each side is a process of its own (TRL's in its own virtual environment, made by the first run), and they take their steps in
 turns, so that a busy machine slows both. That both do the same work is seen in their losses. TRL is run in several ways, and
-compared at its fastest. Tokens are those of the samples: neither padding nor what is computed once for several samples
-counts twice.
+compared at its fastest. Tokens are those of the samples, without padding: how a side computes them is its affair. (Ours computes
+what samples begin with in common once.)
 
     python benchmarks/trainer.py [--algorithms sft dpo grpo] [--shapes tiny small] [--steps 20] [--trl PYTHON]
 
@@ -78,7 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=list(BATCH), default=list(BATCH))
     parser.add_argument("--shapes", nargs="+", choices=list(LR), default=list(LR))
-    parser.add_argument("--steps", type=int, default=20, help="measured ones; three more warm up")
+    parser.add_argument(
+        "--steps", type=int, choices=range(1, 25), default=20, metavar="N", help="measured ones; three more warm up"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--trl", type=Path, help="the Python of an environment with TRL  [default: one is made]")
@@ -191,7 +193,7 @@ def made(folder: Path) -> Path:
     run("-m", "ngym", "train", "sft.yaml", f"data.path={demonstrations}", f"output={folder / 'sft'}", "--overwrite")
     run(
         *("-m", "ngym", "collect_rollouts", "--config", str(folder / "global_config.yaml")),
-        *("--agent", "calculator_agent", "--input", str(calculator / "train.jsonl"), "--limit", "256"),
+        *("--agent", "calculator_agent", "--input", str(calculator / "train.jsonl"), "--limit", "384"),
         *("--repeats", str(GROUP), "--output", str(rollouts), "--overwrite"),
     )
     run(

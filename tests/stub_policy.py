@@ -29,15 +29,19 @@ class Stub:
 
     restarts_after: at this /run it forgets what was pushed, as a server that died and came back. Rollout 0 of every fifth
     task is unscored, rollout 1 of every seventh fails. equal_share: of eight tasks, so many are rewarded with 0.5 always.
+    slow_commit_s: from when new weights are served to when the pusher is told.
     """
 
-    def __init__(self, folder: Path, restarts_after: int | None = None, equal_share: int = 0) -> None:
+    def __init__(
+        self, folder: Path, restarts_after: int | None = None, equal_share: int = 0, slow_commit_s: float = 0
+    ) -> None:
         self.url = ""
         self.runs = 0
         self.pushes: list[int] = []
         self._folder = folder
         self._restarts_after = restarts_after
         self._equal_share = equal_share
+        self._slow_commit_s = slow_commit_s
         self._staged: dict[str, torch.Tensor] = {}
         self._forget()
 
@@ -97,6 +101,7 @@ class Stub:
         assert missing == ["lm_head.weight"] and not unexpected  # tied
         self._version = self._next
         self.pushes.append(self._version)
+        await asyncio.sleep(self._slow_commit_s)  # what is sampled meanwhile is of the new version already
         return web.json_response({"policy_version": self._version, "seconds": {}})
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ class Options(ServiceOptions):
 async def serve(context: ServiceContext) -> None:
     import asyncio
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)"])
 
     async def answer(reader, writer):
         await reader.readline()

@@ -36,7 +36,7 @@ def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
 
 def test_live_training_begins_with_random_weights(tmp_path: Path) -> None:
     process = train(tmp_path, ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16"])
-    said, _ = process.communicate(timeout=280)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     steps = metrics_of(tmp_path)
     assert [row["step"] for row in steps] == list(range(1, 7))

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 from machine import PATIENCE_S, running, wait_until
-from vllm_service import ENDLESS, Server, endless, metric, start, tokens_of, user, wait_until_ready, write_checkpoint
+from vllm_service import ENDLESS, Server, Servers, endless, metric, tokens_of, user, write_checkpoint
 
 from ngym.errors import ConfigError
 from ngym.services.loader import load
@@ -64,29 +64,22 @@ def reference(checkpoint: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[dict[str, Server]]:
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Servers]:
     """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
-    folder = tmp_path_factory.mktemp("services")
-    running = {
-        "policy": start(folder, root, "policy", {"model": str(checkpoint), "engine": {"max_model_len": 1024}}),
-        "thinker": start(folder, root, "thinker", {"model": str(checkpoint), "reasoning_parser": "qwen3"}),
-    }
-    try:
-        for server in running.values():
-            wait_until_ready(server)
-        yield running
-    finally:
-        for server in running.values():
-            server.end()
+    policy = {"model": str(checkpoint), "engine": {"max_model_len": 1024}}
+    thinker = {"model": str(checkpoint), "reasoning_parser": "qwen3"}
+    stanzas = {"policy": {"options": policy}, "thinker": {"options": thinker}}
+    with Servers(tmp_path_factory.mktemp("services"), root, stanzas) as servers:
+        yield servers
 
 
 @pytest.fixture
-def policy(servers: dict[str, Server]) -> Server:
+def policy(servers: Servers) -> Server:
     return servers["policy"]
 
 
 @pytest.fixture
-def thinker(servers: dict[str, Server]) -> Server:
+def thinker(servers: Servers) -> Server:
     return servers["thinker"]
 
 
@@ -164,7 +157,7 @@ def test_an_edited_history_is_rendered_anew(policy: Server, tokenizer: Any) -> N
     assert tokens_of(second)[0] == rendered
 
 
-def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_goes_on(servers: dict[str, Server]) -> None:
+def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_goes_on(servers: Servers) -> None:
     answers = (  # of random weights: now and then one of them ends its reasoning by chance
         servers["thinker"].answer(input=[user("hello")], max_output_tokens=24, ignore_eos=True, seed=seed)
         for seed in range(20)
@@ -186,7 +179,7 @@ def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server
 
 def test_long_prompts_with_seeds_leave_the_engine_alive_and_repeat_themselves(policy: Server) -> None:
     async def ask() -> list[list[int]]:
-        async with httpx.AsyncClient(base_url=policy.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=policy.url, timeout=PATIENCE_S) as client:
             bodies = [
                 {"input": f"{i} " + "hello " * 300, "seed": i, "max_output_tokens": 8, "ignore_eos": True}
                 for i in range(12)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from steps_on_ranks import SHAPE
+from trainer_service import free_port
 from transformers import AutoTokenizer
 
 from ngym.cli.train import main, trainer
@@ -119,9 +119,7 @@ DEEPSPEED = (
 def test_two_nodes_are_launched_without_ssh(launcher: str, data: Path, tmp_path: Path) -> None:
     """One command on each node: here both are this machine, by two names."""
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     sizes = [f"model.from_scratch.{name}={size}" for name, size in SHAPE.items()]
     recipe = ["ng_train", "sft.yaml", "optimizer.name=adamw", "engine.zero_stage=2", f"data.path={data}", "output=run"]
     scripts = Path(sys.executable).parent
@@ -136,7 +134,7 @@ def test_two_nodes_are_launched_without_ssh(launcher: str, data: Path, tmp_path:
         )
         for node in range(2)
     ]
-    said = [node.communicate(timeout=300)[0] for node in nodes]
+    said = [node.communicate(timeout=600)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert "32 samples, 16 on each of 2 ranks" in said[0] and (tmp_path / "run" / "policy").is_dir()
 

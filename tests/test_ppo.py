@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from trainer_service import free_port
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import trainer
@@ -365,10 +365,7 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
     overrides += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer", "algorithm.loss.entropy_coef=0.01"]
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     overrides += ["max_steps=3", "optimizer.lr=1e-3", "engine.activation_checkpointing=true"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "ngym", "train", "ppo.yaml", *overrides],
@@ -380,7 +377,7 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=200)[0] for process in ranks]
+    said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
 
     policy = model.load_policy(OPTIONS, tokenizer, 0).eval()

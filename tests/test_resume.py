@@ -269,7 +269,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(root: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_collection_goes_on_while_the_trainer_trains_but_never_too_far(policy: Path, tmp_path: Path, lag: int) -> None:
-    with serving(Stub(policy)) as stub:
+    with serving(Stub(policy, slow_commit_s=0.3)) as stub:
         words = [*arguments(tmp_path, policy, stub, 8), "evaluation=null", f"rollouts.max_lag={lag}"]
         finished(train(tmp_path, words))
         assert stub.runs <= 8 * 32 + 3 * 8  # nothing is collected to be thrown away; failed attempts are tried again

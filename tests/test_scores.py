@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, PreTrai
 from ngym.cli.train import trainer
 from ngym.errors import ConfigError
 
-activations, attention, chunks, config, engine, loop, model, packing, samples, scores, sft = map(
+activations, chunks, compiling, config, engine, loop, model, packing, samples, scores, sft = map(
     trainer,
     (
         "activations",
-        "attention",
         "chunks",
+        "compiling",
         "config",
         "engine",
         "loop",
@@ -265,3 +266,33 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
     network.supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match=r"engine\.activation_checkpointing: the layers of Qwen3ForCausalLM cannot"):
         activations.checkpoint_layers(network)
+
+
+# --- compiled layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not any(map(shutil.which, compiling.COMPILERS)), reason="there is no C++ compiler")
+def test_compiled_layers_have_the_same_gradients_and_are_compiled_once_for_all_layouts(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    plain, compiled = policy(tokenizer).eval(), policy(tokenizer).eval()
+    activations.checkpoint_layers(compiled.network)
+    compiling.compile_layers(compiled.network)
+    graphs = []
+    for seed in range(5):
+        packed = packing.pack(batch(4 + 3 * seed, seed), CPU)
+        with torch.no_grad():
+            before = compiled.logprobs(packed)
+        found = []
+        for trained in (plain, compiled):
+            trained.zero_grad()
+            logprobs = trained.logprobs(packed)
+            logprobs.sum().backward()
+            found.append((logprobs.detach(), [parameter.grad.clone() for parameter in trained.parameters()]))
+        (expected, gradients), (got, same_gradients) = found
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(before, got, atol=1e-5, rtol=0)
+        for one, other in zip(same_gradients, gradients, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[-1]

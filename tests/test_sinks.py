@@ -98,7 +98,7 @@ print("trained to the end")
 @needs_tensorboard
 def test_a_full_disk_loses_entries_and_neither_the_run_nor_what_comes_later(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0 and done.stdout.endswith("trained to the end\n"), done.stderr
     assert done.stdout.count("metrics.jsonl: entries are lost: No space left on device; training goes on") == 1
@@ -186,7 +186,7 @@ def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0 and "[] [" in done.stdout, done.stderr

@@ -70,7 +70,7 @@ import subprocess, sys
 from contextlib import asynccontextmanager
 from ngym import ServiceContext, VerifyRequest, gym_server
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
 
 @asynccontextmanager
 async def lifespan(context: ServiceContext):

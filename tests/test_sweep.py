@@ -146,7 +146,7 @@ def test_a_run_that_breaks_is_a_row_and_what_is_finished_is_not_run_again(root: 
     assert (here / "swept" / "max_tokens=null" / "metrics.jsonl").read_bytes() == before and len(rows(here)) == 2
     (here / "swept" / "sweep.jsonl").unlink()  # as if it had been killed before it could write it
     resumed = subprocess.run(
-        [*words, "--sweep", "data.max_tokens=null", "--resume"], text=True, timeout=250, check=False
+        [*words, "--sweep", "data.max_tokens=null", "--resume"], text=True, timeout=600, check=False
     )
     assert resumed.returncode == 0 and rows(here)[0]["metrics"] == whole["metrics"]
     assert len((here / "swept" / "max_tokens=null" / "metrics.jsonl").read_bytes().splitlines()) == before.count(b"\n")

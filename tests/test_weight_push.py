@@ -30,12 +30,11 @@ from vllm_service import (
     CONTEXT,
     ENDLESS,
     Server,
+    Servers,
     endless,
     generating,
     metric,
-    start,
     tokens_of,
-    wait_until_ready,
     write_checkpoint,
 )
 
@@ -124,25 +123,16 @@ def experts_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def servers(
     checkpoint: Path, experts_checkpoint: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory, root: Path
-) -> Iterator[dict[str, Server]]:
-    folder = tmp_path_factory.mktemp("service")
+) -> Iterator[Servers]:
     policy = {"model": str(checkpoint), "weights_root": str(shared)}
     experts = {"model": str(experts_checkpoint), "push_token": TOKEN, "push_lease_s": LEASE_S}
-    running = {
-        "policy": start(folder, root, "policy", policy, admin_token=TOKEN),
-        "experts": start(folder, root, "experts", experts),
-    }
-    try:
-        for server in running.values():
-            wait_until_ready(server)
-        yield running
-    finally:
-        for server in running.values():
-            server.end()
+    stanzas = {"policy": {"options": policy, "admin_token": TOKEN}, "experts": {"options": experts}}
+    with Servers(tmp_path_factory.mktemp("service"), root, stanzas) as servers:
+        yield servers
 
 
-@pytest.fixture(scope="module")
-def server(servers: dict[str, Server]) -> Server:
+@pytest.fixture
+def server(servers: Servers) -> Server:
     return servers["policy"]
 
 
@@ -290,7 +280,7 @@ def test_the_proof_catches_a_trainer_that_has_other_weights(server: Server, poli
         pusher.push(pusher.prepare() + 1, weights, policy.proof())
 
 
-def test_experts_and_an_untied_head_take_new_weights_too(servers: dict[str, Server], experts: Experts) -> None:
+def test_experts_and_an_untied_head_take_new_weights_too(servers: Servers, experts: Experts) -> None:
     pusher = push.Pusher([servers["experts"].url], TOKEN)
     first = pusher.prepare() + 1
     for version in (first, first + 1):
@@ -338,7 +328,7 @@ def session(server: Server, policy: Policy) -> Iterator[Session]:
 
 
 @pytest.fixture
-def hasty(servers: dict[str, Server], experts: Experts) -> Iterator[Session]:
+def hasty(servers: Servers, experts: Experts) -> Iterator[Session]:
     """At the server whose lease is short."""
     with unchanged(servers["experts"], experts) as session:
         yield session
@@ -464,7 +454,7 @@ def test_the_second_of_two_pushers_is_told_to_wait(session: Session) -> None:
     assert session.http.delete("/weights", params={"push": session.id}).status_code == 204
 
 
-def test_a_pusher_that_is_silent_loses_its_lease(servers: dict[str, Server], hasty: Session) -> None:
+def test_a_pusher_that_is_silent_loses_its_lease(servers: Servers, hasty: Session) -> None:
     began = time.monotonic()
     assert hasty.begin().json()["lease_s"] == LEASE_S
     wait_until(lambda: not is_updating(servers["experts"]))
@@ -503,7 +493,7 @@ def test_without_the_token_no_route_of_the_push_answers(session: Session, author
         assert reply.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_wait_that_takes_too_long_is_given_up(servers: dict[str, Server], hasty: Session) -> None:
+def test_a_wait_that_takes_too_long_is_given_up(servers: Servers, hasty: Session) -> None:
     server = servers["experts"]
     with endless(server), generating(server, 300) as answer:
         reply = None

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from machine import PATIENCE_S, wait_until
@@ -117,6 +117,36 @@ def start(folder: Path, root: Path, name: str, options: dict[str, Any], **more: 
         command = [sys.executable, "-c", SERVE, str(listener.fileno()), json.dumps(spec)]
         process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=output, cwd=folder)
         return Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
+
+
+class Servers:
+    """`with Servers(...) as servers`: by name, loaded at the same time; one that a test has ended is started again.
+
+    stanzas: what `start` is given of each.
+    """
+
+    def __init__(self, folder: Path, root: Path, stanzas: dict[str, dict[str, Any]]) -> None:
+        self._start = lambda name: start(folder, root, name, **stanzas[name])
+        self._running = {name: self._start(name) for name in stanzas}
+
+    def __enter__(self) -> Self:
+        try:
+            for server in self._running.values():
+                wait_until_ready(server)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._running.values():
+            server.end()
+
+    def __getitem__(self, name: str) -> Server:
+        if self._running[name].process.poll() is not None:
+            self._running[name] = self._start(name)
+            wait_until_ready(self._running[name])
+        return self._running[name]
 
 
 def wait_until_ready(server: Server) -> None:

@@ -14,7 +14,7 @@ tasks      which tasks a step trains on: environments in their shares, each by e
 evaluation held-out tasks through the services; heldout is the same for a file
 metrics    a line on the screen, metrics.jsonl, and the sinks: TensorBoard, W&B, MLflow
 rollouts   scored rollouts as samples; checks look at the first of them before they are trained
-packing    a batch -> micro-batches of whole sequences without padding
+packing    a batch -> micro-batches without padding, in which a common beginning is computed once
 model      the network, and what it says of the tokens that it is trained on (scores), its logits in chunks; critic beside it
 engine     scores, backward, step, save: the only file that imports deepspeed
 

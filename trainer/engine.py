@@ -30,6 +30,7 @@ from ngym.schema import Json
 from . import lora, optimizer, optimizer_state, tensor_parallel
 from .activations import checkpoint_layers
 from .checkpoint import committed
+from .compiling import compile_layers
 from .config import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from .model import Policy
 from .packing import Packed, plan
@@ -70,10 +71,11 @@ class Engine:
         shapes = tensor_parallel.shapes(policy)
         self._options = options
         self._optimizing = optimizing
-        if options.activation_checkpointing:
-            checkpoint_layers(policy.network)
-            if policy.critic is not None:
-                checkpoint_layers(policy.critic.backbone)
+        for one in (policy.network, *([policy.critic.backbone] if policy.critic else [])):
+            if options.activation_checkpointing:
+                checkpoint_layers(one)
+            if options.compile:
+                compile_layers(one)
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),

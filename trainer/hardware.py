@@ -31,6 +31,7 @@ class EngineOptions(Record):
     """How DeepSpeed runs it. bf16 keeps float32 master weights.
 
     activation_checkpointing: layers keep their inputs only, and are computed again for the backward: less memory, more time.
+    compile: layers through torch.compile; it takes its time in the first step, and pays in runs of more than a few minutes.
     sequence_parallel: so many ranks share each micro-batch: its tokens, and in attention its heads.
     tensor_parallel: so many ranks share each layer.
     """
@@ -38,6 +39,7 @@ class EngineOptions(Record):
     zero_stage: Literal[0, 1, 2, 3] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     activation_checkpointing: bool = False
+    compile: bool = False
     offload: OffloadOptions = OffloadOptions()
     sequence_parallel: Positive = 1
     tensor_parallel: Positive = 1
@@ -61,8 +63,17 @@ class EngineOptions(Record):
             raise ValueError("it trains with ZeRO 1 and 2 only; set engine.zero_stage to 1 or 2")
         if value > 1 and info.data.get("sequence_parallel", 1) > 1:
             raise ValueError("engine.sequence_parallel is given too; keep one of the two")
+        if value > 1 and info.data.get("compile"):
+            raise ValueError("engine.compile is given too, and it exchanges layers; keep one of the two")
         if value > 1 and info.data.get("offload") != OffloadOptions():
             raise ValueError("engine.offload is given too; keep one of the two")
+        return value
+
+    @field_validator("compile")
+    @classmethod
+    def _whole_layers(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("zero_stage") == 3:
+            raise ValueError("ZeRO-3 gathers weights while a layer runs; set engine.zero_stage to 0, 1 or 2")
         return value
 
     @field_validator("offload")

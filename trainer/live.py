@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -129,18 +129,21 @@ class Live:
     def _publish(self, step: int, last: bool = False) -> float:
         """Have the services serve what is trained, and evaluate it when it is time; the seconds that the push took."""
         began = time.monotonic()
-        self._publisher.publish()
+        self._push(step)
         seconds = time.monotonic() - began
         if not last:
-            self._tell(step)
+            self._call(Stream.published, step)
         if self._evaluation is not None:
             self._evaluation.after(step, last)
         return seconds
 
-    def _tell(self, step: int) -> None:
-        """Have the stream know which weights are served; from now on it may collect for this step."""
+    def _push(self, step: int) -> None:
+        self._publisher.publish(lambda version: self._call(Stream.announced, step))
+
+    def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
+        """Tell the stream, on its event loop, of the current version."""
         if self._services is not None and self._stream is not None:
-            self._services.call(_published(self._stream, self._publisher.version, step))
+            self._services.call(_told(tell, self._stream, self._publisher.version, step))
 
     def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
         """The rollouts of this step, on every rank."""
@@ -149,8 +152,8 @@ class Live:
             shared = self._engine.share(_read(taken, self._run.temperature) if taken else None)
             if shared is not None:
                 return shared
-            self._publisher.publish()  # a server came back with other weights
-            self._tell(step)
+            self._push(step)  # a server came back with other weights
+            self._call(Stream.published, step)
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in as many parts of about the same size as there are updates."""
@@ -159,8 +162,8 @@ class Live:
         return [order[part::count] for part in range(count)]
 
 
-async def _published(stream: Stream, version: int, step: int) -> None:
-    stream.published(version, step)
+async def _told(tell: Callable[[Stream, int, int], None], stream: Stream, version: int, step: int) -> None:
+    tell(stream, version, step)
 
 
 def _read(taken: Taken, temperature: float) -> tuple[Read, dict[str, float]]:

@@ -39,8 +39,10 @@ class Publisher:
         self._pushed = pushed
         self._pushed_steps: int | None = None
 
-    def publish(self) -> None:
+    def publish(self, announce: Callable[[int], None]) -> None:
         """Nothing, if the services serve these weights already; a server that came back with others gets them again.
+
+        announce: told the version before anything is pushed, for it is served before the push has ended.
 
         Raises:
             PushFailed: they cannot be served.
@@ -50,6 +52,7 @@ class Publisher:
             return
         if self._pushed_steps != self._engine.steps or served > self.version:
             self.version = max(served, self.version) + 1
+        announce(self.version)
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()

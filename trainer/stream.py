@@ -34,7 +34,7 @@ from .shaping import informative
 from .spool import OURS, Spool
 from .tasks import Task, TaskSource
 
-NEVER = -1  # batches that weights nobody pushed have learned
+NEVER = -(1 << 30)  # batches that weights nobody pushed have learned: further behind than any lag
 MOST_STALE = 5  # times that a whole group is collected again
 
 
@@ -75,7 +75,7 @@ class Taken:
 
 
 class Stream:
-    """On the event loop of the services. `open`, then in turns `published` and `take`; `close` in any case.
+    """On the event loop of the services. `open`, then in turns `announced`, `published` and `take`; `close` in any case.
 
     Args:
         temperature: of all attempts.
@@ -150,8 +150,12 @@ class Stream:
             ],
         }
 
+    def announced(self, version: int, step: int) -> None:
+        """This version, which has learned `step` batches, is about to be pushed: rollouts of it may come before the push ends."""
+        self._learned[version] = step
+
     def published(self, version: int, step: int) -> None:
-        """The services serve this version, which has learned `step` batches."""
+        """The services serve this version."""
         self._learned[version] = self._step = step
         while self._again:
             group = self._again.popleft()
