@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import signal
@@ -323,7 +324,7 @@ async def main(files, url):
     collection = files.run(peers, Limits(64))
     async with aclosing(collection.outcomes(files.todo(3))) as outcomes:
         async for outcome in outcomes:
-            print(outcome.key.task_index, outcome.key.rollout_index, flush=True)
+            print(f"{outcome.key.task_index} {outcome.key.rollout_index}".ljust(99), flush=True)
     await files.flush()
     await peers.close()
     files.finish("done")
@@ -346,6 +347,8 @@ def killed_and_resumed(folder: Path, count: int, kills: int) -> None:
             command = [sys.executable, "-c", COLLECTOR, str(folder), url]
             with subprocess.Popen(command, stdout=subprocess.PIPE) as collector:
                 assert collector.stdout is not None
+                # Room for 40 acknowledgements: it cannot be done before it is killed, however fast it is.
+                fcntl.fcntl(collector.stdout, fcntl.F_SETPIPE_SZ, 4096)
                 assert collector.stdout.readline() == b"begins\n"
                 if died < kills:
                     for _ in range(draw.randrange(1, count // kills // 2)):
@@ -354,7 +357,7 @@ def killed_and_resumed(folder: Path, count: int, kills: int) -> None:
                     collector.send_signal(signal.SIGKILL)
                 told = collector.stdout.read().split(b"\n")
             died += collector.returncode == -signal.SIGKILL
-            acknowledged |= {pair(text) for text in told if text.count(b" ") == 1}
+            acknowledged |= {pair(text) for text in told if len(text) == 99}
             here = keys(folder / "out.jsonl") if collector.returncode == 0 else keys_but_torn(folder / "out.jsonl")
             assert acknowledged <= set(here), "a row that was acknowledged is lost"
             assert len(here) == len(set(here)), "a row stands twice"

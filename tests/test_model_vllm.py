@@ -103,6 +103,57 @@ def test_an_answer_carries_the_ids_and_the_logprobs_of_what_was_sampled(
     assert response["ng"] == {"policy_version": [[0, len(sampled), 0]]}
 
 
+ALTERNATIVES = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def streamed(reply: httpx.Response) -> dict[str, Any]:
+    """The response in the last event of a stream."""
+    response: dict[str, Any] = json.loads(reply.text.strip().rpartition("\ndata: ")[2])["response"]
+    return response
+
+
+def test_an_answer_has_the_same_tokens_and_logprobs_however_it_is_read(policy: Server) -> None:
+    body = {"input": "hello world", "max_output_tokens": 50, "ignore_eos": True, "seed": 3}
+    prompt, sampled, logprobs = tokens_of(policy.answer(**body))  # in bundles
+    one_by_one = tokens_of(streamed(policy.post("/v1/responses", **body, stream=True)))
+    with_alternatives = policy.answer(**body, **ALTERNATIVES)  # as vLLM itself does it
+    assert one_by_one[:2] == tokens_of(with_alternatives)[:2] == (prompt, sampled)
+    vllms = [one["logprob"] for one in with_alternatives["output"][-1]["content"][0]["logprobs"]]
+    assert logprobs == pytest.approx(vllms, abs=1e-5)
+    assert logprobs == pytest.approx(one_by_one[2], abs=1e-5)
+
+
+def test_answers_of_every_kind_at_once_carry_each_its_own_tokens(policy: Server, reference: Any) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"stream": True}, ALTERNATIVES, {"stop": ["no such text"]}]
+    more = {"ignore_eos": True, "temperature": 1.0}
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=policy.url, timeout=60) as client:
+            bodies = [{"input": f"hello {i}", "max_output_tokens": 30 + i, **more, **kinds[i % 4]} for i in range(24)]
+            return await asyncio.gather(*(client.post("/v1/responses", json=body) for body in bodies))
+
+    for i, reply in enumerate(asyncio.run(ask())):
+        prompt, sampled, logprobs = tokens_of(streamed(reply) if i % 4 == 1 else reply.json())
+        assert len(sampled) == 30 + i
+        assert logprobs == pytest.approx(reference(prompt, sampled, 1.0), abs=1e-4)
+
+
+def test_a_stop_string_ends_an_answer_where_it_stands(policy: Server) -> None:
+    body = {"input": "hello world", "max_output_tokens": 50, "ignore_eos": True, "seed": 3}
+    text = policy.answer(**body)["output"][-1]["content"][0]["text"]
+    stop = next(letter for letter in text[8:] if letter.isascii() and letter.isalnum())
+    stopped = policy.answer(**body, stop=[stop])
+    assert stopped["output"][-1]["content"][0]["text"] == text[: text.index(stop)]
+    assert len(tokens_of(stopped)[1]) < 50
+
+
+def test_every_token_is_counted_and_the_first_one_is_timed(policy: Server) -> None:
+    names = ("generation_tokens_total", "time_to_first_token_seconds_count", "num_requests_running")
+    tokens, first_tokens, _ = (metric(policy, name) for name in names)
+    policy.answer(input="hello", max_output_tokens=40, ignore_eos=True)
+    assert tuple(metric(policy, name) for name in names) == (tokens + 40, first_tokens + 1, 0)
+
+
 def test_an_answer_without_any_text_carries_its_tokens_too(policy: Server, tokenizer: Any) -> None:
     response = policy.answer(input="hello", logit_bias={tokenizer.eos_token_id: 100})
     assert [item["type"] for item in response["output"]] == ["message"]

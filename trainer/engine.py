@@ -71,11 +71,11 @@ class Engine:
         shapes = tensor_parallel.shapes(policy)
         self._options = options
         self._optimizing = optimizing
-        for one in (policy.network, *([policy.critic.backbone] if policy.critic else [])):
-            if options.activation_checkpointing:
-                checkpoint_layers(one)
-            if options.compile:
-                compile_layers(one)
+        asked = {checkpoint_layers: options.activation_checkpointing, compile_layers: options.compile}
+        for change in (change for change, wanted in asked.items() if wanted):
+            change(policy.network)
+            if policy.critic is not None:
+                change(policy.critic.backbone)
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
