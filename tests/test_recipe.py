@@ -131,6 +131,23 @@ def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: s
     assert found == key and reason in why
 
 
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("engine.zero_stage=0", "engine.zero_stage"),
+        ("engine.zero_stage=3", "engine.zero_stage"),
+        ("rollouts.max_lag=1", "rollouts.max_lag"),
+        ("engine.offload.optimizer=cpu", "engine.offload.optimizer"),
+        ("algorithm.kl.coef=0.1", "algorithm.kl.coef"),
+    ],
+)
+def test_what_cannot_be_done_on_shared_gpus_is_refused(word: str, key: str) -> None:
+    words = ["grpo.yaml", POLICY, "rollouts.colocated=true", "engine.zero_stage=2", word]
+    result = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert result.exit_code == 2 and f"{key}: " in result.stderr and len(result.stderr.splitlines()) == 1
+    assert recipe(*words[:-1]).live.colocated
+
+
 def test_what_a_live_run_would_not_look_at_is_refused() -> None:
     result = CliRunner().invoke(main, ["grpo.yaml", POLICY, "batch_size=64", "epochs=2"])
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 2

@@ -250,7 +250,8 @@ def count_of_steps(folder: Path) -> Callable[[], int]:
 
 
 def test_a_run_of_two_ranks_goes_on_with_one(root: Path, tmp_path: Path) -> None:
-    words = [*sft_words(root), "engine.zero_stage=2", "optimizer.name=adamw"]
+    constant = "schedule={name: constant, warmup_steps: 0}"  # two runs of other lengths have the same rates
+    words = [*sft_words(root), "engine.zero_stage=2", "optimizer.name=adamw", constant]
     (tmp_path / "whole").mkdir()
     finished(train(tmp_path / "whole", [*words, "max_steps=8"]))
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
@@ -260,8 +261,9 @@ def test_a_run_of_two_ranks_goes_on_with_one(root: Path, tmp_path: Path) -> None
     for rank in ranks:
         finished(rank)
     finished(train(two, [*words, "max_steps=8", "--resume"]))
-    for row, expected in zip(metrics_of(two)[4:], metrics_of(tmp_path / "whole")[4:], strict=True):
-        assert row["step"] == expected["step"] and torch.isfinite(torch.tensor(row["loss"]))
+    for row, expected in zip(metrics_of(two), metrics_of(tmp_path / "whole"), strict=True):
+        for name in ("step", "loss", "grad_norm", "lr"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 # Ahead of the trainer

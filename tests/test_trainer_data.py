@@ -239,15 +239,6 @@ def test_rollouts_of_a_task_share_a_micro_batch_as_far_as_they_fit() -> None:
         assert len({sample.segments[0].token_ids[0] for sample in micro_batch}) == 2
 
 
-def test_attention_that_cannot_be_packed_is_refused(policy: Any) -> None:
-    attention = trainer("attention")
-    layout = attention.Layout.of([torch.arange(9)], CPU)
-    query = torch.zeros(1, 4, 9, 8)
-    for unknown in ({"softcap": 30.0}, {"sliding_window": 4}):
-        with pytest.raises(NotImplementedError, match="not packed"):
-            attention.packed_attention(policy, query, query, query, None, layout=layout, **unknown)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

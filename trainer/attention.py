@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .causal import Kind, attended
+
 if TYPE_CHECKING:
     from .ulysses import Group as Ranks
 
@@ -49,11 +51,6 @@ class Layout:
     row_P: Tensor | None
     place_T: Tensor | None
     shared: bool
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.groups[0].length
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
@@ -134,10 +131,9 @@ def packed_attention(
     group: ranks that share the tokens, T are this one's; it attends with its heads from and to the tokens of all.
     """
     assert layout is not None, "the model was called without a layout"
-    longest = layout.longest
-    if softcap is not None or s_aux is not None or (sliding_window is not None and longest > sliding_window):
-        what = "soft-capped, sink or sliding-window attention"
-        raise NotImplementedError(f"{type(module).__name__}: {what} over {longest} tokens is not packed yet")
+    if s_aux is not None and group is not None:
+        raise NotImplementedError(f"{type(module).__name__}: its attention sinks are not cut for sequence_parallel")
+    kind = Kind(scaling, dropout, sliding_window, softcap, s_aux)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
@@ -150,11 +146,7 @@ def packed_attention(
     outputs = []
     for alike in layout.groups:
         q_SHLD, k_SKLD, v_SKLD = (_to_batch(x, alike) for x in (query_PHD, key_PKD, value_PKD))
-        grouped = q_SHLD.shape[1] != k_SKLD.shape[1]
-        attended = F.scaled_dot_product_attention(
-            q_SHLD, k_SKLD, v_SKLD, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped
-        )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        outputs.append(attended(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1))
     attended_THD = torch.cat(outputs)
     if layout.place_T is not None:
         attended_THD = cast(Tensor, _Collect.apply(attended_THD, layout.place_T))  # type: ignore[no-untyped-call]

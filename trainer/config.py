@@ -21,9 +21,10 @@ from ngym.supervise.redact import redacted
 
 from .checkpoints import CheckpointOptions
 from .hardware import EngineOptions
-from .objective import Preference, Refusal, preference_refusals
+from .objective import Preference
 from .records import ModelName, Positive, Record, Share, Word, existing, find
-from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, corrected, evaluation_problem, grpo_refusals
+from .refusals import refusals
+from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, corrected, evaluation_problem
 from .sinks import LoggingOptions
 
 
@@ -278,8 +279,7 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
     """
     tree = load_tree([_recipe_file(name) for name in files], overrides)
     recipe = parse(Recipe, tree)
-    refusals = [*_refusals(recipe.algorithm), *_adapter_refusals(recipe)]
-    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals]
+    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
     if refused:
         raise ConfigError("\n".join(refused))
     if isinstance(recipe.algorithm, GrpoOptions) and recipe.live and recipe.live.max_lag:
@@ -303,30 +303,6 @@ def _put(values: Any, path: Sequence[str], text: str) -> None:
     for part in path[:-1]:
         values = values[int(part) if isinstance(values, list) else part]
     values[int(path[-1]) if isinstance(values, list) else path[-1]] = text
-
-
-def _refusals(options: SftOptions | DpoOptions | GrpoOptions) -> list[Refusal]:
-    """Combinations that make no sense, each with its key in the recipe."""
-    found: list[Refusal] = []
-    if isinstance(options, DpoOptions):
-        found = preference_refusals(options)
-    elif isinstance(options, GrpoOptions):
-        found = grpo_refusals(options)
-    return [Refusal(f"algorithm.{key}", reason) for key, reason in found]
-
-
-def _adapter_refusals(recipe: Recipe) -> list[Refusal]:
-    found: list[Refusal] = []
-    if recipe.rollouts is not None and recipe.rollouts.transport == "lora" and recipe.model.lora is None:
-        found.append(
-            Refusal("rollouts.transport", "lora sends an adapter, and none is trained; set model.lora, or http")
-        )
-    if recipe.model.lora is not None and recipe.model.lora.dropout > 0 and recipe.algorithm.name == "grpo":
-        reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
-        found.append(Refusal("model.lora.dropout", reason))
-    if recipe.model.lora is not None and recipe.engine.tensor_parallel > 1:
-        found.append(Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1"))
-    return found
 
 
 def _recipe_file(name: str) -> Path:

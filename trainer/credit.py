@@ -17,7 +17,7 @@ from .advantages import advantages, component_advantages, less_kl
 from .gae import Moments, gae, returns_to_go, token_rewards, whiten
 from .rl import GrpoOptions
 from .rollouts import Rollout, filled
-from .shaping import informative, soft_overlong
+from .shaping import informative, informative_components, soft_overlong
 
 
 def credited(options: GrpoOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -50,8 +50,7 @@ def teaches(options: GrpoOptions, group: Sequence[Rollout]) -> bool:
     """Whether the rewards of a group, or its components where each is looked at on its own, are not all equal."""
     if options.advantage.components == "sum":
         return informative([rollout.reward for rollout in group])
-    names = {name for rollout in group for name in rollout.components}
-    return any(informative([rollout.components.get(name) for rollout in group]) for name in names)
+    return informative_components([rollout.components for rollout in group])
 
 
 def _of_rollouts(options: GrpoOptions, rollouts: Sequence[Rollout], kl_N: Tensor, coef: float) -> list[float]:

@@ -33,6 +33,7 @@ from .checkpoint import committed
 from .compiling import compile_layers
 from .config import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from .model import Policy
+from .offloaded import Offloaded
 from .packing import Packed, plan
 from .samples import Sample
 from .scores import Asks, Scores
@@ -87,6 +88,7 @@ class Engine:
             self._deepspeed.first_dataloader_check.remove()
             tensor_parallel.mark(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
         self.device = torch.device(self._deepspeed.device)
+        self._offloaded = Offloaded(self._deepspeed, self.device)
 
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """Those of this rank; each has equally many, and some may be empty. Ranks that compute together have the same.
@@ -201,6 +203,14 @@ class Engine:
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         distributed.all_reduce(total)
         return [float(value) / self._together for value in total]
+
+    def offload(self, *, weights: bool) -> None:
+        """Leave the GPU's memory to somebody else; without `weights`, those that compute stay or come back."""
+        self._offloaded.away(weights=weights)
+
+    def reload(self) -> None:
+        """Everything is where it is trained."""
+        self._offloaded.back()
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Commit a Hugging Face folder: config, safetensors, tokenizer. Every rank calls it, rank 0 writes."""

@@ -25,7 +25,8 @@ from .rl import RolloutOptions
 from .rollouts import Read, described, problem, take
 from .samples import Batch, Sample
 from .services import Services
-from .stream import Stream, Taken
+from .shaping import informative, informative_components
+from .stream import Group, Stream, Taken
 from .tasks import TaskSource
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ SPOOL = "rollouts.jsonl"
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What a live run is told. budget: tokens that a rank computes at once. output: the run's folder."""
+    """What a live run is told. budget: tokens that a rank computes at once. output: the run's folder.
+
+    by_component: the components of a reward are looked at each on its own.
+    """
 
     options: RolloutOptions
     temperature: float
@@ -44,6 +48,7 @@ class LiveRun:
     budget: int
     steps: int
     output: Path
+    by_component: bool
 
 
 class Live:
@@ -98,6 +103,7 @@ class Live:
             began = time.monotonic()
             read, values = self._collected(step)
             collected = time.monotonic()
+            self._publisher.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._run.budget)
             times = {
                 "time/weight_sync": sync_s,
@@ -107,6 +113,7 @@ class Live:
             values = {**described(read), **values, **times, "policy_version": self._publisher.version}
             yield Batch(self._split(samples, step), values)
         self._publish(self._run.steps, last=True)
+        self._publisher.train()
 
     async def _open(self, services: Services, state: Json | None) -> int:
         run = self._run
@@ -119,6 +126,7 @@ class Live:
             run.seed,
             run.steps,
             run.output / SPOOL,
+            _teaches_by_component if run.by_component else _teaches,
         )
         return await self._stream.open(state["stream"] if state else None)
 
@@ -160,6 +168,14 @@ class Live:
         order = random.Random(f"{self._run.seed} step {step}").sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
+
+
+def _teaches(group: Group) -> bool:
+    return informative(group.rewards)
+
+
+def _teaches_by_component(group: Group) -> bool:
+    return informative_components(group.components)
 
 
 async def _told(tell: Callable[[Stream, int, int], None], stream: Stream, version: int, step: int) -> None:

@@ -64,6 +64,9 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
         kl_N = kl.term(objective.kl, tokens.logprobs_N, _given(tokens.reference_N, "reference_N"), anchor_N)
         terms_N = terms_N + objective.kl.coef * kl_N
         totals["kl_penalty"] = (kl_N.sum(), count)
+    elif tokens.reference_N is not None:  # it is in the advantages; here it is told
+        kl_N = kl.estimate(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl.estimator)
+        totals["kl_penalty"] = (kl_N.sum(), count)
     if objective.loss.entropy_coef > 0:
         terms_N = terms_N - objective.loss.entropy_coef * _given(tokens.entropy_N, "entropy_N")
     if tokens.entropy_N is not None:

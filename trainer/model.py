@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from .chunks import LOGITS_BYTES, Scorer
 from .config import ModelOptions, Qwen3Shape
 from .critic import CriticNetwork
 from .decoder import states
-from .packing import Packed
+from .packing import Packed, pack
+from .samples import Sample, Segment
 from .scores import Asks, Scores
 from .ulysses import Group
 
@@ -29,7 +31,8 @@ JUST_LOGPROBS = Asks()
 class Policy(nn.Module):
     """A causal language model that answers with logprobs, and what else it is asked.
 
-    temperature: what its logits are divided by, as when its rollouts were sampled. critic: None where nobody asks for values.
+    temperature: what its logits are divided by, as when its rollouts were sampled. scale: what the head's outputs are
+    multiplied by before that, in models that do so (Granite, Cohere). critic: None where nobody asks for values.
     logits_bytes: what its float32 logits may take at once.
     group: the ranks that compute each micro-batch together; None: this one does.
     """
@@ -38,6 +41,7 @@ class Policy(nn.Module):
         super().__init__()
         self.network = network
         self.temperature = temperature
+        self.scale = logit_scale(network)
         self.scorer = Scorer()
         self.logits_bytes = LOGITS_BYTES
         self.critic: CriticNetwork | None = None
@@ -57,7 +61,7 @@ class Policy(nn.Module):
                 states(self.network.get_decoder(), packed, self.group),
                 token_ids_N if self.group is None else token_ids_N[self.group.mine(packed)],
                 head=self.network.get_output_embeddings(),
-                temperature=self.temperature if temperature is None else temperature,
+                temperature=(self.temperature if temperature is None else temperature) / self.scale,
                 entropy=asks.entropy,
                 logits_bytes=self.logits_bytes,
             )
@@ -82,6 +86,26 @@ class Policy(nn.Module):
         """Log p of each trained token, [N]."""
         scores: Scores = self(packed)
         return scores.logprobs_N
+
+
+@torch.no_grad()
+def logit_scale(network: PreTrainedModel) -> float:
+    """What a model multiplies its head's outputs by; measured, for every family has another name for it.
+
+    Raises:
+        ConfigError: its logits are no multiple of them.
+    """
+    probe = pack([Sample((Segment([1, 2, 3, 5, 8], [(1, 5)]),))], network.device)
+    of_head = network.get_output_embeddings()(states(network.get_decoder(), probe))
+    inputs = {"input_ids": probe.token_ids_T[None], "position_ids": probe.positions_T[None], "layout": probe.layout}
+    logits = network(**inputs, use_cache=False).logits[0][probe.trained_N - 1]
+    scale = float((logits * of_head).sum() / of_head.square().sum())
+    if not torch.allclose(logits, scale * of_head, rtol=1e-3, atol=1e-4 * float(logits.abs().max())):
+        kind = network.config.model_type
+        raise ConfigError(
+            f"model.path: {kind}: its logits are soft-capped, which cannot be trained; choose another model"
+        )
+    return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-4) else scale
 
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:

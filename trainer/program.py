@@ -89,7 +89,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         from .guard import Guard
         from .metrics import Metrics
         from .resume import Saver
-        from .sources import FileSource, LiveSource, Parts, temperature
+        from .sources import FileSource, LiveSource, Parts, make_room, temperature
 
         stack.enter_context(engine.joined(launch))
         if recipe.data is not None and launch.rank == 0:
@@ -102,6 +102,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
             if recipe.algorithm.critic is not None:
                 policy.critic = critic.CriticNetwork(policy.network, recipe.algorithm.critic.lr)
             policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
+        if recipe.live and recipe.live.colocated:
+            make_room(recipe, services)
+            engine.wait_for_all()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         algorithm = _algorithm(recipe, learner, tokenizer)
         parts = Parts(recipe, learner, algorithm, tokenizer)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .colocated import Colocated
 from .config import Recipe
 from .engine import Engine
 from .packing import pack
@@ -27,12 +28,19 @@ class Publisher:
         pusher: on rank 0; None elsewhere.
         probe: the ids of a fixed prompt, for the proof after each push.
         pushed: what the pusher's transport sends: engine.weights, or engine.adapter.
+        colocated: of a trainer that shares its GPUs with the servers.
     """
 
     def __init__(
-        self, engine: Engine, pusher: Pusher | None, probe: list[int], pushed: Callable[[], dict[str, Tensor]]
+        self,
+        engine: Engine,
+        pusher: Pusher | None,
+        probe: list[int],
+        pushed: Callable[[], dict[str, Tensor]],
+        colocated: Colocated | None = None,
     ) -> None:
         self.version = 0
+        self._colocated = colocated
         self._engine = engine
         self._pusher = pusher
         self._probe = Sample((Segment(probe, [(1, len(probe))]),))
@@ -40,7 +48,8 @@ class Publisher:
         self._pushed_steps: int | None = None
 
     def publish(self, announce: Callable[[int], None]) -> None:
-        """Nothing, if the services serve these weights already; a server that came back with others gets them again.
+        """Have the services sample with the engine's weights. A server that serves them already keeps them; one that came
+        back with others gets them again.
 
         announce: told the version before anything is pushed, for it is served before the push has ended.
 
@@ -49,17 +58,32 @@ class Publisher:
         """
         served = self._engine.share(self._pusher.prepare() if self._pusher else 0)
         if served == self.version and self._pushed_steps == self._engine.steps:
+            self._have_them_sample()
             return
         if self._pushed_steps != self._engine.steps or served > self.version:
             self.version = max(served, self.version) + 1
         announce(self.version)
+        if self._colocated:
+            self._colocated.push()
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
+        proof = Proof(self._probe.segments[0].token_ids, logprobs)
         weights = self._pushed()
         if self._pusher:
-            self._pusher.push(self.version, weights, Proof(self._probe.segments[0].token_ids, logprobs))
+            self._pusher.push(self.version, weights, proof, self._have_them_sample)
+        else:
+            self._have_them_sample()
         self._pushed_steps = self._engine.steps
+
+    def train(self) -> None:
+        """The engine is about to be used for more than pushing; on shared GPUs, nothing is sampled from here on."""
+        if self._colocated:
+            self._colocated.train()
+
+    def _have_them_sample(self) -> None:
+        if self._colocated:
+            self._colocated.sample()
 
 
 def pusher_of(recipe: Recipe, urls: Sequence[str], token: str) -> Pusher:

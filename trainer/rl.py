@@ -93,6 +93,8 @@ class RolloutOptions(Record):
     move it from GPU to GPU.
     push_folder: of the transport filesystem; the same folder is weights_root in the policy's stanza.
     push_mode: what becomes of generations in flight: keep (they go on with the new weights), wait, abort.
+    colocated: the policy's servers run on the trainer's GPUs: they sleep while it trains, and its states are in the host's
+    memory while they sample.
     """
 
     agent: str | None = None
@@ -113,6 +115,7 @@ class RolloutOptions(Record):
     transport: Literal["http", "filesystem", "lora", "nccl", "ipc"] = "http"
     push_folder: Path | None = Field(default=None, validate_default=True)
     push_mode: Literal["keep", "wait", "abort"] = "keep"
+    colocated: bool = False
 
     @field_validator("push_folder")
     @classmethod

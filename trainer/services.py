@@ -119,6 +119,8 @@ def serving_options(recipe: Recipe) -> list[str]:
     if recipe.model.path is None:
         raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
     options, transport = [f"model={recipe.model.path}"], recipe.live.transport if recipe.live else "http"
+    if recipe.live is not None and recipe.live.colocated:
+        options.append("engine.enable_sleep_mode=true")
     if transport == "lora" and recipe.model.lora is not None:
         options.append(f"lora_rank={recipe.model.lora.rank}")
     if transport in ("nccl", "ipc"):

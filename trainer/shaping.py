@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .advantages import Reward, all_equal
 
@@ -11,6 +11,12 @@ def informative(rewards: Sequence[Reward]) -> bool:
     """Dynamic sampling: whether a group has a gradient, so two scored rollouts that differ. Ask before shaping."""
     scored = [reward for reward in rewards if reward is not None]
     return len(scored) > 1 and not all_equal(scored)
+
+
+def informative_components(components: Sequence[Mapping[str, Reward]]) -> bool:
+    """The same of a group whose components are normalised each on its own: one that differs is enough."""
+    names = {name for of_rollout in components for name in of_rollout}
+    return any(informative([of_rollout.get(name) for of_rollout in components]) for name in names)
 
 
 def soft_overlong(length: int, limit: int, buffer: int) -> float:

@@ -98,6 +98,7 @@ class LiveSource:
     """
 
     def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
+        from .colocated import Colocated
         from .live import Live, LiveRun
         from .publish import Publisher, probe_ids, pusher_of
         from .push import check_transport
@@ -115,11 +116,19 @@ class LiveSource:
             self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
         for line in arithmetic.of_live(recipe, read_launch()):
             say(line)
+        assert isinstance(recipe.algorithm, GrpoOptions)
         run = LiveRun(
-            options, temperature(recipe), recipe.seed, recipe.micro_batch_tokens, recipe.max_steps, recipe.output
+            options=options,
+            temperature=temperature(recipe),
+            seed=recipe.seed,
+            budget=recipe.micro_batch_tokens,
+            steps=recipe.max_steps,
+            output=recipe.output,
+            by_component=recipe.algorithm.advantage.components != "sum",
         )
         pushed = learner.adapter if options.transport == "lora" else learner.weights
-        publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed)
+        colocated = Colocated(learner, self._pusher) if options.colocated else None
+        publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed, colocated)
         self._live = Live(run, algorithm, learner, publisher, services)
         self._say = say
 
@@ -147,6 +156,22 @@ class LiveSource:
 
     def state(self) -> Json | None:
         return self._live.state()
+
+
+def make_room(recipe: Recipe, services: Services | None) -> None:
+    """Have servers on the trainer's GPUs sleep before anything is loaded there.
+
+    services: on rank 0; None elsewhere.
+    """
+    from .publish import pusher_of
+
+    if services is None or recipe.live is None:
+        return
+    reached = services.reached
+    pusher = pusher_of(recipe, reached.peers.urls[recipe.live.policy], reached.token)
+    pusher.prepare()
+    pusher.sleep()
+    pusher.finish()
 
 
 def checked(parts: Parts, batches: Iterator[Batch]) -> Iterator[Batch]:

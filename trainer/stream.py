@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ from ngym.peers import Peers
 from ngym.schema import Json
 
 from .rl import RolloutOptions
-from .shaping import informative
 from .spool import OURS, Spool
 from .tasks import Task, TaskSource
 
@@ -56,7 +55,16 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         """Those that there are."""
-        return [row["reward"] for row in self.rows if row.get("reward") is not None]
+        return [row["reward"] for row in self._scored]
+
+    @property
+    def components(self) -> list[dict[str, float]]:
+        """Of each of the rewards."""
+        return [row["ng"].get("reward_components") or {} for row in self._scored]
+
+    @property
+    def _scored(self) -> list[Json]:
+        return [row for row in self.rows if row.get("reward") is not None]
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class Stream:
         temperature: of all attempts.
         steps: batches in all; nothing is collected for later ones.
         file: the spool.
+        teaches: whether a group has something to learn from, for dynamic sampling.
     """
 
     def __init__(
@@ -92,7 +101,9 @@ class Stream:
         seed: int,
         steps: int,
         file: Path,
+        teaches: Callable[[Group], bool],
     ) -> None:
+        self._teaches = teaches
         self._tasks = tasks
         self._options = options
         self._temperature = temperature
@@ -275,10 +286,9 @@ class Stream:
 
     def _finish(self, group: Group) -> None:
         """All its attempts are there; a group that teaches nothing makes room for another one, if the recipe says so."""
-        rewards = group.rewards
         room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
-        if self._equal < room and not informative(rewards):
-            self._tasks.learned(group.task.key, rewards)
+        if self._equal < room and not self._teaches(group):
+            self._tasks.learned(group.task.key, group.rewards)
             del self._groups[group.task.number]
             self._equal += 1
             self._left_out += 1

@@ -101,12 +101,27 @@ class Pusher:
                 raise PushFailed(f"{replica.url}: no transport {self._transport!r} there; it offers {offered}")
         return max(int(weights["policy_version"]) for weights in served)
 
-    def push(self, version: int, weights: Mapping[str, Tensor], proof: Proof) -> Pushed:
+    def sleep(self) -> None:
+        """Have every server end what it generates and lend the memory of its GPU; PushFailed when one does not."""
+        self._until_it_works(lambda: self._on_all(self._replicas, Replica.sleep))
+
+    def wake(self, *parts: str) -> None:
+        """Have every server take back these parts of its memory: `weights`, `kv_cache`; with both it generates again."""
+        self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.wake(*parts)))
+
+    def push(
+        self,
+        version: int,
+        weights: Mapping[str, Tensor],
+        proof: Proof,
+        before_proof: Callable[[], None] = lambda: None,
+    ) -> Pushed:
         """Have every server serve these weights under this version, which is above all that they served before.
 
         Args:
             weights: every tensor of the checkpoint by its Hugging Face name, or of the adapter by PEFT's; of tensors that
                 share their memory (a tied head) the first is sent.
+            before_proof: called when all serve them, and before they are asked to show it, for which they must generate.
 
         Raises:
             PushFailed: a server refused; or was away for longer than the patience; or serves other weights now. Before
@@ -116,6 +131,7 @@ class Pusher:
         tensors = checkpoint(weights)
         asked: set[Replica] = set()
         self._until_it_works(lambda: self._stage_and_commit(version, tensors, asked))
+        before_proof()
         difference = self.prove(proof, version)
         return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
 

@@ -51,9 +51,14 @@ class Replica:
         self._push = ""
 
     def weights(self) -> Json:
-        """`policy_version` and `transport` of a server that is ready; with a transfer its `connection` and `workers`."""
-        self._call("GET", "/ready")
-        return self._call("GET", "/weights")
+        """`policy_version` and `transport` of a server that is ready; with a transfer its `connection` and `workers`.
+
+        One that is asleep has to be, as far as it can.
+        """
+        weights = self._call("GET", "/weights")
+        if not weights.get("asleep"):
+            self._call("GET", "/ready")
+        return weights
 
     def begin(
         self, version: int, tensors: Mapping[str, Tensor], adapter: AdapterShape | None, transfer: bool = False
@@ -99,6 +104,14 @@ class Replica:
         if self._push:
             with contextlib.suppress(PushFailed, Passing):
                 self._call("DELETE", f"/weights?push={self._push}")
+
+    def sleep(self) -> None:
+        """Its generations in flight end, and the memory of its GPU is free."""
+        self._call("POST", "/weights/sleep", {})
+
+    def wake(self, *parts: str) -> None:
+        """Take back memory: `weights`, `kv_cache`; with both it generates again."""
+        self._call("POST", "/weights/wake", {"parts": parts})
 
     def prove(self, proof: Proof) -> Json:
         """`policy_version`, `dtype` and `logprobs` [T - 1] of the proof's prompt."""

@@ -1,0 +1,97 @@
+"""Every family of models says to the trainer what it says to Hugging Face: sliding windows, sinks, soft caps, experts, scales."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ngym.cli.train import trainer
+from ngym.errors import ConfigError
+
+attention, config, model, packing, samples = map(trainer, ("attention", "config", "model", "packing", "samples"))
+CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "mistral": {"sliding_window": 6},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None},
+    "gpt_oss": {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "decoder_sparse_step": 1, **EXPERTS},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.3},
+}
+
+
+def network(family: str, implementation: str, **more: Any) -> Any:
+    shape = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family], **more})
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=implementation)
+    for name, parameter in made.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return made.eval()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
+
+
+def batch() -> list[Any]:
+    """Some begin alike."""
+    rng = random.Random(1)
+    prompt = [rng.randrange(1, 96) for _ in range(9)]
+    segments = [samples.Segment(prompt + [rng.randrange(1, 96) for _ in range(n)], [(9, 9 + n)]) for n in (3, 9, 2, 12)]
+    alone = [rng.randrange(1, 96) for _ in range(25)]
+    return [samples.Sample((segment,)) for segment in [*segments, samples.Segment(alone, [(4, 9), (20, 25)])]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forward(family: str) -> None:
+    ours, theirs = model.Policy(network(family, attention.NAME)), network(family, "eager")
+    packed = packing.pack(batch(), CPU)
+    together = ours.logprobs(packed)
+    together.sum().backward()
+    alone = []
+    for segment in packed.segments:
+        ids = torch.tensor([segment.token_ids])
+        logprobs = theirs(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        of_token = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
+        alone += [of_token[start - 1 : end - 1] for start, end in segment.spans]
+    torch.cat(alone).sum().backward()
+    torch.testing.assert_close(together, torch.cat(alone), atol=5e-5, rtol=1e-4)
+    own = dict(ours.network.named_parameters())
+    assert any(name.endswith("sinks") for name in own) == (family == "gpt_oss")
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(
+            own[name].grad, parameter.grad, atol=5e-4, rtol=1e-3, msg=lambda text: f"{name}: {text}"
+        )
+
+
+def test_soft_capped_logits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gemma2: its logits are soft-capped"):
+        model.Policy(network("gemma2", attention.NAME, final_logit_softcapping=3.0))
