@@ -1,4 +1,4 @@
-"""Four verbs over DeepSpeed: scores, backward, step, save. The only file that imports deepspeed.
+"""Four verbs over DeepSpeed: scores, backward, step, save.
 
     engine.scores(packed, asks)                      # with a graph behind them; engine.logprobs is the short form
     engine.backward(loss_sum, weight, last=False)    # once for each micro-batch, `last` on the last one
@@ -11,11 +11,9 @@ All but scores are collective: every rank calls them, in the same order.
 from __future__ import annotations
 
 import base64
-import logging
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +25,7 @@ from torch import Tensor, distributed, nn
 
 from ngym.schema import Json
 
-from . import lora, optimizer, optimizer_state, tensor_parallel
+from . import lora, optimizer, optimizer_state, tensor_parallel, zero
 from .activations import checkpoint_layers
 from .checkpoint import committed
 from .compiling import compile_layers
@@ -57,7 +55,7 @@ class Engine:
     """A policy under training, on one rank of several."""
 
     def __init__(self, policy: Policy, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions) -> None:
-        deepspeed = _import_deepspeed()
+        deepspeed = zero.imported()
         deepspeed.init_distributed(verbose=False)
         self.policy = policy
         self.rank = launch.rank
@@ -80,7 +78,7 @@ class Engine:
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
-            config=_deepspeed_config(options, optimizing),
+            config=zero.settings(options, optimizing),
             dist_init_required=False,
         )
         if options.tensor_parallel > 1:
@@ -330,40 +328,3 @@ def _let_all_read(folder: Path) -> None:
 def wait_for_all() -> None:
     """Return when every rank has come here."""
     distributed.barrier()
-
-
-def _import_deepspeed() -> Any:
-    """deepspeed, quiet, and on a machine without a GPU told so: it would look for a compiler otherwise."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's to mend
-    # On a CPU it would compile an operator now, and a build that was once killed leaves a lock at which this hangs for
-    # ever. Through sys.modules, because the attribute `deepspeed.comm.torch` is torch itself.
-    backend: Any = sys.modules["deepspeed.comm.torch"]
-    backend.build_shm_op = lambda: None
-    return deepspeed
-
-
-def _deepspeed_config(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
-    clips_itself = options.zero_stage > 0
-    pinned = torch.cuda.is_available()
-    zero: dict[str, Any] = {"stage": options.zero_stage, "overlap_comm": torch.cuda.is_available()}
-    if options.offload.optimizer is not None:
-        zero["offload_optimizer"] = {"device": options.offload.optimizer, "pin_memory": pinned}
-    if options.offload.parameters is not None:
-        zero["offload_param"] = {"device": options.offload.parameters, "pin_memory": pinned}
-    parallel = {"tensor_parallel": tensor_parallel.settings(options.tensor_parallel)}
-    return {
-        **(parallel if options.tensor_parallel > 1 else {}),
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,  # torch's own fused AdamW is as fast, and needs no compiler
-        # without the check a bf16 step would be taken on a gradient that is no number
-        "bf16": {"enabled": options.precision == "bf16", "check_grad_overflow": options.precision == "bf16"},
-        "gradient_clipping": (optimizing.max_grad_norm or 0.0) if clips_itself else 0.0,
-        "steps_per_print": 1 << 30,
-    }
