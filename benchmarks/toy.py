@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
     options = parser.parse_args()
     options.folder = options.folder.resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
     python = options.trl or trl_python(options.folder / "trl")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; up to {options.tokens} tokens, goal {options.goal}")
     found: dict[str, list[list[Moment]]] = {}
