@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from ngym.errors import ConfigError, UsageError
 from . import arithmetic, offline, sinks
 from .checkpoint import committed
 from .checkpoints import CheckpointOptions, Checkpoints
-from .config import DpoOptions, Launch, Recipe, as_yaml, read_launch, read_recipe
+from .config import DpoOptions, Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
 from .resume import resumable
 from .rl import GrpoOptions
 
@@ -80,8 +81,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
     """torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
     # On a CPU the threads of torch spin while they wait; where anything else runs, that makes two slower than one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if recipe.live and recipe.model.from_scratch is not None:
-        recipe = _begun(recipe, launch)
+    new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
+    if new is not None:
+        recipe = _to_be_saved(recipe, launch, resume)
     with ExitStack() as stack:
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
@@ -94,6 +96,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         stack.enter_context(engine.joined(launch))
         if recipe.data is not None and launch.rank == 0:
             offline.make(recipe.data, _say)
+        if new is not None and launch.rank == 0:
+            _begin(new, Path(str(recipe.model.path)), recipe.seed)
         engine.wait_for_all()
 
         tokenizer = model.load_tokenizer(recipe.model)
@@ -168,19 +172,26 @@ def _algorithm(recipe: Recipe, learner: Engine, tokenizer: PreTrainedTokenizerBa
     return Grpo(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
 
 
-def _begun(recipe: Recipe, launch: Launch) -> Recipe:
-    """The recipe with a new policy that it has saved instead of one from scratch: only what is in a folder can be served."""
+def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
+    """The recipe with the folder of its new policy instead of one from scratch: only what is in a folder can be served."""
     folder = recipe.output.resolve() / INITIAL
-    if launch.rank == 0:
-        _say(f"a new policy in {folder}")
-        from . import model
-
-        tokenizer = model.load_tokenizer(recipe.model)
-        with committed(folder) as aside:
-            model.load_policy(recipe.model, tokenizer, recipe.seed).network.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
+    if launch.rank == 0 and not resume:
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier run's, which would be served
     saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
     return recipe.model_copy(update={"model": saved})
+
+
+def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
+    """A new policy in this folder, unless the run goes on; its server has begun to start, and waits for it."""
+    if folder.exists():
+        return
+    _say(f"a new policy in {folder}")
+    from . import model
+
+    tokenizer = model.load_tokenizer(options)
+    with committed(folder) as aside:
+        model.load_policy(options, tokenizer, seed).network.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
 
 
 def _services(recipe: Recipe) -> Services:

@@ -28,6 +28,7 @@ from ngym.supervise.supervisor import Supervisor
 from .config import Recipe
 
 Result = TypeVar("Result")
+NEW_POLICY_WITHIN_S = 600
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ def serving_options(recipe: Recipe) -> list[str]:
     if recipe.model.path is None:
         raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
     options, transport = [f"model={recipe.model.path}"], recipe.live.transport if recipe.live else "http"
+    path = Path(recipe.model.path)
+    if path.is_absolute() and not path.exists():  # a new policy, which is written while its server starts
+        options.append(f"model_within_s={NEW_POLICY_WITHIN_S}")
     if recipe.live is not None and recipe.live.colocated:
         options.append("engine.enable_sleep_mode=true")
     if transport == "lora" and recipe.model.lora is not None:
