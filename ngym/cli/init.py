@@ -14,6 +14,11 @@ from ngym.errors import UsageError
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 WORDS = ("stone", "river", "cloud", "bread", "light")
+GOLD = (
+    {"case": "the word backwards", "task": {"word": "stone"}, "text": "It is enots.", "expect": {"reward": 1.0}},
+    {"case": "the word as it was", "task": {"word": "stone"}, "text": "It is stone.", "expect": {"reward": 0.0}},
+    {"case": "another word", "task": {"word": "river"}, "text": "It is enots.", "expect": {"reward": 0.0}},
+)
 
 CONFIG = Template("""\
 # Every service of the project, by name. Any key can be set on the command line: ng_run policy.latency_s=0.5
@@ -70,7 +75,7 @@ README = Template("""\
 # $name
 
 - `gym_servers/$name/app.py`: the environment, a tool and `verify`.
-- `data/$name/example.jsonl`: tasks. What is beside `responses_create_params` is for `verify`.
+- `data/$name/example.jsonl`: tasks; `gold.jsonl`: answers whose reward is known. What is beside `responses_create_params` is for `verify`.
 - `global_config.yaml`: the services: a model, this environment, an agent that brings them together.
 
 In one terminal:
@@ -81,8 +86,23 @@ In another one, in the same folder:
 
     ng_collect_rollouts --agent ${name}_agent --input data/$name/example.jsonl --output results/out.jsonl --repeats 2
 
-`ng_validate` checks the config, `ng_status` says what runs, `.ngym/logs/` has what the services print.
+`ng_validate` checks the config; `ng_validate --environment $name` tries the environment on `data/$name/gold.jsonl`: answers, and
+the reward that each must get (`pytest` does the same). `ng_status` says what runs, `.ngym/logs/` has what the services print.
 """)
+
+TEST = Template('''\
+"""Is $name right? Its gold answers get what they must, and spoilt ones less; no model is needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_environment_rewards_what_it_must() -> None:
+    command = [sys.executable, "-m", "ngym", "validate", "--environment", "$name"]
+    ended = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+''')
 
 
 @command("ng_init")
@@ -114,6 +134,8 @@ def project(name: str) -> dict[str, str]:
         "global_config.yaml": CONFIG.substitute(name=name),
         f"gym_servers/{name}/app.py": APP.substitute(name=name),
         f"data/{name}/example.jsonl": "".join(json.dumps(_task(name, word)) + "\n" for word in WORDS),
+        f"data/{name}/gold.jsonl": "".join(json.dumps(case) + "\n" for case in GOLD),
+        f"tests/test_{name}.py": TEST.substitute(name=name),
         "README.md": README.substitute(name=name),
         ".gitignore": ".ngym/\nresults/\n",
     }

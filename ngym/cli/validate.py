@@ -1,4 +1,4 @@
-"""`ng_validate`: is this config right, down to each service's own options? Nothing is started."""
+"""`ng_validate`: is this config right, down to each service's own options? And do its environments reward what they must?"""
 
 from __future__ import annotations
 
@@ -20,13 +20,34 @@ if TYPE_CHECKING:
 SHOWN_LINES = 20
 EXIT_CODES = """\
 Exit codes: 0  everything is right
-            2  something is wrong; a line for each mistake says where"""
+            1  an environment rewards what it must not, or does not reward what it must
+            2  the config or a file is wrong; a line for each mistake says where"""
 
 
 @command("ng_validate", epilog=EXIT_CODES)
 @config_options
-def main(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
-    """Check a config: its keys, the names that services use for one another, and every service's own options."""
+@click.option(
+    "--environment", "names", multiple=True, metavar="NAME", help="Start this gym server, and try it; repeat it."
+)
+@click.option("--environments", "every", is_flag=True, help="All gym servers that have a gold.jsonl.")
+@click.option(
+    "--within", "within_s", type=click.FloatRange(0), default=2.0, show_default=True, metavar="SECONDS",
+    help="What 95 of 100 verifications may take.",
+)  # fmt: skip
+@click.pass_context
+def main(
+    ctx: click.Context,
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    every: bool,
+    within_s: float,
+) -> None:
+    """Check a config: its keys, the names that services use for one another, and every service's own options.
+
+    With --environment, also whether a gym server is right, without a model: the answers of data/NAME/gold.jsonl get what they
+    must, spoilt ones less, the same twice the same, 64 sessions at once as each alone; and every row is a task.
+    """
     from ngym.supervise.launcher import Launcher
 
     launcher = Launcher.start()
@@ -34,12 +55,22 @@ def main(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
         from ngym.config import load_config
 
         config = load_config(configs, overrides)
-        mistakes = asyncio.run(_check_all(config, launcher))
+        ctx.exit(asyncio.run(_validate(config, launcher, names if names or every else None, within_s)))
     finally:
         launcher.close()
+
+
+async def _validate(config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float) -> int:
+    """names: of the environments to try; none of them: all that can be; None: no environment. The exit code."""
+    mistakes = await _check_all(config, launcher)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    click.echo(f"{', '.join(map(str, configs))}: {len(config.services)} services, all right")
+    click.echo(f"{', '.join(map(str, config.files))}: {len(config.services)} services, all right")
+    if names is None:
+        return 0
+    from ngym.cli.environments import try_environments
+
+    return await try_environments(config, launcher, names, within_s)
 
 
 async def _check_all(config: Config, launcher: Launcher) -> list[str]:

@@ -1,0 +1,73 @@
+"""Environments of a config, started and tried without a model; what `ng_validate --environment` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from ngym.config import Config
+from ngym.errors import ConfigError
+from ngym.peers import Peers
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.service import State
+from ngym.supervise.supervisor import Supervisor
+from ngym.validation import Environment, Finding, examine, find_environment
+from ngym.validation.checks import SHOWN
+
+EXIT_RIGHT, EXIT_WRONG = 0, 1
+
+
+async def try_environments(config: Config, launcher: Launcher, names: Sequence[str], within_s: float) -> int:
+    """Each of them, or all that have gold answers if none is named; the exit code.
+
+    Raises:
+        ConfigError: there is no such gym server, or it has no gold answers.
+    """
+    chosen = [_named(config, name) for name in names] or _all(config)
+    services = {each.name: config.services[each.name] for each in chosen}
+    wrong = 0
+    async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
+        peers = Peers(stack.urls, stack.head_url, owner="ng_validate")
+        try:
+            for environment in chosen:
+                wrong += _show(environment, await examine(environment, peers[environment.name], within_s))
+        finally:
+            await peers.close()
+    click.echo(f"{len(chosen)} environments, " + (f"{wrong} with mistakes" if wrong else "all right"))
+    return EXIT_WRONG if wrong else EXIT_RIGHT
+
+
+def _named(config: Config, name: str) -> Environment:
+    stanza = config.stanza(name)
+    if stanza.kind != "gym_server":
+        raise ConfigError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a gym_server")
+    environment = find_environment(config, stanza)
+    if environment is None:
+        raise ConfigError(f"{stanza.where}: {name!r} has no gold answers; write data/NAME/gold.jsonl beside the config")
+    return environment
+
+
+def _all(config: Config) -> list[Environment]:
+    gyms = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"]
+    found = [environment for stanza in gyms if (environment := find_environment(config, stanza))]
+    if not found:
+        raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/NAME/gold.jsonl")
+    return found
+
+
+def _show(environment: Environment, findings: Sequence[Finding]) -> bool:
+    """Whether there is a mistake in it."""
+    click.echo(f"{environment.name}")
+    for finding in findings:
+        click.echo(f"  {'right' if not finding.mistakes else 'WRONG'}  {finding.check:<9} {finding.looked_at}")
+        for mistake in finding.mistakes[:SHOWN]:
+            click.echo(f"           {mistake}")
+        if len(finding.mistakes) > SHOWN:
+            click.echo(f"           and {len(finding.mistakes) - SHOWN} more")
+    return any(finding.mistakes for finding in findings)
+
+
+def _say_failure(state: State) -> None:
+    if state.status in ("restarting", "failed"):
+        click.echo(f"{state.name}: {state.detail or state.status}", err=True)

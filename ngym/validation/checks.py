@@ -1,0 +1,204 @@
+"""The checks of one environment, over the wire that agents use: each finding says what was looked at, and what was wrong.
+
+rows       every shipped row is a task that the server accepts; none of validation stands in training
+gold       each case gets what it must
+worse      the best answers, spoilt, get less: nothing, noise, half of it
+again      the same answer gets the same reward, also as its own stored row
+together   64 sessions at once get what each gets alone
+time       95 of 100 verifications take less than the limit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+from ngym.errors import ServiceError
+from ngym.peers import Peer
+from ngym.schema import Json
+from ngym.validation.gold import ROWS, Case, Environment, Spoilt, says
+
+SESSIONS = 64
+AT_ONCE = 32  # of rows
+SHOWN = 5  # mistakes of a check
+NOISE = 'The \x00 \ufffd } ]] "answer" <tool_call>{"name": None \\frac{ 🤷 <think> SELECT ; ' * 3
+PARAMS: Json = {"input": "a question"}
+
+
+class Finding(NamedTuple):
+    """What a check looked at, and its mistakes; none: it is right."""
+
+    check: str
+    looked_at: str
+    mistakes: list[str]
+
+
+async def examine(environment: Environment, peer: Peer, within_s: float) -> list[Finding]:
+    """All findings. UsageError when a file of the environment cannot be read."""
+    cases = environment.cases()
+    answers = [await _attempt(peer, case) for case in cases]
+    return [
+        await _rows(environment, peer),
+        _gold(cases, [answer for answer, _ in answers]),
+        await _worse(peer, cases),
+        await _again(peer, cases, [answer for answer, _ in answers]),
+        await _together(peer, cases),
+        _time([seconds for _, seconds in answers], within_s),
+    ]
+
+
+async def _attempt(
+    peer: Peer, case: Case, output: Sequence[Json] | None = None, calls: int | None = None, row: Json | None = None
+) -> tuple[Json, float]:
+    """The answer of `/verify`, and its seconds. A refusal is an answer without a reward.
+
+    output, calls: in the place of the case's own, and how many of its calls. row: its stored row, in the place of the task.
+    """
+    session = peer.session()
+    response = {"output": list(case.items if output is None else output)}
+    request = {"responses_create_params": PARAMS, **case.task, "response": response} if row is None else row
+    try:
+        await session.post("/seed_session", request)
+        for tool, arguments in case.calls[:calls]:
+            await _call(session, tool, arguments)
+        began = time.perf_counter()
+        answer: Json = await session.post("/verify", request)
+    except ServiceError as error:
+        return {"refused": error.detail}, 0.0
+    return answer, time.perf_counter() - began
+
+
+async def _call(session: Any, tool: str, arguments: Json) -> None:
+    """As an agent does: an error is a text that the model sees."""
+    try:
+        await session.post(f"/{tool}", arguments)
+    except ServiceError as error:
+        if error.status >= 500:
+            raise
+
+
+def _gold(cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
+    mistakes = [wrong for case, answer in zip(cases, answers, strict=True) if (wrong := _other(case, answer))]
+    return Finding("gold", f"{len(cases)} cases", mistakes)
+
+
+def _other(case: Case, answer: Json) -> str:
+    if "refused" in answer:
+        return f"{case.case}: refused: {answer['refused']}"
+    got = {name: answer.get(name) for name in case.expect}
+    right = all(_same(got[name], wanted) for name, wanted in case.expect.items())
+    return "" if right else f"{case.case}: got {got}, must be {case.expect}"
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    """Numbers may differ by what adding them up in another order makes."""
+    if isinstance(got, float) and isinstance(wanted, float):
+        return math.isclose(got, wanted, rel_tol=1e-9, abs_tol=1e-9)
+    return bool(got == wanted)
+
+
+async def _worse(peer: Peer, cases: Sequence[Case]) -> Finding:
+    """Of the cases with the highest reward."""
+    most = max((case.reward for case in cases if case.reward is not None), default=0.0)
+    best = [case for case in cases if case.reward == most > 0]
+    mistakes = []
+    for case in best:
+        for form in case.worse:
+            answer, _ = await _attempt(peer, case, *_spoilt(case, form))
+            reward = answer.get("reward")
+            if reward is not None and reward >= most:
+                mistakes.append(f"{case.case}: {_FORMS[form]} gets {reward} too")
+    if not best:
+        mistakes.append("no case has a reward above 0: nothing shows that a right answer is told from a wrong one")
+    return Finding("worse", f"{len(best)} of the best, spoilt", mistakes)
+
+
+_FORMS = {"empty": "saying nothing", "garbage": "noise", "cut": "half of it"}
+
+
+def _spoilt(case: Case, form: Spoilt) -> tuple[list[Json], int]:
+    """(output, how many of the calls)."""
+    if form == "empty":
+        return [], 0
+    if form == "garbage":
+        return says(NOISE), 0
+    items = case.items
+    if len(items) > 1:
+        return items[: len(items) // 2], len(case.calls) // 2
+    return says(case.text[: len(case.text) // 2]), len(case.calls) // 2
+
+
+async def _again(peer: Peer, cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
+    mistakes = []
+    for case, first in zip(cases, answers, strict=True):
+        if "refused" in first:
+            continue
+        second, _ = await _attempt(peer, case)
+        stored, _ = await _attempt(peer, case, row=first)
+        for answer, what in ((second, "a second time"), (stored, "as its own stored row")):
+            if _scores(answer) != _scores(first):
+                mistakes.append(f"{case.case}: {what} it gets {_scores(answer)}, not {_scores(first)}")
+    return Finding("again", f"{len(cases)} cases, each twice and as a stored row", mistakes)
+
+
+def _scores(answer: Json) -> tuple[Any, Any]:
+    return answer.get("reward"), answer.get("reward_components")
+
+
+async def _together(peer: Peer, cases: Sequence[Case]) -> Finding:
+    several = list(islice(cycle(cases), SESSIONS)) if cases else []
+    answers = await asyncio.gather(*(_attempt(peer, case) for case in several))
+    mistakes = {wrong for case, (answer, _) in zip(several, answers, strict=True) if (wrong := _other(case, answer))}
+    return Finding("together", f"{len(several)} sessions at once", sorted(mistakes))
+
+
+def _time(seconds: Sequence[float], within_s: float) -> Finding:
+    if not seconds:
+        return Finding("time", "nothing", [])
+    ascending = sorted(seconds)
+    middle, slow = ascending[len(ascending) // 2], ascending[int(0.95 * (len(ascending) - 1))]
+    mistakes = [f"95 of 100 verifications may take {within_s:g} s, and took {slow:.2g} s"] if slow > within_s else []
+    return Finding("time", f"median {1000 * middle:.1f} ms, 95 of 100 in {1000 * slow:.1f} ms", mistakes)
+
+
+async def _rows(environment: Environment, peer: Peer) -> Finding:
+    files = {file: environment.rows(file) for file in ROWS}
+    offered = {tool["name"] for tool in await peer.get("/tools")}
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def wrong(file: str, number: int, row: Json) -> str:
+        declared = {tool.get("name") for tool in row.get("responses_create_params", {}).get("tools") or ()}
+        if offered and not declared <= offered:
+            return f"{file}:{number}: no such tool: {', '.join(sorted(map(str, declared - offered)))}"
+        async with limit:
+            try:
+                session = peer.session()
+                await session.post("/seed_session", row)
+                await session.request("/session", None, method="DELETE")
+            except ServiceError as error:
+                return f"{file}:{number}: {error.detail}"
+        return ""
+
+    asked = [wrong(file, number, row) for file, rows in files.items() for number, row in enumerate(rows, 1)]
+    mistakes = [found for found in await asyncio.gather(*asked) if found]
+    train = {_question(row) for row in files["train.jsonl"]}
+    mistakes += [
+        f"validation.jsonl:{number}: this task stands in train.jsonl, too"
+        for number, row in enumerate(files["validation.jsonl"], 1)
+        if _question(row) in train
+    ]
+    return Finding("rows", f"{sum(map(len, files.values()))} rows", mistakes)
+
+
+def _question(row: Json) -> str:
+    return repr(row.get("responses_create_params", {}).get("input")) + repr(
+        {
+            name: value
+            for name, value in sorted(row.items())
+            if not name.startswith("_") and name != "responses_create_params"
+        }
+    )

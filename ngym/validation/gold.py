@@ -1,0 +1,108 @@
+"""What belongs to an environment on the disk: its rows, and gold.jsonl: answers, and the reward that each must get.
+
+A line of gold.jsonl is a case:
+
+    {"case": "in words", "task": {the row's own fields}, "text": "the answer", "expect": {"reward": 1.0, ...}}
+
+with `output` (Responses items) in the place of `text` where more was said than text, `calls` ([tool, arguments], made in the
+case's session first) and `worse`: which spoilt forms of the answer must get less than it, of `empty` (nothing said or called),
+`garbage` (noise) and `cut` (half of the calls, half of the text); all three where it is left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ngym.config import Config, Stanza, shipped
+from ngym.errors import UsageError
+from ngym.schema import Json
+
+Spoilt = Literal["empty", "garbage", "cut"]
+ALL_WORSE: tuple[Spoilt, ...] = ("empty", "garbage", "cut")
+GOLD = "gold.jsonl"
+ROWS = ("train.jsonl", "validation.jsonl", "example.jsonl")
+
+
+class Case(BaseModel):
+    """An answer whose reward is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    case: str
+    task: Json
+    text: str = ""
+    output: tuple[Json, ...] | None = None
+    calls: tuple[tuple[str, Json], ...] = ()
+    expect: Json
+    worse: tuple[Spoilt, ...] = ALL_WORSE
+
+    @property
+    def items(self) -> list[Json]:
+        """What was said, as the items of a response."""
+        return says(self.text) if self.output is None else list(self.output)
+
+    @property
+    def reward(self) -> float | None:
+        found: float | None = self.expect.get("reward")
+        return found
+
+
+class Environment(NamedTuple):
+    """A gym server of the config and the folder of its data."""
+
+    name: str
+    data: Path
+
+    def cases(self) -> list[Case]:
+        """UsageError, with file and line, for one that is none."""
+        return [_case(line, f"{self.data / GOLD}:{number}") for number, line in _lines(self.data / GOLD)]
+
+    def rows(self, file: str) -> list[Json]:
+        """Of train.jsonl, validation.jsonl or example.jsonl; empty if there is no such file."""
+        return [_parsed(line, f"{self.data / file}:{number}") for number, line in _lines(self.data / file)]
+
+
+def find_environment(config: Config, stanza: Stanza) -> Environment | None:
+    """The data of a gym server: data/NAME beside the config, or as it ships, where NAME is that of its app's folder.
+
+    None: there is no gold.jsonl.
+    """
+    if stanza.app is None:
+        return None
+    app = Path(stanza.app)
+    folder = app.parent.name if app.suffix == ".py" else app.name
+    places = (root / "data" / folder for root in (config.root, shipped()))
+    data = next((place for place in places if (place / GOLD).is_file()), None)
+    return Environment(stanza.name, data) if data is not None else None
+
+
+def says(text: str) -> list[Json]:
+    """An assistant's message."""
+    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    if not path.is_file():
+        return []
+    return [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
+
+
+def _parsed(line: bytes, where: str) -> Json:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: a row must be an object")
+    return row
+
+
+def _case(line: bytes, where: str) -> Case:
+    try:
+        return Case.model_validate(_parsed(line, where))
+    except ValidationError as error:
+        wrong: Any = error.errors()[0]
+        raise UsageError(f"{where}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None

@@ -1,0 +1,130 @@
+"""`ng_validate --environments`: every shipped environment passes; one that can be fooled, or forgets, does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from house import house
+
+from ngym import Session, VerifyRequest, gym_server
+from ngym.cli.init import project
+from ngym.cli.validate import main
+from ngym.errors import UsageError
+from ngym.validation import Environment, examine
+
+
+class Task(VerifyRequest):
+    word: str
+
+
+GOLD = [
+    {"case": "right", "task": {"word": "stone"}, "text": "It is stone.", "expect": {"reward": 1.0}},
+    {"case": "wrong", "task": {"word": "stone"}, "text": "It is bread.", "expect": {"reward": 0.0}},
+]
+
+
+def environment(folder: Path, gold: list[dict[str, Any]] = GOLD, **rows: list[dict[str, Any]]) -> Environment:
+    for name, lines in {"gold": gold, **rows}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Environment("words", folder)
+
+
+async def mistakes_of(verify: Any, environment: Environment, within_s: float = 60.0) -> dict[str, list[str]]:
+    async with house({}, words=gym_server(verify=verify)) as peers:
+        findings = await examine(environment, peers["words"], within_s)
+    return {finding.check: finding.mistakes for finding in findings if finding.mistakes}
+
+
+async def right(task: Task) -> float:
+    return float(task.word in task.text)
+
+
+def test_every_shipped_environment_passes(root: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["--config", str(root / "global_config.yaml"), "--environments", "--within", "60"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "environments, all right" in result.output
+
+
+async def test_an_environment_that_is_right_has_no_mistakes(tmp_path: Path) -> None:
+    assert await mistakes_of(right, environment(tmp_path)) == {}
+
+
+async def test_one_that_always_pays_is_told_by_gold_and_by_spoilt_answers(tmp_path: Path) -> None:
+    async def generous(task: Task) -> float:
+        return 1.0
+
+    found = await mistakes_of(generous, environment(tmp_path))
+    assert found["gold"] == found["together"] == ["wrong: got {'reward': 1.0}, must be {'reward': 0.0}"]
+    assert found["worse"] == [f"right: {what} gets 1.0 too" for what in ("saying nothing", "noise", "half of it")]
+
+
+async def test_one_that_changes_its_mind_is_told(tmp_path: Path) -> None:
+    asked = []
+
+    async def moody(task: Task) -> float:
+        asked.append(task)
+        return float(task.word in task.text) / len(asked)
+
+    found = await mistakes_of(moody, environment(tmp_path))
+    assert found["again"][0].startswith("right: a second time it gets (0.")
+
+
+async def test_one_whose_sessions_share_something_is_told(tmp_path: Path) -> None:
+    inside = 0
+
+    async def crowded(task: Task, session: Session) -> float:
+        nonlocal inside
+        inside += 1
+        alone = inside == 1
+        for _ in range(3):
+            await asyncio.sleep(0)
+        inside -= 1
+        return float(alone and task.word in task.text)
+
+    assert set(await mistakes_of(crowded, environment(tmp_path))) == {"together"}
+
+
+async def test_one_that_is_slow_is_told(tmp_path: Path) -> None:
+    assert set(await mistakes_of(right, environment(tmp_path), within_s=0.0)) == {"time"}
+
+
+async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_told(tmp_path: Path) -> None:
+    row = {"responses_create_params": {"input": "Say stone."}, "word": "stone"}
+    tools = {"input": "Say bread.", "tools": [{"type": "function", "name": "fly"}]}
+    rows = {
+        "train": [row, {**row, "word": 3}],
+        "validation": [row, {"responses_create_params": tools, "word": "bread"}],
+    }
+    found = await mistakes_of(right, environment(tmp_path, **rows))
+    assert set(found) == {"rows"}
+    refused, twice = found["rows"]
+    assert refused.startswith("train.jsonl:2: ") and "word" in refused
+    assert twice == "validation.jsonl:1: this task stands in train.jsonl, too"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("[1]", "a row must be an object"), ('{"case": "x"}', "task: Field required"), ("{", "not JSON")],
+)
+def test_a_gold_line_that_is_none_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "gold.jsonl").write_text(f"\n{line}\n")
+    with pytest.raises(UsageError, match=rf"gold\.jsonl:2: {reason}"):
+        Environment("words", tmp_path).cases()
+
+
+def test_a_new_project_passes_and_a_gym_server_without_gold_is_named(tmp_path: Path) -> None:
+    for path, text in project("mine").items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "mine"]
+    assert CliRunner().invoke(main, [*words, "--within", "60"]).exit_code == 0
+    (tmp_path / "data" / "mine" / "gold.jsonl").unlink()
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2 and "'mine' has no gold answers" in result.stderr
