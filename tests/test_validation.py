@@ -111,7 +111,7 @@ async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_told(tmp_path: 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("[1]", "a row must be an object"), ('{"case": "x"}', "task: Field required"), ("{", "not JSON")],
+    [("[1]", "not a JSON object but list"), ('{"case": "x"}', "task: Field required"), ("{", "not JSON")],
 )
 def test_a_gold_line_that_is_none_is_named(tmp_path: Path, line: str, reason: str) -> None:
     (tmp_path / "gold.jsonl").write_text(f"\n{line}\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 
 import click
 
@@ -25,17 +26,24 @@ async def try_environments(config: Config, launcher: Launcher, names: Sequence[s
         ConfigError: there is no such gym server, or it has no gold answers.
     """
     chosen = [_named(config, name) for name in names] or _all(config)
-    services = {each.name: config.services[each.name] for each in chosen}
     wrong = 0
-    async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
-        peers = Peers(stack.urls, stack.head_url, owner="ng_validate")
-        try:
-            for environment in chosen:
-                wrong += _show(environment, await examine(environment, peers[environment.name], within_s))
-        finally:
-            await peers.close()
+    async with started(config, {each.name for each in chosen}, launcher) as peers:
+        for environment in chosen:
+            wrong += _show(environment, await examine(environment, peers[environment.name], within_s))
     click.echo(f"{len(chosen)} environments, " + (f"{wrong} with mistakes" if wrong else "all right"))
     return EXIT_WRONG if wrong else EXIT_RIGHT
+
+
+@asynccontextmanager
+async def started(config: Config, names: Collection[str], launcher: Launcher) -> AsyncIterator[Peers]:
+    """These services of the config and no other; they stop when the block ends."""
+    services = {name: stanza for name, stanza in config.services.items() if name in names}
+    async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
+        peers = Peers(stack.urls, stack.head_url, owner="this command")
+        try:
+            yield peers
+        finally:
+            await peers.close()
 
 
 def _named(config: Config, name: str) -> Environment:

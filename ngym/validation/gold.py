@@ -14,11 +14,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ngym.config import Config, Stanza, shipped
 from ngym.errors import UsageError
+from ngym.jsonl import Line, checked
 from ngym.schema import Json
 
 Spoilt = Literal["empty", "garbage", "cut"]
@@ -58,11 +58,11 @@ class Environment(NamedTuple):
 
     def cases(self) -> list[Case]:
         """UsageError, with file and line, for one that is none."""
-        return [_case(line, f"{self.data / GOLD}:{number}") for number, line in _lines(self.data / GOLD)]
+        return [_case(line.row, f"{self.data / GOLD}:{line.number}") for line in _lines(self.data / GOLD)]
 
     def rows(self, file: str) -> list[Json]:
         """Of train.jsonl, validation.jsonl or example.jsonl; empty if there is no such file."""
-        return [_parsed(line, f"{self.data / file}:{number}") for number, line in _lines(self.data / file)]
+        return [line.row for line in _lines(self.data / file)]
 
 
 def find_environment(config: Config, stanza: Stanza) -> Environment | None:
@@ -84,25 +84,14 @@ def says(text: str) -> list[Json]:
     return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
 
 
-def _lines(path: Path) -> list[tuple[int, bytes]]:
-    if not path.is_file():
-        return []
-    return [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
+def _lines(path: Path) -> list[Line]:
+    """None if there is no such file."""
+    return list(checked(path, lambda row: None)) if path.is_file() else []
 
 
-def _parsed(line: bytes, where: str) -> Json:
+def _case(row: Json, where: str) -> Case:
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise UsageError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: a row must be an object")
-    return row
-
-
-def _case(line: bytes, where: str) -> Case:
-    try:
-        return Case.model_validate(_parsed(line, where))
+        return Case.model_validate(row)
     except ValidationError as error:
         wrong: Any = error.errors()[0]
         raise UsageError(f"{where}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None

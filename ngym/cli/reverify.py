@@ -1,0 +1,153 @@
+"""`ng_reverify`: the rewards of stored rollouts, computed anew by the gym servers of today."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import orjson
+
+from ngym.cli.main import command
+from ngym.errors import ConfigError, UsageError
+from ngym.schema import Json
+
+if TYPE_CHECKING:
+    from ngym.config import Config
+    from ngym.peers import Peer, Peers
+    from ngym.reverify import Again
+    from ngym.supervise.launcher import Launcher
+
+SHOWN = 5
+EXIT_CODES = """\
+Exit codes: 0  every rollout has been verified again
+            1  some could not be; they keep their rewards in the output, and are counted
+            2  the command, the config or the input is wrong; the line says where"""
+FILE = click.Path(path_type=Path)
+
+
+@command("ng_reverify", epilog=EXIT_CODES)
+@click.option("--input", "source", type=FILE, required=True, metavar="FILE", help="Rollouts, JSONL.")
+@click.option("--output", type=FILE, required=True, metavar="FILE", help="The same rollouts with their new rewards.")
+@click.option(
+    "--config",
+    "configs",
+    type=FILE,
+    multiple=True,
+    default=["global_config.yaml"],
+    show_default=True,
+    metavar="FILE",
+    help="Its gym servers are started and stopped here.",
+)
+@click.option("--concurrency", type=click.IntRange(1), default=64, show_default=True, help="Verifications at once.")
+@click.option("--overwrite", is_flag=True, help="Replace the output.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_context
+def main(
+    ctx: click.Context,
+    source: Path,
+    output: Path,
+    configs: tuple[Path, ...],
+    concurrency: int,
+    overwrite: bool,
+    overrides: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Verify stored rollouts again, after a verifier was changed. No model is asked, and no token changes.
+
+    \b
+    Example: ng_reverify --input out.jsonl --output again.jsonl
+    """
+    from ngym.config import load_config
+    from ngym.supervise.launcher import Launcher
+
+    if output.exists() and not overwrite:
+        raise UsageError(f"{output} exists; choose another --output, or pass --overwrite")
+    if output.exists() and output.samefile(source):
+        raise UsageError(f"{output} is the input; choose another --output")
+    launcher = Launcher.start()
+    try:
+        config = load_config(configs, overrides)
+        ctx.exit(asyncio.run(_reverify(config, launcher, source, output, concurrency)))
+    finally:
+        launcher.close()
+
+
+async def _reverify(config: Config, launcher: Launcher, source: Path, output: Path, concurrency: int) -> int:
+    from ngym.cli.environments import started
+    from ngym.reverify import reverified
+
+    gyms = {row["agent_ref"]["name"]: _gym(config, row["agent_ref"]["name"], source) for row in _rows(source)}
+    if not gyms:
+        raise UsageError(f"{source}: no rows in it")
+    aside = output.with_name(f".{output.name}.partial")
+    told = _Told()
+    try:
+        async with started(config, set(gyms.values()), launcher) as peers:
+            with aside.open("wb") as file:
+                async for again in reverified(_rows(source), _of(gyms, peers), concurrency):
+                    told.add(again)
+                    file.write(orjson.dumps(again.row) + b"\n")
+        aside.rename(output)
+    finally:
+        with suppress(FileNotFoundError):
+            aside.unlink()
+    told.show()
+    click.echo(f"{output}: {told.rows:,} rows")
+    return 1 if told.failed else 0
+
+
+def _rows(source: Path) -> Iterator[Json]:
+    from ngym.jsonl import checked
+
+    return (line.row for line in checked(source, _problem))
+
+
+def _problem(row: Json) -> str | None:
+    if not isinstance(row.get("response"), dict) or "reward" not in row:
+        return "no rollout: a row has 'response' and 'reward'"
+    if not isinstance((row.get("agent_ref") or {}).get("name"), str):
+        return "its agent_ref names no agent, so nobody knows who scores it"
+    return None
+
+
+def _gym(config: Config, agent: str, source: Path) -> str:
+    """The gym server that scores this agent's rollouts."""
+    if agent not in config.services:
+        raise ConfigError(f"{source}: its rows are of {agent!r}, which {config.files[0]} does not have")
+    gym = config.services[agent].options.get("gym")
+    if gym not in config.services:
+        raise ConfigError(f"{config.services[agent].where}: {agent!r} names no gym server with `gym`")
+    return str(gym)
+
+
+def _of(gyms: dict[str, str], peers: Peers) -> Callable[[Json], Peer]:
+    return lambda row: peers[gyms[row["agent_ref"]["name"]]]
+
+
+class _Told:
+    """What became of the rewards."""
+
+    def __init__(self) -> None:
+        self.rows = self.same = self.failed = 0
+        self.changed: list[str] = []
+
+    def add(self, again: Again) -> None:
+        self.rows += 1
+        if again.failure is not None:
+            self.failed += 1
+            click.echo(f"row {self.rows}: {again.failure}", err=True)
+        elif again.before == again.after:
+            self.same += 1
+        else:
+            self.changed.append(f"row {self.rows}: {again.before} -> {again.after}")
+
+    def show(self) -> None:
+        for line in self.changed[:SHOWN]:
+            click.echo(line)
+        if len(self.changed) > SHOWN:
+            click.echo(f"and {len(self.changed) - SHOWN:,} more")
+        counts = f"{self.same:,} rewards are the same, {len(self.changed):,} changed"
+        click.echo(counts + (f", {self.failed:,} could not be verified" if self.failed else ""))

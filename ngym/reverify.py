@@ -1,0 +1,71 @@
+"""The rewards of stored rollouts, computed anew: a verifier was mended, and no model is asked again.
+
+row -> a session of its task -> its tool calls, made again -> /verify with its response -> the row with the new reward
+
+What a tool answered then stays in the response; the calls are made again only so that the session is what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import NamedTuple
+
+from ngym.called import calls_in
+from ngym.errors import ServiceError
+from ngym.peers import Peer
+from ngym.schema import Json
+
+
+class Again(NamedTuple):
+    """A rollout with its reward from before and its new one. failure: why there is none; the row is then as it was."""
+
+    row: Json
+    before: float | None
+    after: float | None
+    failure: str | None = None
+
+
+async def reverified(rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_once: int) -> AsyncIterator[Again]:
+    """Each row's new reward, in the order of the rows. gym_of: who scores a row."""
+    under_way: deque[asyncio.Task[Again]] = deque()
+    try:
+        for row in rows:
+            under_way.append(asyncio.create_task(_again(row, gym_of(row))))
+            if len(under_way) >= at_once:
+                yield await under_way.popleft()
+        while under_way:
+            yield await under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+
+
+async def _again(row: Json, gym: Peer) -> Again:
+    before: float | None = row.get("reward")
+    session = gym.session()
+    try:
+        seeded = (await session.post("/seed_session", row)) or {}
+        await _repeat_calls(row, session.post, {tool["name"] for tool in seeded.get("tools") or ()})
+        scored: Json = await session.post("/verify", row)
+    except ServiceError as error:
+        return Again(row, before, None, error.detail)
+    after: float | None = scored.get("reward")
+    trace = row.get("ng")
+    if isinstance(trace, dict):
+        ended = "truncated" if trace.get("stop_reason") in ("max_steps", "context", "length") else "ok"
+        status = "unscored" if after is None else ended
+        scored["ng"] = {**trace, "status": status, "reward_components": scored.get("reward_components") or {}}
+    return Again(scored, before, after)
+
+
+async def _repeat_calls(row: Json, post: Callable[..., Awaitable[object]], tools: set[str]) -> None:
+    for call in calls_in(row["response"]):
+        if call.name not in tools or call.arguments is None:
+            continue  # it never reached the gym server
+        try:
+            await post(f"/{call.name}", call.arguments)
+        except ServiceError as error:
+            if error.status >= 500:
+                raise

@@ -1,0 +1,87 @@
+"""`ng_reverify`: rewards that a mended verifier gives, without a model; tools are called again, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ngym.cli.reverify import main
+
+
+def rollout(agent: str, output: list[dict[str, Any]], reward: float | None, **fields: Any) -> dict[str, Any]:
+    trace = {"stop_reason": "answer", "status": "ok", "segments": [{"token_ids": [1, 2]}], "reward_components": {}}
+    return {
+        "responses_create_params": {"input": "a question"},
+        "agent_ref": {"type": "responses_api_agents", "name": agent},
+        "response": {"output": output},
+        "reward": reward,
+        "ng": trace,
+        **fields,
+    }
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+def adds(amount: int, call_id: str) -> dict[str, Any]:
+    arguments = json.dumps({"amount": amount})
+    return {"type": "function_call", "name": "add", "call_id": call_id, "arguments": arguments}
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    rows = [
+        rollout("mcqa_agent", [says("\\boxed{B}")], 0.0, options=[{"A": "x"}, {"B": "y"}], expected_answer="B"),
+        rollout("counter_agent", [adds(3, "a"), adds(4, "b"), says("Done.")], 1.0, target=7),
+        rollout("counter_agent", [adds(3, "a"), says("Done.")], None, target=7),
+    ]
+    path = tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(root: Path, *words: str) -> Any:
+    return CliRunner().invoke(main, ["--config", str(root / "global_config.yaml"), *words])
+
+
+def test_rewards_are_computed_anew_and_the_rest_stays(root: Path, stored: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.jsonl"
+    result = run(root, "--input", str(stored), "--output", str(again))
+    assert result.exit_code == 0, result.output
+    assert "1 rewards are the same, 2 changed" in result.output and "row 1: 0.0 -> 1.0" in result.output
+    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (stored, again))
+    assert [row["reward"] for row in after] == [1.0, 1.0, 0.0]
+    for old, new in zip(before, after, strict=True):
+        assert new["response"] == old["response"] and new["ng"]["segments"] == old["ng"]["segments"]
+    assert run(root, "--input", str(stored), "--output", str(again)).exit_code == 2, "it is there already"
+
+
+def test_a_rollout_that_cannot_be_verified_keeps_its_reward_and_is_counted(root: Path, tmp_path: Path) -> None:
+    source = tmp_path / "out.jsonl"
+    source.write_text(json.dumps(rollout("counter_agent", [says("Done.")], 0.5, target="seven")) + "\n")
+    result = run(root, "--input", str(source), "--output", str(tmp_path / "again.jsonl"))
+    assert result.exit_code == 1 and "1 could not be verified" in result.output and "target" in result.stderr
+    assert json.loads((tmp_path / "again.jsonl").read_text())["reward"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"reward": 1.0}, "no rollout: a row has 'response' and 'reward'"),
+        ({"reward": 1.0, "response": {}}, "its agent_ref names no agent"),
+        (rollout("nobody", [], 1.0), "its rows are of 'nobody', which"),
+    ],
+)
+def test_what_cannot_be_verified_at_all_is_refused(
+    root: Path, tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
+    source = tmp_path / "out.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    result = run(root, "--input", str(source), "--output", str(tmp_path / "again.jsonl"))
+    assert result.exit_code == 2 and reason in result.stderr
+    assert not (tmp_path / "again.jsonl").exists()
