@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("ngym.cli.serve", "Run one service of the config, alone, in this process."),
     "collect_rollouts": ("ngym.cli.collect", "Run an agent over tasks and write scored rollouts."),
     "export": ("ngym.cli.export", "Turn rollouts into training files."),
+    "profile": ("ngym.cli.profile", "Say which tasks are solved, and which teach nothing."),
     "reverify": ("ngym.cli.reverify", "Verify stored rollouts again, without a model."),
     "validate": ("ngym.cli.validate", "Check a config; try its environments without a model."),
     "train": ("ngym.cli.train", "Train a policy."),

@@ -1,0 +1,84 @@
+"""`ng_profile`: which tasks are solved always, never, sometimes; and which teach nothing?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import click
+import orjson
+
+from ngym.cli.main import command
+from ngym.errors import UsageError
+from ngym.schema import Json
+
+if TYPE_CHECKING:
+    from ngym.profile import Task
+
+FILE = click.Path(path_type=Path)
+BARS = 10
+WIDTH = 40
+
+
+@command("ng_profile")
+@click.argument("sources", nargs=-1, required=True, type=FILE, metavar="FILE...")
+@click.option("--solved", type=float, default=1.0, show_default=True, help="The reward from which on a task is solved.")
+@click.option("--output", type=FILE, metavar="FILE", help="A JSONL row for each task.")
+@click.option("--json", "as_json", is_flag=True, help="The rows on standard output, and no table.")
+def main(sources: tuple[Path, ...], solved: float, output: Path | None, as_json: bool) -> None:
+    """Say of scored rollouts, task by task, how often each was solved, and which tasks teach nothing.
+
+    A task teaches something to the algorithms that compare the rollouts of a task if their rewards differ.
+
+    \b
+    Example: ng_profile out.jsonl --output tasks.jsonl
+    """
+    from ngym.jsonl import write_whole
+    from ngym.profile import profile
+
+    tasks = profile(row for source in sources for row in _rows(source))
+    if not tasks:
+        raise UsageError(f"{', '.join(map(str, sources))}: no rollouts in it")
+    lines = b"".join(orjson.dumps(task.as_json(solved)) + b"\n" for task in tasks)
+    if output is not None:
+        write_whole(output, lines)
+    if as_json:
+        click.echo(lines, nl=False)
+        return
+    for agent in dict.fromkeys(task.agent for task in tasks):
+        _show(agent, [task for task in tasks if task.agent == agent], solved)
+    if output is not None:
+        click.echo(f"{output}: {len(tasks):,} tasks")
+
+
+def _rows(source: Path) -> Iterator[Json]:
+    from ngym.jsonl import checked
+
+    return (line.row for line in checked(source, _problem))
+
+
+def _problem(row: Json) -> str | None:
+    if not isinstance((row.get("agent_ref") or {}).get("name"), str) or not isinstance(row.get("_ng_task_index"), int):
+        return "no rollout: a row has 'agent_ref' and '_ng_task_index'"
+    if not isinstance(row.get("reward", ""), int | float | type(None)):
+        return "no rollout: its 'reward' must be a number or null"
+    return None
+
+
+def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
+    verdicts = Counter(task.verdict(solved) for task in tasks)
+    nothing = sum(not task.teaches for task in tasks)
+    rates = [sum(reward >= solved for reward in task.rewards) / len(task.rewards) for task in tasks if task.rewards]
+    mean = f", mean pass rate {fmean(rates):.3f}" if rates else ""
+    click.echo(f"{agent}: {len(tasks):,} tasks, {sum(len(task.rewards) for task in tasks):,} scored rollouts{mean}")
+    for verdict in ("always", "mixed", "never", "unscored"):
+        if verdicts[verdict]:
+            click.echo(f"  {verdict:<9} {verdicts[verdict]:>8,}  {verdicts[verdict] / len(tasks):6.1%}")
+    click.echo(f"  teach nothing {nothing:>4,}  {nothing / len(tasks):6.1%}  (all rewards equal, or fewer than two)")
+    counts = Counter(min(BARS - 1, int(rate * BARS)) for rate in rates)
+    for bar in range(BARS):
+        drawn = "#" * round(WIDTH * counts[bar] / max(counts.values(), default=1))
+        click.echo(f"  {bar / BARS:.1f} - {(bar + 1) / BARS:.1f} {counts[bar]:>8,}  {drawn}")

@@ -1,0 +1,64 @@
+"""What does each task teach? Rollouts, task by task: how often it was solved, and whether its rewards differ at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from ngym.schema import Json
+
+Verdict = Literal["always", "never", "mixed", "unscored"]
+"""always, never: all rewards are at or above, or all below, what counts as solved, and a group of them may still differ."""
+
+
+@dataclass
+class Task:
+    """The rollouts of one task of one agent. rewards: of the scored ones."""
+
+    agent: str
+    task_id: str
+    index: int
+    rewards: list[float] = field(default_factory=list)
+    unscored: int = 0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a group of these has a gradient: two rewards that differ."""
+        return len(set(self.rewards)) > 1
+
+    def verdict(self, solved_at: float) -> Verdict:
+        if not self.rewards:
+            return "unscored"
+        solved = sum(reward >= solved_at for reward in self.rewards)
+        return "always" if solved == len(self.rewards) else "mixed" if solved else "never"
+
+    def as_json(self, solved_at: float) -> Json:
+        rewards = self.rewards
+        return {
+            "agent": self.agent,
+            "task_id": self.task_id,
+            "_ng_task_index": self.index,
+            "rollouts": len(rewards) + self.unscored,
+            "unscored": self.unscored,
+            "pass_rate": sum(reward >= solved_at for reward in rewards) / len(rewards) if rewards else None,
+            "mean_reward": fmean(rewards) if rewards else None,
+            "min_reward": min(rewards, default=None),
+            "max_reward": max(rewards, default=None),
+            "verdict": self.verdict(solved_at),
+            "teaches": self.teaches,
+        }
+
+
+def profile(rows: Iterable[Json]) -> list[Task]:
+    """The tasks of these rollouts, in the order in which they first appear."""
+    tasks: dict[tuple[str, str, int], Task] = {}
+    for row in rows:
+        key = (row["agent_ref"]["name"], str((row.get("ng") or {}).get("task_id", "")), row["_ng_task_index"])
+        task = tasks.setdefault(key, Task(*key))
+        if row["reward"] is None:
+            task.unscored += 1
+        else:
+            task.rewards.append(row["reward"])
+    return list(tasks.values())

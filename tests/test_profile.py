@@ -1,0 +1,50 @@
+"""`ng_profile`: which tasks are solved always, never, sometimes, and which teach nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from ngym.cli.profile import main
+
+
+def rollout(index: int, reward: float | None) -> dict[str, Any]:
+    return {"agent_ref": {"name": "a"}, "_ng_task_index": index, "reward": reward, "ng": {"task_id": f"t{index}"}}
+
+
+def written(folder: Path, *rewards: list[float | None]) -> str:
+    rows = [rollout(index, reward) for index, of_task in enumerate(rewards) for reward in of_task]
+    path = folder / "out.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_each_task_is_told_with_its_pass_rate_and_whether_it_teaches(tmp_path: Path) -> None:
+    source = written(tmp_path, [1.0, 1.0], [0.0, 0.0], [1.0, 0.0, None, 0.0], [None], [0.2, 0.4])
+    result = CliRunner().invoke(main, [source, "--output", str(tmp_path / "tasks.jsonl")])
+    assert result.exit_code == 0, result.output
+    tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert [(task["verdict"], task["pass_rate"], task["teaches"]) for task in tasks] == [
+        ("always", 1.0, False),
+        ("never", 0.0, False),
+        ("mixed", 1 / 3, True),
+        ("unscored", None, False),
+        ("never", 0.0, True),
+    ]
+    assert (tasks[2]["rollouts"], tasks[2]["unscored"], tasks[2]["task_id"]) == (4, 1, "t2")
+    assert "a: 5 tasks, 9 scored rollouts, mean pass rate 0.333" in result.output
+    assert "teach nothing    3   60.0%" in result.output
+
+
+def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", "0.3", "--json"])
+    assert json.loads(result.output)["verdict"] == "mixed"
+
+
+def test_what_is_no_rollout_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
+    result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])
+    assert result.exit_code == 2 and "out.jsonl:1: no rollout" in result.stderr
