@@ -53,12 +53,28 @@ def _named(config: Config, name: str) -> Environment:
     environment = find_environment(config, stanza)
     if environment is None:
         raise ConfigError(f"{stanza.where}: {name!r} has no gold answers; write data/NAME/gold.jsonl beside the config")
+    if others := _others(config, name):
+        raise ConfigError(f"{stanza.where}: {name!r} asks {', '.join(others)}, and no other service is started here")
     return environment
+
+
+def _others(config: Config, name: str) -> list[str]:
+    """The services that its options name, such as a judge."""
+    return [
+        value for value in config.services[name].options.values() if isinstance(value, str) and value in config.services
+    ]
 
 
 def _all(config: Config) -> list[Environment]:
     gyms = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"]
-    found = [environment for stanza in gyms if (environment := find_environment(config, stanza))]
+    found = []
+    for environment in filter(None, (find_environment(config, stanza) for stanza in gyms)):
+        if others := _others(config, environment.name):
+            click.echo(
+                f"{environment.name} asks {', '.join(others)}, and no other service is started here: it is not tried"
+            )
+        else:
+            found.append(environment)
     if not found:
         raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/NAME/gold.jsonl")
     return found
