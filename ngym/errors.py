@@ -55,6 +55,7 @@ class ServiceError(NgymError):
             stage decide (an error in `/verify` is a `verify_error`, and so on).
         upstream: `{"service", "url", "status"}` of the peer that caused it.
         extra: members added to the problem document (for example `errors` with field names).
+        retry_after_s: when it is worth asking again; told with a 429 or 503.
     """
 
     status = 500
@@ -70,6 +71,7 @@ class ServiceError(NgymError):
         retryable: bool | None = None,
         status: int | None = None,
         extra: dict[str, Any] | None = None,
+        retry_after_s: float = 1.0,
     ) -> None:
         super().__init__(detail)
         self.detail = detail
@@ -78,6 +80,7 @@ class ServiceError(NgymError):
         self.retryable = type(self).retryable if retryable is None else retryable
         self.status = type(self).status if status is None else status
         self.extra = extra or {}
+        self.retry_after_s = retry_after_s
 
     def problem(self, service: str | None = None, rollout_id: str | None = None) -> dict[str, Any]:
         """This error as an RFC 9457 problem document (wire.md, section 1)."""

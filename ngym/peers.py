@@ -7,7 +7,6 @@ processed and are retried for every call; a broken connection, 502 and 504 only 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import secrets
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import orjson
 from ngym import correlation
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
+from ngym.replicas import Replicas, Sticky, rendezvous
 from ngym.schema import SESSION_COOKIE, SESSION_HEADER
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -47,6 +47,7 @@ class Peers:
         self.urls = {name: list(addresses) for name, addresses in urls.items()}
         self.head_url = head_url
         self.owner = owner
+        self.replicas: dict[str, Replicas] = {}  # of the services that have several
         self._token = token
         self._client: Client | None = None
 
@@ -102,6 +103,10 @@ class Peer:
         """Calls that belong together: one replica, one session id (128 random bits unless given), its cookies."""
         return PeerSession(self, session_id or secrets.token_hex(16))
 
+    def conversation(self, beginning: str) -> PeerSession:
+        """Calls of one conversation with a model: one replica until that fails, for those that begin alike the same."""
+        return PeerSession(self, secrets.token_hex(16), Sticky(beginning))
+
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
         return (await self.request("GET", path, None, timeout=timeout, idempotent=True)).json()
 
@@ -122,9 +127,9 @@ class Peer:
         headers: Mapping[str, str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         idempotent: bool = False,
-        affinity: str | None = None,
+        affinity: str | Sticky | None = None,
     ) -> Reply:
-        """One call with its retries. `affinity` decides the replica; without it replicas are drawn at random."""
+        """One call with its retries. `affinity` decides the replica; without it one that is up is drawn at random."""
         payload = None if body is None else body if isinstance(body, bytes) else orjson.dumps(body)
         here = correlation.current.get()
         loop = asyncio.get_running_loop()
@@ -132,7 +137,7 @@ class Peer:
         ends = loop.time() + (timeout if remaining is None else min(timeout, remaining))
         attempt = 0
         while True:
-            url = self._url(affinity)
+            url = self.url(affinity)
             left = ends - loop.time()
             if left <= 0:
                 raise PeerTimeout(
@@ -140,7 +145,7 @@ class Peer:
                 )
             sent = {**correlation.to_headers(here), **(headers or {})}
             try:
-                reply = await self._peers.send(method, url + path, payload, sent, left)
+                reply = await self._send(method, url, path, payload, sent, left)
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} within {left:.3g} s: {error}",
@@ -153,7 +158,7 @@ class Peer:
                         f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
                         upstream=self._upstream(url),
                     ) from None
-                pause = _jittered(attempt)
+                pause = self._pause(url, affinity, None, attempt)
                 if attempt:
                     await self._peers.refresh()
             else:
@@ -165,11 +170,37 @@ class Peer:
                 )
                 if not again or attempt + 1 >= MAX_ATTEMPTS:
                     raise refusal
-                pause = _retry_after(reply) or _jittered(attempt)
+                pause = self._pause(url, affinity, _retry_after(reply), attempt)
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
 
-    def _url(self, affinity: str | None) -> str:
+    async def _send(
+        self, method: str, url: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> Reply:
+        """One request to one replica; where there are several, it is noted how that fared."""
+        if len(self._peers.urls[self.name]) < 2:
+            return await self._peers.send(method, url + path, body, headers, timeout_s)
+        replicas = self._replicas()
+        replicas.in_flight[url] += 1
+        try:
+            reply = await self._peers.send(method, url + path, body, headers, timeout_s)
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                replicas.failed(url)
+            raise
+        finally:
+            replicas.in_flight[url] -= 1
+        if reply.status == 503:
+            replicas.failed(url)
+        else:
+            replicas.answered(url)
+        return reply
+
+    def _replicas(self) -> Replicas:
+        return self._peers.replicas.setdefault(self.name, Replicas())
+
+    def url(self, affinity: str | Sticky | None = None) -> str:
+        """The replica that is asked next."""
         urls = self._peers.urls[self.name]
         if not urls:
             raise Unreachable(
@@ -177,9 +208,16 @@ class Peer:
             )
         if len(urls) == 1:
             return urls[0]
-        if affinity is not None:
+        if isinstance(affinity, str):
             return rendezvous(affinity, urls)
-        return random.choice(urls)
+        return self._replicas().any(urls) if affinity is None else self._replicas().of(affinity, urls)
+
+    def _pause(self, url: str, affinity: str | Sticky | None, told: float | None, attempt: int) -> float:
+        """Seconds until the next attempt: none where another replica can stand in for one that failed."""
+        urls = self._peers.urls[self.name]
+        if not isinstance(affinity, str) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
+            return 0.0
+        return told or _jittered(attempt)
 
     def _upstream(self, url: str, status: int | None = None) -> dict[str, Any]:
         return {"service": self.name, "url": url, "status": status}
@@ -216,10 +254,16 @@ class Peer:
 class PeerSession:
     """Calls of one rollout to one service: the same replica, session id and cookies throughout."""
 
-    def __init__(self, peer: Peer, session_id: str) -> None:
+    def __init__(self, peer: Peer, session_id: str, conversation: Sticky | None = None) -> None:
         self.peer = peer
         self.id = session_id
+        self._affinity = conversation or session_id
         self._cookies: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        """The replica that its next call goes to."""
+        return self.peer.url(self._affinity)
 
     async def request(
         self,
@@ -234,18 +278,13 @@ class PeerSession:
         if self._cookies:  # NeMo Gym's servers know a rollout by its cookie
             headers["cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
         reply = await self.peer.request(
-            method, path, body, headers=headers, timeout=timeout, idempotent=idempotent, affinity=self.id
+            method, path, body, headers=headers, timeout=timeout, idempotent=idempotent, affinity=self._affinity
         )
         self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         return (await self.request(path, body, timeout=timeout, idempotent=idempotent)).json()
-
-
-def rendezvous(key: str, urls: list[str]) -> str:
-    """The replica of a session: every client computes the same, and a lost replica moves only its own sessions."""
-    return max(urls, key=lambda url: hashlib.blake2b(f"{key}\0{url}".encode(), digest_size=8).digest())
 
 
 def _jittered(attempt: int) -> float:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from ngym.client import Client
 from ngym.client.pool import MAX_CONNECTING
@@ -248,3 +255,166 @@ async def test_closing_the_client_ends_what_is_in_flight():
         await client.close()
         with pytest.raises(ConnectionResetError):
             await task
+
+
+PARTS = (b"7\r\nfirst, \r\n", b"6\r\nsecond\r\n", b"0\r\n\r\n")
+
+
+async def test_a_body_is_read_as_it_comes_and_the_connection_is_used_again():
+    go_on = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await request_head(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nx-a: b\r\n\r\n" + PARTS[0])
+            await go_on.wait()
+            writer.write(PARTS[1] + PARTS[2])
+
+    async with server(talk) as (client, url, writers):
+        for _ in range(2):
+            async with client.stream("POST", url, b"{}", {}, DEADLINE_S) as answer:
+                assert (answer.status, answer.headers["x-a"]) == (200, "b")
+                parts = [await anext(answer.body)]
+                go_on.set()
+                parts += [part async for part in answer.body]
+            assert b"".join(parts) == b"first, second"
+        assert len(writers) == 1
+
+
+async def test_a_body_that_ends_with_its_connection_is_whole():
+    async with (
+        server(says(b"HTTP/1.1 200 OK\r\n\r\nok")) as (client, url, _),
+        client.stream("GET", url, None, {}, DEADLINE_S) as answer,
+    ):
+        assert [part async for part in answer.body] == [b"ok"]
+
+
+async def test_a_body_that_breaks_off_is_no_whole_one():
+    async with server(says(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok")) as (client, url, _):
+        with pytest.raises(ConnectionResetError):
+            async with client.stream("GET", url, None, {}, DEADLINE_S) as answer:
+                _ = [part async for part in answer.body]
+
+
+async def test_a_body_that_stalls_is_a_timeout_and_its_connection_is_closed():
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok")
+        assert await reader.read() == b""
+
+    async with server(talk) as (client, url, _):
+        with pytest.raises(TimeoutError, match="the rest of the answer"):
+            async with client.stream("GET", url, None, {}, 0.2) as answer:
+                _ = [part async for part in answer.body]
+
+
+async def test_whoever_leaves_before_the_end_hangs_up():
+    hung_up = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok")
+        with suppress(ConnectionError):
+            await reader.read()
+        hung_up.set()
+
+    async with server(talk) as (client, url, _):
+        async with client.stream("GET", url, None, {}, DEADLINE_S) as answer:
+            assert await anext(answer.body) == b"ok"
+        async with asyncio.timeout(DEADLINE_S):
+            await hung_up.wait()
+
+
+async def test_a_reader_that_is_slow_slows_the_server():
+    size, sent = 1 << 26, 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await request_head(reader)
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\n\r\n".encode())
+        while sent < size:
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+            sent += 1 << 16
+
+    async with server(talk) as (client, url, _), client.stream("GET", url, None, {}, DEADLINE_S) as answer:
+        before = -1
+        while sent != before:  # until the server waits for us
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < size
+        assert sum([len(part) async for part in answer.body]) == size
+
+
+async def test_https_goes_through_a_proxy_and_its_refusal_is_told():
+    asked: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await request_head(reader))
+        writer.write(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+
+    async with server(talk) as (_, url, _):
+        client = Client({}, proxy=url.replace("//", "//me:se%20cret@"))
+        try:
+            with pytest.raises(ConnectionRefusedError, match=r"did not connect to example.org:443: HTTP/1.1 407"):
+                await client.request("GET", "https://example.org/x", None, {}, DEADLINE_S)
+        finally:
+            await client.close()
+    assert asked[0].startswith(b"CONNECT example.org:443 HTTP/1.1\r\n")
+    assert b"proxy-authorization: Basic bWU6c2UgY3JldA==\r\n" in asked[0]
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A key and a certificate of `localhost`, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(
+            name, name, key.public_key(), x509.random_serial_number(), now - timedelta(1), now + timedelta(1)
+        )
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "key.pem").write_bytes(key.private_bytes(*pem))
+    (folder / "cert.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    return folder / "key.pem", folder / "cert.pem"
+
+
+async def test_https_is_spoken_directly_and_inside_a_proxys_tunnel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    key, cert = certificate(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+
+    async def secure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await always_ok(reader, writer)
+
+    serving = await asyncio.start_server(secure, "127.0.0.1", 0, ssl=tls)
+    port = serving.sockets[0].getsockname()[1]
+    tunnels = 0
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tunnels
+        assert (await request_head(reader)).startswith(f"CONNECT localhost:{port} ".encode())
+        tunnels += 1
+        there, onward = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while part := await source.read(1 << 16):
+                sink.write(part)
+            sink.close()
+
+        await asyncio.gather(pump(reader, onward), pump(there, writer))
+
+    async with server(proxy) as (direct, proxy_url, _):
+        through = Client({}, proxy=proxy_url)
+        for client in (direct, through):
+            for _ in range(2):
+                assert await get(client, f"https://localhost:{port}/x") == b"ok"
+        await through.close()
+    serving.close()
+    assert tunnels == 1

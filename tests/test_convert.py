@@ -25,6 +25,7 @@ from ngym.convert import (
     split_think,
     usage_from_chat,
     usage_to_chat,
+    without_allowed_tools,
 )
 from ngym.errors import BadRequest, UpstreamError
 from ngym.schema import TOKEN_FIELDS, Json
@@ -210,6 +211,15 @@ def test_images_keep_their_detail() -> None:
     assert items_from_messages([message])[0]["content"][1] == image
 
 
+def test_videos_are_passed_on() -> None:
+    url = {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}}
+    for video in (url["video_url"], "http://x/y.mp4"):
+        item = {"role": "user", "content": [{"type": "input_video", "video_url": video}]}
+        (message,) = messages_from_items([item])
+        assert message["content"] == [url]
+    assert items_from_messages([message])[0]["content"] == [{"type": "input_video", "video_url": "http://x/y.mp4"}]
+
+
 @pytest.mark.parametrize(
     ("item", "named"),
     [
@@ -243,6 +253,58 @@ def test_summaries_stand_in_for_reasoning_and_encrypted_reasoning_says_nothing()
     assert messages_from_items([{"type": "reasoning", "summary": [], "encrypted_content": "x"}, said("a")]) == [
         {"role": "assistant", "content": "a"}
     ]
+
+
+def test_reasoning_without_text_says_nothing() -> None:
+    for item in ({"type": "reasoning", "summary": []}, {"type": "reasoning", "summary": [], "content": None}):
+        assert messages_from_items([item, said("a")]) == [{"role": "assistant", "content": "a"}]
+
+
+def test_a_turn_in_which_nothing_was_said_stays_a_turn() -> None:
+    tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    items = [
+        USER,
+        thought("hm") | tokens,
+        USER,
+        {"role": "assistant", "content": []},
+        {"role": "user", "content": None},
+    ]
+    messages = messages_from_items(items, tokens=True)
+    assert messages[1] == {"role": "assistant", "content": None, "reasoning_content": "hm", **tokens}
+    assert messages[3:] == [{"role": "assistant", "content": None}, {"role": "user", "content": ""}]
+    assert items_from_messages(messages)[1].items() >= tokens.items()
+
+
+def test_reasoning_that_the_back_end_parsed_is_kept_where_tags_were_expected() -> None:
+    output = response_from_chat(completion({"content": "<think>b</think>c", "reasoning": "a"}), {}, style="tags")[
+        "output"
+    ]
+    assert [item["content"][0]["text"] for item in output] == ["a", "b", "c"]
+    assert [item["type"] for item in output] == ["reasoning", "reasoning", "message"]
+
+
+def test_what_only_our_own_servers_understand_stays_home_unless_asked_for() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+    failed = {"type": "function_call_output", "call_id": "c", "output": [image], "ng": {"is_error": True}}
+    items = [thought("hm") | {"encrypted_content": "sig"}, call("c"), failed]
+    asked, told = messages_from_items(items, tokens=True)
+    assert asked["thinking_blocks"] == [{"type": "thinking", "thinking": "hm", "signature": "sig"}]
+    assert told["is_error"]
+    assert items_from_messages([asked, told])[0]["encrypted_content"] == "sig"
+    with pytest.raises(BadRequest, match="'input_image' is not supported here"):
+        messages_from_items(items)
+    foreign = messages_from_items([*items[:2], output("c") | {"ng": {"is_error": True}}])
+    assert "thinking_blocks" not in foreign[0] and "is_error" not in foreign[1]
+
+
+def test_allowed_tools_can_be_said_by_the_list_of_tools() -> None:
+    tools = [{"type": "function", "name": name} for name in ("add", "sub")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "sub"}]}
+    request = chat_request(check_create_params({"input": "hi", "tools": tools, "tool_choice": choice}))
+    assert request["tool_choice"]["type"] == "allowed_tools"
+    plain = without_allowed_tools(request)
+    assert ([tool["function"]["name"] for tool in plain["tools"]], plain["tool_choice"]) == (["sub"], "required")
+    assert without_allowed_tools(plain) == plain
 
 
 def test_token_data_stays_with_its_turn_and_stays_home_unless_asked_for() -> None:
@@ -328,7 +390,7 @@ def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields(
         ({"input": 3}, "field 'input': must be a string or a list of items"),
         ({"input": "x", "temperature": "hot"}, "field 'temperature': must be a number from 0 to 2, not 'hot'"),
         ({"input": "x", "stream": "yes"}, "field 'stream': must be true or false"),
-        ({"input": "x", "previous_response_id": "resp_1"}, "field 'previous_response_id': is not supported"),
+        ({"input": "x", "conversation": "conv_1"}, "field 'conversation': is not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
         ({"input": [{"type": "funtion_call"}]}, "(did you mean 'function_call'?)"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "field 'input[0].arguments'"),
@@ -337,6 +399,9 @@ def test_a_row_may_ask_the_engine_in_its_metadata_but_never_over_its_own_fields(
         ({"input": [7]}, "field 'input[0]': must be an object, not 7"),
         ({"input": "x", "tools": [{"type": "function"}]}, "field 'tools[0].name': must name the function"),
         ({"input": "x", "metadata": {"a": 1}}, "field 'metadata'"),
+        ({"input": [thought("a") | {"ng": {"tags": ["<think>"]}}]}, "'input[0].ng': must be sent back as it came"),
+        ({"input": [thought("a") | {"encrypted_content": 1}]}, "field 'input[0].encrypted_content'"),
+        ({"input": [output("a") | {"ng": 1}]}, "'input[0].ng': must be sent back as it came"),
         ({"input": [said("a") | {"prompt_token_ids": []}]}, "all of them or none; there is prompt_token_ids"),
         (
             {"input": [said("a") | dict(zip(TOKEN_FIELDS, ([1], [2, 3], [-1.0]), strict=True))]},

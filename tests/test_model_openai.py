@@ -1,7 +1,10 @@
 """models/openai against a stub endpoint on a real socket: which API it speaks, what it sends, and what errors become."""
 
 import asyncio
+import base64
+import importlib.util
 import inspect
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from house import house
 from machine import PATIENCE_S, reserved_port, until
 from openai import AsyncOpenAI
 from pydantic import ValidationError
+from upstreams import OpenAI
 
+from ngym.errors import ConfigError
 from ngym.schema import TOKEN_FIELDS
 from ngym.services import ServiceOptions
 from ngym.services.loader import load
@@ -83,7 +88,7 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def model(endpoint: Endpoint, **options: Any):
+async def model(endpoint: Endpoint | OpenAI, **options: Any):
     """Our model server in front of an endpoint, as an HTTP client."""
     async with house(endpoint=endpoint.app) as outside:
         base_url = outside.urls["endpoint"][0] + ("" if "azure" in options else "/v1")
@@ -130,6 +135,14 @@ async def test_an_endpoint_without_responses_is_asked_in_chat_from_then_on(statu
     assert endpoint.paths == ["v1/responses", "v1/chat/completions", "v1/chat/completions"]
     expected = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}], "max_completion_tokens": 9}
     assert endpoint.body == expected
+
+
+async def test_a_first_call_that_is_streamed_decides_too():
+    stub = OpenAI(responses=False)
+    async with model(stub) as client:
+        for _ in range(2):
+            assert "response.completed" in (await ask(client, stream=True)).text
+    assert [path for path, _, _ in stub.seen] == ["v1/responses", "v1/chat/completions", "v1/chat/completions"]
 
 
 async def test_a_first_call_that_fails_decides_nothing():
@@ -319,14 +332,65 @@ async def test_no_more_requests_are_in_flight_than_allowed():
 
 async def test_the_official_client_talks_through_us():
     async with (
-        model(Endpoint(chat_completions=completion("hello"))) as http,
+        model(OpenAI()) as http,
         AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
     ):
-        assert (await client.responses.create(model="m", input="x")).output_text == "hello"
+        told = (await client.responses.create(model="m", input="x")).output_text
         async with client.responses.stream(model="m", input="x") as stream:
-            assert (await stream.get_final_response()).output_text == "hello"
+            deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+            assert (await stream.get_final_response()).output_text == "".join(deltas) == told
         said = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-    assert said.choices[0].message.content == "hello"
+    assert said.choices[0].message.content == told == "You said: x. Fine ☕, isn't it?"
+
+
+def a_token(lasts_s: float) -> str:
+    """A JSON web token as Microsoft Entra gives them, which runs out after so long."""
+    payload = base64.urlsafe_b64encode(orjson.dumps({"exp": int(time.time() + lasts_s)})).rstrip(b"=").decode()
+    return f"e30.{payload}.x"
+
+
+async def asked_with(**azure: Any) -> list[str]:
+    """The authorization that each of two calls showed to an Azure endpoint."""
+    endpoint = Endpoint(openai_v1_responses=response())
+    async with model(endpoint, azure=azure) as client:
+        for _ in range(2):
+            answer = await ask(client)
+            assert answer.status_code == 200, answer.text
+    assert endpoint.paths == ["openai/v1/responses"] * 2
+    return [request.headers["authorization"] for _, _, request in endpoint.seen]
+
+
+async def test_azure_takes_a_token_from_a_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ENTRA", "abc")
+    assert await asked_with(token_env="ENTRA") == ["Bearer abc"] * 2
+    with pytest.raises(ValidationError, match="environment variable NOWHERE is not set"):
+        OPENAI.Options(model="m", api_key_env=None, azure={"token_env": "NOWHERE"})
+    with pytest.raises(ValidationError, match="give one of entra, token_env and token_command"):
+        OPENAI.Options(model="m", api_key_env=None, azure={"token_env": "ENTRA", "entra": True})
+
+
+@pytest.mark.parametrize(("lasts_s", "runs"), [(3600, 1), (-60, 2)])
+async def test_a_command_that_prints_a_token_is_run_again_when_that_runs_out(tmp_path: Path, lasts_s: int, runs: int):
+    log = tmp_path / "runs"
+    command = ["sh", "-c", f"echo run >> {log}; echo {a_token(lasts_s)}"]
+    shown = await asked_with(token_command=command)
+    assert all(one.startswith("Bearer e30.") for one in shown)
+    assert len(log.read_text().split()) == runs
+
+
+async def test_a_command_that_fails_is_told():
+    async with model(Endpoint(), azure={"token_command": ["sh", "-c", "echo please log in >&2; exit 3"]}) as client:
+        problem = (await ask(client)).json()
+    assert problem["failure"] == "config"
+    assert problem["detail"] == "azure.token_command 'sh' ended with 3: please log in"
+
+
+async def test_azure_identity_is_asked_for_where_it_is_missing():
+    if importlib.util.find_spec("azure.identity") if importlib.util.find_spec("azure") else False:
+        pytest.skip("azure-identity is installed")
+    with pytest.raises(ConfigError, match=r"azure.entra needs azure-identity: pip install azure-identity"):
+        async with OPENAI.headers(OPENAI.Azure(entra=True), None):
+            pass
 
 
 def test_a_key_that_is_not_set_is_told_before_anything_runs():

@@ -1,5 +1,8 @@
 """model_server() on a real socket: what `respond` is given, what a client gets, and how errors look."""
 
+import asyncio
+import resource
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -7,12 +10,12 @@ import httpx
 import orjson
 import pytest
 from house import house
-from machine import PATIENCE_S
+from machine import PATIENCE_S, until
 from openai import AsyncOpenAI, UnprocessableEntityError
 
 from ngym import ModelCall, ServiceContext, model_server
-from ngym.convert import message_item, new_response, output_text
-from ngym.errors import ConfigError, Overloaded
+from ngym.convert import message_item, new_response, output_text, response_events
+from ngym.errors import ConfigError, Overloaded, ServiceError
 from ngym.services.model import ModelOptions
 
 
@@ -156,6 +159,116 @@ async def test_a_stream_of_a_cut_off_answer_ends_incomplete():
     assert "event: response.incomplete" in answer.text
 
 
+class Endless:
+    """A back end that never finishes: it says one word, if it streams, and notes how it ended."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.ended: list[str] = []
+
+    async def respond(self, request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended.append("cancelled")
+            raise
+        return {}
+
+    async def stream(self, request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+        for event in list(response_events(new_response(request, [], response_id="resp_1", model="m")))[:2]:
+            yield event
+        await self.respond(request, call)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/rollouts/r/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_hangs_up_ends_its_call(path: str, streamed: bool):
+    model = Endless()
+    app = model_server(respond=model.respond, stream=model.stream)
+    messages = [{"role": "user", "content": "x"}]
+    body: dict[str, Any] = {"input": "x"} if "responses" in path else {"messages": messages}
+    body |= {"stream": streamed} | ({"max_tokens": 9} if "messages" in path else {})
+    async with client_of(app) as client:
+        call = asyncio.create_task(client.post(path, json=body))
+        await model.began.wait()
+        assert not model.ended
+        call.cancel()
+        await until(lambda: model.ended)
+        await _until_told(client, "ngym_requests_in_flight 1.0")  # the one that asks
+    assert model.ended == ["cancelled"]
+
+
+async def test_a_stream_comes_while_the_model_still_speaks():
+    model = Endless()
+    async with client_of(model_server(respond=model.respond, stream=model.stream)) as client:
+        async with client.stream("POST", "/v1/responses", json={"input": "x", "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == "event: response.created"
+            assert not model.ended
+        await until(lambda: model.ended)
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        ("/v1/responses", "event: response.failed"),
+        ("/v1/chat/completions", '"message":"the engine died"'),
+        ("/v1/messages", "event: error"),
+    ],
+)
+async def test_a_stream_that_breaks_ends_with_an_event_that_says_so(path: str, last: str):
+    async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+        for event in list(response_events(new_response(request, [], response_id="resp_1", model="m")))[:2]:
+            yield event
+        raise ServiceError("the engine died")
+
+    model = Endless()
+    body = {"input": "x"} if "responses" in path else {"messages": [{"role": "user", "content": "x"}]}
+    async with client_of(model_server(respond=model.respond, stream=stream)) as client:
+        more = {"max_tokens": 9} if "messages" in path else {}
+        answer = await client.post(path, json=body | more | {"stream": True})
+    assert answer.status_code == 200
+    assert last in answer.text
+    assert "the engine died" in answer.text
+    assert "response.completed" not in answer.text
+
+
+async def test_a_stream_that_cannot_begin_is_a_problem_document_with_its_own_status():
+    async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+        raise Overloaded("too many at once")
+        yield {}
+
+    model = Endless()
+    async with client_of(model_server(respond=model.respond, stream=stream)) as client:
+        answer = await client.post("/v1/responses", json={"input": "x", "stream": True})
+    assert (answer.status_code, answer.json()["detail"]) == (429, "too many at once")
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_token_data_that_comes_back_is_told_and_is_not_in_the_request():
+    app, seen = replying()
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
+    tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
+    items = [{"role": "user", "content": "x"}, said | tokens, {"role": "user", "content": "y"}]
+    async with client_of(app) as client:
+        await client.post("/v1/responses", json={"input": items})
+        await client.post("/v1/responses", json={"input": [*items[:2], said]})
+        chat = [items[0], {"role": "assistant", "content": "4", **tokens}, items[2]]
+        await client.post("/v1/chat/completions", json={"messages": chat})
+        wrong = await client.post(
+            "/v1/responses", json={"input": [said | tokens | {"prompt_token_ids": ["1", 2]}, items[2]]}
+        )
+    assert [call.seen for _, call in seen] == [
+        (1, [1, 2], [3], False),
+        (1, [1, 2], [3], True),
+        (1, [1, 2], [3], False),
+    ]
+    assert not any("prompt_token_ids" in item for request, _ in seen for item in request["input"])
+    assert wrong.status_code == 422
+    assert "input[0].prompt_token_ids" in wrong.json()["detail"]
+
+
 async def test_chat_completions_are_the_same_model():
     usage = {"input_tokens": 3, "output_tokens": 1, "total_tokens": 4}
     app, seen = replying("4", usage=usage)
@@ -204,3 +317,88 @@ async def test_the_official_client_reads_our_errors():
 
 def test_every_model_server_has_a_model_option():
     assert ModelOptions().model == "model"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_told_to_come_again(streamed: bool):
+    begun: list[asyncio.Event] = []
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        begun.append(asyncio.Event())
+        await begun[-1].wait()
+        return new_response(request, [message_item([output_text("4")], "msg_1")], response_id="resp_1", model="m")
+
+    async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+        for event in response_events(await respond(request, call)):
+            yield event
+
+    body = {"input": "x", "stream": streamed}
+    async with client_of(model_server(respond=respond, stream=stream), max_in_flight=2, max_waiting=1) as client:
+        calls = [asyncio.create_task(client.post("/v1/responses", json=body)) for _ in range(2)]
+        await until(lambda: len(begun) == 2)
+        third = asyncio.create_task(client.post("/v1/responses", json=body))
+        await _until_told(client, "ngym_calls_waiting 1.0")
+        refused = await client.post("/v1/responses", json=body)
+        begun[0].set()
+        await until(lambda: len(begun) == 3)
+        begun[1].set()
+        begun[2].set()
+        answers = await asyncio.gather(*calls, third)
+        gone = asyncio.create_task(client.post("/v1/responses", json=body))
+        await until(lambda: len(begun) == 4)
+        gone.cancel()  # its place is free again
+        begun.clear()
+        more = [asyncio.create_task(client.post("/v1/responses", json=body)) for _ in range(2)]
+        await until(lambda: len(begun) == 2)
+        for one in begun:
+            one.set()
+        answers += await asyncio.gather(*more)
+        await _until_told(client, "ngym_calls_refused_total 1.0")
+    assert (refused.status_code, refused.json()["title"]) == (429, "Too many requests")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert [answer.status_code for answer in answers] == [200] * 5
+
+
+async def _until_told(client: httpx.AsyncClient, line: str) -> None:
+    while line not in (await client.get("/metrics")).text:
+        await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_reads_slowly_holds_up_nobody():
+    async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+        text = "x" * 20_000_000 if request["input"] == "much" else "little"
+        response = new_response(request, [message_item([output_text(text)], "msg_1")], response_id="r", model="m")
+        for event in response_events(response):
+            yield event
+
+    app = model_server(respond=Endless().respond, stream=stream)
+    async with (
+        client_of(app) as client,
+        client.stream("POST", "/v1/responses", json={"input": "much", "stream": True}) as slow,
+    ):
+        assert slow.status_code == 200  # and nobody reads it
+        for _ in range(20):
+            quick = await client.post("/v1/responses", json={"input": "x", "stream": True})
+            assert "response.completed" in quick.text
+
+
+async def test_four_thousand_calls_are_in_flight_together():
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # two sockets each
+    waiting = 0
+    go = asyncio.Event()
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        nonlocal waiting
+        waiting += 1
+        await go.wait()
+        return new_response(request, [], response_id=f"resp_{request['input']}", model="m")
+
+    async with house({"policy": {}}, policy=model_server(respond=respond)) as peers:
+        calls = [
+            asyncio.create_task(peers["policy"].post("/v1/responses", {"input": str(number)})) for number in range(4096)
+        ]
+        await until(lambda: waiting == 4096)
+        go.set()
+        answers = await asyncio.gather(*calls)
+    assert [answer["id"] for answer in answers] == [f"resp_{number}" for number in range(4096)]

@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
 import pytest
 from machine import PATIENCE_S, running, wait_until
+from starlette.requests import Request
+from starlette.responses import Response
 from vllm_service import ENDLESS, Server, Servers, endless, metric, tokens_of, user, write_checkpoint
 
-from ngym.errors import ConfigError
+from ngym.schema import TOKEN_FIELDS
+from ngym.services.app import add_route, service_app
 from ngym.services.loader import load
+from ngym.services.options import ServiceOptions
+from ngym.services.whole import WholeCompletion
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -108,7 +112,8 @@ ALTERNATIVES = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 def streamed(reply: httpx.Response) -> dict[str, Any]:
     """The response in the last event of a stream."""
-    response: dict[str, Any] = json.loads(reply.text.strip().rpartition("\ndata: ")[2])["response"]
+    last = reply.text.removesuffix("data: [DONE]\n\n").strip().rpartition("\ndata: ")[2]
+    response: dict[str, Any] = json.loads(last)["response"]
     return response
 
 
@@ -145,6 +150,67 @@ def test_a_stop_string_ends_an_answer_where_it_stands(policy: Server) -> None:
     stopped = policy.answer(**body, stop=[stop])
     assert stopped["output"][-1]["content"][0]["text"] == text[: text.index(stop)]
     assert len(tokens_of(stopped)[1]) < 50
+
+
+def test_every_way_of_sampling_is_open(policy: Server, tokenizer: Any) -> None:
+    def sampled(**more: Any) -> list[int]:
+        body = {"messages": [user("hello world")], "max_tokens": 12, "ignore_eos": True, **more}
+        return asked(policy, "/v1/chat/completions", body, stream=False)["choices"][0]["message"][TOKEN_FIELDS[1]]
+
+    greedy = sampled(temperature=0)
+    assert sampled(top_k=1) == sampled(top_p=1e-6) == sampled(min_p=1) == greedy
+    assert sampled(seed=1) == sampled(seed=1) != sampled(seed=2)
+    letter = tokenizer.encode("x")[0]
+    assert sampled(logit_bias={str(letter): 100}) == sampled(allowed_token_ids=[letter]) == [letter] * 12
+    assert greedy[0] not in sampled(temperature=0, logit_bias={str(greedy[0]): -100})
+    assert len(set(sampled(temperature=0, repetition_penalty=100))) > len(set(greedy)) - 1
+    assert sampled(temperature=0, stop_token_ids=[greedy[3]], min_tokens=0) == greedy[: greedy.index(greedy[3]) + 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_nothing_fits_is_the_requests_fault_and_ends_no_engine(
+    policy: Server, tokenizer: Any, stream: bool
+) -> None:
+    other = tokenizer.encode("b")
+    body = {"messages": [user("hi")], "max_tokens": 5, "stream": stream, "allowed_token_ids": other}
+    reply = policy.post("/v1/chat/completions", **body, structured_outputs={"choice": ["a"]})
+    assert stream or reply.status_code == 422
+    assert "allows no token" in reply.text
+    assert policy.answer(input="hi", max_output_tokens=1)["output"]
+
+
+def test_a_client_may_ask_for_thinking_where_the_template_decides(thinker: Server) -> None:
+    body = {"messages": [user("hi")], "max_tokens": 2048, "model": "policy", "stop_token_ids": list(range(300))}
+    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}):
+        assert thinker.post("/v1/messages", **body, thinking=thinking).status_code == 200
+
+
+def test_beam_search_finds_an_answer_that_is_no_less_likely_and_nothing_to_train_on(policy: Server) -> None:
+    body = {"messages": [user("hello")], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": True}
+    greedy = asked(policy, "/v1/chat/completions", body, stream=False)["choices"][0]
+    wide = asked(policy, "/v1/chat/completions", body | {"beam_width": 4}, stream=False)["choices"]
+    assert len(wide) == 1 and not set(TOKEN_FIELDS) & wide[0]["message"].keys()
+    likely = [sum(one["logprob"] for one in choice["logprobs"]["content"]) for choice in (greedy, wide[0])]
+    assert likely[1] >= likely[0] - 1e-4
+    refused = policy.post("/v1/chat/completions", **body, beam_width=4, stream=True)
+    assert refused.status_code == 422 and "beam_width" in refused.json()["detail"]
+
+
+def test_the_metrics_tell_of_queue_cache_and_tokens(policy: Server) -> None:
+    long = "what is hello world? " * 40
+    for _ in range(2):
+        policy.answer(input=long, max_output_tokens=1)
+    assert metric(policy, "prefix_cache_hits_total") > 0
+    assert metric(policy, "prefix_cache_queries_total") > metric(policy, "prefix_cache_hits_total")
+    text = policy.get("/metrics").text
+    for name in (
+        "num_requests_waiting",
+        "prompt_tokens_total",
+        "kv_cache_usage_perc",
+        "request_queue_time_seconds_sum",
+    ):
+        assert f"vllm:{name}{{" in text
+    assert 'ngym_requests_total{route="/v1/responses",status="200"}' in text
 
 
 def test_every_token_is_counted_and_the_first_one_is_timed(policy: Server) -> None:
@@ -219,13 +285,32 @@ def test_an_answer_that_is_all_reasoning_carries_its_tokens_and_goes_on(servers:
     assert tokens_of(second)[0][: len(prompt) + len(sampled)] == prompt + sampled
 
 
-def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server, stream: bool) -> None:
     for length in (900, 1100, 100_000):
-        response = policy.answer(input="a" * length + "!", max_output_tokens=200, ignore_eos=True)
+        body = {"input": [user("a" * length + "!")], "max_output_tokens": 200, "ignore_eos": True}
+        response = asked(policy, "/v1/responses", body, stream=stream)
         assert response["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["content"][0]["text"] == "" and response["usage"]["output_tokens"] == 0
     assert "prompt_token_ids" not in response["output"][0]
+    messages = [user("a" * 2000)]
+    completion = asked(policy, "/v1/chat/completions", {"messages": messages}, stream=stream)
+    assert completion["choices"][0]["finish_reason"] == "length" and completion["usage"]["completion_tokens"] == 0
+    body = {"messages": messages, "max_tokens": 10, "model": "policy"}
+    message = asked(policy, "/v1/messages", body, stream=stream)
+    assert message["stop_reason"] == "model_context_window_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_that_outgrows_the_context_from_its_own_ids_is_incomplete_too(
+    policy: Server, stream: bool
+) -> None:
+    talk = TALKS["responses"]
+    first = asked(policy, talk.path, talk.body | FORCED, stream=False)
+    body = talk.next(talk.body, first)
+    body["input"].append(user("a" * 1100))
+    assert asked(policy, talk.path, body, stream=stream)["status"] == "incomplete"
 
 
 def test_long_prompts_with_seeds_leave_the_engine_alive_and_repeat_themselves(policy: Server) -> None:
@@ -260,12 +345,10 @@ def test_a_nemo_gym_row_reaches_the_engine_through_its_metadata(policy: Server, 
         ("POST", "/inference/v1/generate"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/responses/resp_1/cancel"),
-        ("GET", "/docs"),
         ("GET", "/version"),
         ("GET", "/metrics/../version"),
         ("POST", "/rollouts/r1/sleep"),
         ("POST", "/rollouts/r1/v1/../sleep"),
-        ("POST", "/rollouts//v1/responses"),
     ],
 )
 def test_vllms_control_routes_are_reachable_by_nobody(policy: Server, method: str, path: str) -> None:
@@ -276,7 +359,8 @@ def test_vllms_control_routes_are_reachable_by_nobody(policy: Server, method: st
 
 def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
     assert policy.get("/").json() == {"status": "ok"}
-    assert policy.get("/weights").json() == {"policy_version": 0, "transport": [], "updating": False}
+    told = policy.get("/weights").json()
+    assert (told["policy_version"], told["transport"], told["updating"]) == (0, [], False)
     assert [model["id"] for model in policy.get("/v1/models").json()["data"]] == ["policy"]
     assert "vllm:generation_tokens_total" in policy.get("/metrics").text
     paths = set(policy.get("/openapi.json").json()["paths"])
@@ -295,14 +379,140 @@ def test_without_a_token_nobody_can_push_weights_and_the_answer_says_how_to_set_
 
 
 def test_a_bad_request_names_the_field(policy: Server) -> None:
-    item = {"role": "assistant", "content": "x", "prompt_token_ids": "no", "generation_token_ids": [1]}
+    item = {"role": "assistant", "content": "x", "prompt_token_ids": ["no"], "generation_token_ids": [1]}
+    item |= {"generation_log_probs": [-1.0]}
     reply = policy.post("/v1/responses", input=[user("hi"), item])
-    assert reply.status_code == 422 and "input.1.prompt_token_ids" in reply.json()["detail"]
+    assert reply.status_code == 422 and "input[1].prompt_token_ids" in reply.json()["detail"]
     item["prompt_token_ids"] = [10**6]
     assert policy.post("/v1/responses", input=[user("hi"), item, user("x")]).status_code == 200  # not this history
-    assert policy.post("/v1/responses", inputs="hi").json()["error"]["param"] == "body.input"
+    assert "input" in policy.post("/v1/responses", inputs="hi").json()["error"]["message"]
     assert httpx.post(policy.url + "/v1/responses", content=b"{nope", timeout=PATIENCE_S).status_code == 400
-    assert "nobody" in policy.post("/v1/responses", input="hi", model="nobody").json()["error"]["message"]
+    extra = {"metadata": {"extra_body": json.dumps({"top_kk": 2})}}
+    assert "did you mean 'top_k'?" in policy.post("/v1/responses", input="hi", **extra).json()["error"]["message"]
+    wrong = policy.post("/v1/chat/completions", messages=[user("hi")], temperature=-1)
+    assert wrong.status_code == 422 and "temperature" in wrong.json()["error"]["message"]
+
+
+def test_it_answers_to_any_name_and_tells_its_own(policy: Server) -> None:
+    assert policy.answer(input="hi", model="gpt-5", max_output_tokens=1)["model"] == "policy"
+
+
+CHAT_ADD = {"type": "function", "function": {name: ADD[name] for name in ("name", "description", "parameters")}}
+MESSAGES_ADD = {"name": "add", "description": "Adds.", "input_schema": ADD["parameters"]}
+QUESTION = "what is 1 + 2?"
+FORCED = {"structured_outputs": {"choice": [CALL_TEXT]}}
+
+
+def asked(policy: Server, path: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+    """The answer to this body; of a stream, what its client makes of it."""
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    if not stream:
+        reply = policy.post(path, **body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+    extra = {"extra_body": {name: body.pop(name) for name in ("structured_outputs", "ignore_eos") if name in body}}
+    base, _, api = (policy.url + path).partition("/v1/")
+    if api == "messages":
+        with anthropic.Anthropic(base_url=base, api_key="none").messages.stream(**body, **extra) as events:
+            beside = [event.model_dump(include=set(TOKEN_FIELDS)) for event in events if event.type == "message_delta"]
+            message = events.get_final_message().model_dump(exclude_none=True)
+        message["content"][-1] |= beside[-1]
+        return message
+    client = openai.OpenAI(base_url=base + "/v1", api_key="none")
+    if api == "responses":
+        with client.responses.stream(model="policy", **body, **extra) as events:
+            *_, last = events
+            return last.response.model_dump(exclude_none=True)
+    whole = WholeCompletion()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in client.chat.completions.create(model="policy", **options, **body, **extra):
+        whole.take(chunk.model_dump(exclude_none=True))
+    assert whole.answer is not None
+    return whole.answer
+
+
+class Talk(NamedTuple):
+    """One API's way to have the tool `add` called, and to give its result.
+
+    carrier: (answer) -> what carries the token fields.
+    next: (body, answer) -> the body of the next call, with a sum as the tool's result.
+    """
+
+    path: str
+    body: dict[str, Any]
+    carrier: Callable[[dict[str, Any]], dict[str, Any]]
+    next: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+
+
+def after_responses(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    result = {"type": "function_call_output", "call_id": answer["output"][-1]["call_id"], "output": '{"sum": 3}'}
+    return body | {"input": [*body["input"], *answer["output"], result]}
+
+
+def after_chat(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    message = answer["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": '{"sum": 3}'}
+    return body | {"messages": [*body["messages"], message, result]}
+
+
+def after_messages(body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"], "content": '{"sum": 3}'}
+    said = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+    return body | {"messages": [*body["messages"], *said]}
+
+
+TALKS = {
+    "responses": Talk(
+        "/v1/responses",
+        {"input": [user(QUESTION)], "tools": [ADD], "max_output_tokens": 200},
+        lambda answer: answer["output"][-1],
+        after_responses,
+    ),
+    "chat": Talk(
+        "/v1/chat/completions",
+        {"messages": [user(QUESTION)], "tools": [CHAT_ADD], "max_tokens": 200},
+        lambda answer: answer["choices"][0]["message"],
+        after_chat,
+    ),
+    "messages": Talk(
+        "/v1/messages",
+        {"model": "policy", "messages": [user(QUESTION)], "tools": [MESSAGES_ADD], "max_tokens": 200},
+        lambda answer: answer["content"][-1],
+        after_messages,
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", TALKS)
+@pytest.mark.parametrize("captured", [False, True])
+def test_in_every_api_a_call_goes_on_from_the_very_ids_of_the_one_before(
+    policy: Server, tokenizer: Any, reference: Any, api: str, stream: bool, captured: bool
+) -> None:
+    """captured: under /rollouts/{id}, by a client that knows nothing of token ids."""
+    talk = TALKS[api]
+    prefix = f"/rollouts/{api}-{stream}" if captured else ""
+    first = asked(policy, prefix + talk.path, talk.body | FORCED, stream=stream)
+    prompt, sampled, _ = (talk.carrier(first)[name] for name in TOKEN_FIELDS)
+    assert tokenizer.decode(sampled) == CALL_TEXT + "<|im_end|>"
+    assert sampled != tokenizer.encode(CALL_TEXT + "<|im_end|>"), "else this test shows nothing"
+    if captured:
+        for name in TOKEN_FIELDS:
+            del talk.carrier(first)[name]
+    second = asked(policy, prefix + talk.path, talk.next(talk.body, first) | {"ignore_eos": True}, stream=stream)
+    prompt_2, sampled_2, logprobs_2 = (talk.carrier(second)[name] for name in TOKEN_FIELDS)
+    assert prompt_2[: len(prompt) + len(sampled)] == prompt + sampled
+    tail = '\n<|im_start|>user\n<tool_response>{"sum": 3}</tool_response><|im_end|>\n<|im_start|>assistant\n'
+    assert tokenizer.decode(prompt_2[len(prompt) + len(sampled) :]) == tail
+    assert logprobs_2 == pytest.approx(reference(prompt_2, sampled_2), abs=1e-4)
+    if captured:
+        told = policy.get(prefix + "/segments").json()
+        [segment] = told["segments"]
+        assert told["calls"] == 2 and segment["token_ids"] == prompt_2 + sampled_2
+        assert segment["mask"] == [
+            [len(prompt), len(prompt) + len(sampled)],
+            [len(prompt_2), len(prompt_2 + sampled_2)],
+        ]
 
 
 def test_the_official_client_speaks_to_it(policy: Server) -> None:
@@ -313,7 +523,7 @@ def test_the_official_client_speaks_to_it(policy: Server) -> None:
     chat = client.chat.completions.create(model="policy", messages=[user("hello")], max_tokens=4)
     assert chat.usage.completion_tokens <= 4
     events = list(client.responses.create(model="policy", input="hello", max_output_tokens=6, stream=True))
-    assert events[-1].type == "response.completed"
+    assert events[-1].type == "response.incomplete"
     streamed = events[-1].response.output[-1]
     assert len(streamed.generation_token_ids) == len(streamed.generation_log_probs) == 6
     assert streamed.prompt_token_ids == response.output[-1].prompt_token_ids
@@ -325,6 +535,23 @@ def test_a_caller_who_hangs_up_frees_its_place(thinker: Server) -> None:
         assert metric(thinker, "num_requests_running") == 1
     wait_until(lambda: not metric(thinker, "num_requests_running"))
     assert metric(thinker, "generation_tokens_total") - before < ENDLESS
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/rollouts/gone/v1/chat/completions"])
+def test_a_caller_who_hangs_up_frees_its_place_without_a_stream_too(thinker: Server, path: str) -> None:
+    length = {"max_output_tokens": ENDLESS} if path == "/v1/responses" else {"max_tokens": ENDLESS}
+    said = {"input": "hi"} if path == "/v1/responses" else {"messages": [user("hi")]}
+
+    async def hang_up() -> None:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            asking = asyncio.create_task(client.post(thinker.url + path, json={**said, **length, "ignore_eos": True}))
+            while not metric(thinker, "num_requests_running"):
+                await asyncio.sleep(0.1)
+            asking.cancel()
+
+    asyncio.run(hang_up())
+    wait_until(lambda: not metric(thinker, "num_requests_running"))
+    assert thinker.get("/rollouts/gone/segments").status_code == 404
 
 
 def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(thinker: Server) -> None:
@@ -353,6 +580,26 @@ def parts(root: Path) -> Any:
     """models/vllm's own modules by name, those that do without vLLM."""
     module = load(root / "models" / "vllm" / "app.py")
     return lambda name: importlib.import_module(f"{module.__name__}.{name}")
+
+
+async def test_with_keys_nobody_asks_the_model_without_one(parts: Any) -> None:
+    app = service_app("model", options=ServiceOptions)
+    for path in ("/v1/models", "/rollouts/{rollout_id}/v1/models"):
+        add_route(app, "GET", path, healthy)
+    app.add_middleware(parts("keys").Keys, keys=["one key", "another"], service="policy")
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://policy") as client:
+        for path in ("/v1/models", "/rollouts/r-1/v1/models", "/v1/none"):
+            for headers in ({}, {"authorization": "Bearer one"}, {"x-api-key": "none"}, {"authorization": "Basic x"}):
+                refused = await client.get(path, headers=headers)
+                assert refused.status_code == 401 and "key" in refused.json()["error"]["message"]
+        for headers in ({"authorization": "Bearer one key"}, {"x-api-key": "another"}):
+            assert (await client.get("/rollouts/r-1/v1/models", headers=headers)).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def healthy(request: Request) -> Response:
+    return Response()
 
 
 DOOR = """
@@ -385,98 +632,3 @@ def test_a_slow_caller_at_a_loading_service_holds_nobody_up_and_is_answered_too(
         slow.sendall(b"host: x\r\n\r\n")
         assert slow.makefile("rb").readline() == b"HTTP/1.1 503 Service Unavailable\r\n"
     assert loading.returncode == 0
-
-
-END = 9
-SYSTEM, HELLO, OPENING = [1, 2, END], [3, 4, END], [7, 8]
-
-
-def test_a_splice_keeps_the_seen_ids_and_what_the_template_adds(parts: Any) -> None:
-    splicing = parts("splice")
-    seen = splicing.Seen(SYSTEM + HELLO + OPENING, [50, 51, END])
-    history = SYSTEM + HELLO + OPENING + [60, END]  # the same text in another spelling
-    rendered = [*history, 0, 30, END, *OPENING]
-    assert splicing.splice(rendered, history, seen, {END}) == [*seen.prompt, *seen.sampled, 0, 30, END, *OPENING]
-
-
-def test_a_splice_survives_a_template_that_drops_old_reasoning(parts: Any) -> None:
-    splicing = parts("splice")
-    thought = [*OPENING, 40, 41, 60, END]
-    seen = splicing.Seen(SYSTEM + HELLO + thought + HELLO + OPENING, [40, 61, END])
-    history = SYSTEM + HELLO + [*OPENING, 60, END] + HELLO + [*OPENING, 40, 61, END]
-    rendered = SYSTEM + HELLO + [*OPENING, 60, END] + HELLO + [*OPENING, 61, END] + HELLO + OPENING
-    assert splicing.splice(rendered, history, seen, {END}) == [*seen.prompt, *seen.sampled, *HELLO, *OPENING]
-
-
-@pytest.mark.parametrize(
-    "history",
-    [
-        pytest.param([5, END, *HELLO, *OPENING, 60, END], id="another system prompt"),
-        pytest.param([*HELLO, *OPENING, 60, END], id="a message left out"),
-        pytest.param([*SYSTEM, *HELLO, *HELLO, *OPENING, 60, END], id="a message put in"),
-        pytest.param([*SYSTEM, 1, 2, 3], id="no turn that ends"),
-    ],
-)
-def test_a_history_that_is_not_the_seen_one_is_never_spliced(parts: Any, history: list[int]) -> None:
-    splicing = parts("splice")
-    seen = splicing.Seen(SYSTEM + HELLO + OPENING, [50, 51, END])
-    assert splicing.splice([*history, *HELLO, *OPENING], history, seen, {END}) is None
-
-
-def test_a_model_that_is_not_there_is_one_line_with_the_remedy(parts: Any, tmp_path: Path) -> None:
-    environment = parts("environment")
-    assert not environment.find_model("Qwen/Qwen3-0.6B", tmp_path, "policy").local
-    with pytest.raises(ConfigError, match=r"^service 'policy': model 'runs/x/policy': there is no folder /.*policy"):
-        environment.find_model("runs/x/policy", tmp_path, "policy")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no config\.json"):
-        environment.find_model("empty", tmp_path, "policy")
-
-
-PARSE = """
-import importlib, json, sys
-from pathlib import Path
-from ngym.errors import ConfigError
-from ngym.services.loader import load
-app = load(Path(sys.argv[1]))
-part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
-model = part("environment").Model("/m", local=True)
-told = []
-for options in json.loads(sys.argv[2]):
-    try:
-        arguments = part("arguments").parse_arguments("policy", app.Options(model="m", **options), model, on_cpu=True)
-        told.append({k: str(vars(arguments)[k]) for k in sorted(options.get("engine", {})) if k in vars(arguments)})
-    except ConfigError as error:
-        told.append(str(error))
-print(json.dumps(told))
-"""
-
-
-def test_engine_arguments_are_checked_against_vllms_own(root: Path) -> None:
-    engine = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": False, "dtype": "bfloat16", "seed": 7}
-    cases: dict[str, Any] = {
-        json.dumps({k: str(v) for k, v in sorted(engine.items())}): {"engine": engine},
-        "engine.max_model_lenn: vLLM has no argument 'max_model_lenn' (did you mean 'max_model_len'?)": {
-            "engine": {"max_model_lenn": 512}
-        },
-        "engine.port: ngym decides this itself; remove it": {"engine": {"port": 80}},
-        "engine.weight_transfer_config: nccl moves weights between GPUs, and this vLLM runs on a CPU": {
-            "engine": {"weight_transfer_config": {"backend": "nccl"}}
-        },
-        "engine.max_loras: with lora_rank, all requests use the adapter that is pushed": {
-            "lora_rank": 8,
-            "engine": {"max_loras": 2},
-        },
-        "engine.served-model-name: this is the service's own option 'served_name'; set it there": {
-            "engine": {"served-model-name": "x"}
-        },
-        "argument --max-num-seqs: ": {"engine": {"max_num_seqs": "many"}},
-        "engine.enable_chunked_prefill: on a CPU, vLLM dies": {"engine": {"enable-chunked-prefill": True}},
-        "tool_call_parser: vLLM has no parser 'hermess' (did you mean 'hermes'?)": {"tool_call_parser": "hermess"},
-    }
-    command = [sys.executable, "-c", PARSE, str(root / "models" / "vllm" / "app.py"), json.dumps(list(cases.values()))]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-    assert result.returncode == 0, result.stderr
-    for expected, told in zip(cases, json.loads(result.stdout.splitlines()[-1]), strict=True):
-        line = told if isinstance(told, str) else json.dumps(told)
-        assert expected in line and "\n" not in line

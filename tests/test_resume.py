@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from stub_policy import Stub, serving
 from trainer_service import SHAPE, arguments, free_port, metrics_of, new_policy, train
 from transformers import AutoTokenizer

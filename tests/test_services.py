@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
-from ngym.peers import Peers, rendezvous
+from ngym.peers import Peers
+from ngym.replicas import rendezvous
 from ngym.services.app import JsonResponse, add_route, json_body, service_app
 from ngym.services.loader import load
 from ngym.services.sessions import SessionStore

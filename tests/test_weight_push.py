@@ -188,6 +188,7 @@ def test_after_a_push_the_engine_computes_with_the_new_weights(
         "policy_version": version,
         "transport": ["http", "filesystem"],
         "updating": False,
+        "asleep": [],
     }
     after = server.answer(input=LONG, max_output_tokens=20, ignore_eos=True)
     assert after["ng"] == {"policy_version": [[0, 20, version]]}
@@ -278,6 +279,40 @@ def test_the_proof_catches_a_trainer_that_has_other_weights(server: Server, poli
     policy.change(2)
     with pytest.raises(push.PushFailed, match="not the weights that were trained"):
         pusher.push(pusher.prepare() + 1, weights, policy.proof())
+
+
+def test_a_server_sleeps_takes_weights_half_awake_and_goes_on_with_them(
+    server: Server, policy: Policy, pusher: Any
+) -> None:
+    version = pusher.prepare() + 1
+    with generating(server, 100) as answer:
+        pusher.sleep()
+        assert answer.done() and len(tokens_of(answer.result().json())[1]) == 100, "what was in flight ends first"
+    assert server.get("/weights").json()["asleep"] == ["kv_cache", "weights"]
+    assert server.get("/ready").status_code == 503 and "asleep" in server.get("/ready").json()["detail"]
+    with ThreadPoolExecutor(1) as client:
+        waiting = client.submit(lambda: server.answer(input=LONG, max_output_tokens=20, ignore_eos=True))
+        pusher.wake("weights")
+        assert pusher.prepare() == version - 1
+
+        def wake() -> None:
+            assert not waiting.done() and version_of(server) == version
+            pusher.wake("weights", "kv_cache")
+
+        assert pusher.push(version, policy.change(version), policy.proof(), wake).difference < 1e-5
+        after = waiting.result()
+    assert server.get("/ready").status_code == 200
+    assert after["ng"] == {"policy_version": [[0, 20, version]]}
+    engine, reference = sampled_logprobs(policy, after)
+    assert engine == pytest.approx(reference, abs=1e-4)
+
+
+def test_sleep_and_wake_want_the_token_and_twice_is_once(server: Server, pusher: Any) -> None:
+    for path in ("/weights/sleep", "/weights/wake"):
+        assert server.post(path).status_code == 401
+    for act in (pusher.sleep, pusher.sleep, lambda: pusher.wake("weights", "kv_cache"), pusher.wake):
+        act()
+    assert server.answer(input=LONG, max_output_tokens=2)["status"] in ("completed", "incomplete")
 
 
 def test_experts_and_an_untied_head_take_new_weights_too(servers: Servers, experts: Experts) -> None:
@@ -539,6 +574,7 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
         "policy_version": before,
         "transport": [],
         "updating": False,
+        "asleep": [],
     }
 
 

@@ -69,26 +69,39 @@ class Server:
         self.process.wait(PATIENCE_S)
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """A random Qwen3 of 40,000 parameters with a byte-level tokenizer, as Hugging Face writes it."""
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+def write_tokenizer(folder: Path, template: str, special: list[str], tags: tuple[str, ...]) -> int:
+    """A byte-level tokenizer, as Hugging Face writes it; its number of ids.
+
+    special: left out of texts; the first pads, the last ends a turn, and their ids count from 0. tags: seen in texts.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     words = 'user assistant tool hello world what is {"name": "add", "arguments": {"a": 1}}'
     bpe.train_from_iterator(
         [words] * 9, trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
     )
-    tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[2])
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[-1])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A random Qwen3 of 40,000 parameters with a byte-level tokenizer, as Hugging Face writes it."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    ids = write_tokenizer(folder, TEMPLATE, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], TAGS)
     set_seed(0)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=ids,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -102,7 +115,6 @@ def write_checkpoint(folder: Path) -> Path:
         pad_token_id=0,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -173,8 +185,8 @@ def tokens_of(response: dict[str, Any]) -> tuple[list[int], list[int], list[floa
     return last["prompt_token_ids"], last["generation_token_ids"], last["generation_log_probs"]
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def user(content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 def metric(server: Server, name: str) -> float:

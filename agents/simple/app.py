@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, agent
+from ngym.services.acting import act
 
 
 class Options(AgentOptions):
     max_steps: int = Field(default=16, ge=1, description="Model calls in one rollout.")
+    execute_tools: bool = Field(default=True, description="False: the first calls are the rollout's answer.")
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     """The tool loop. The trajectory is every item that the model or a tool produced, in order."""
-    prompt = _items(request.get("input"))
-    parallel = request.get("parallel_tool_calls") is not False
+    options: Options = rollout.options
     output: list[dict[str, Any]] = []
-    while True:
-        response = await rollout.sample({**request, "input": prompt + output})
-        output += response["output"]
-        if response.get("status") == "incomplete":
-            return rollout.finish(response, output, "length" if _said_anything(response) else "context")
-        calls = [item for item in response["output"] if item.get("type") == "function_call"]
-        if not calls:
-            return rollout.finish(response, output, "answer")
-        if rollout.turns >= rollout.options.max_steps:
-            return rollout.finish(response, output, "max_steps")
-        if parallel:
-            output += await asyncio.gather(*(rollout.call_tool(call) for call in calls))
-        else:
-            output += [await rollout.call_tool(call) for call in calls]
-
-
-def _items(prompt: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
-
-
-def _said_anything(response: dict[str, Any]) -> bool:
-    """An incomplete response without a single token means that the prompt itself did not fit."""
-    usage = response.get("usage") or {}
-    return usage.get("output_tokens") != 0
+    acted = await act(request, rollout, output, max_steps=options.max_steps, execute_tools=options.execute_tools)
+    return rollout.finish(acted.response, output, acted.stop_reason)
 
 
 app = agent(respond=respond, options=Options)

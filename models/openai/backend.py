@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from ngym.convert import chat_request, extra_body, overflow_response, response_from_chat
+from ngym.convert import (
+    ResponseStream,
+    chat_request,
+    extra_body,
+    overflow_response,
+    response_events,
+    response_from_chat,
+)
 from ngym.errors import UpstreamError
+from ngym.remote import ContextOverflow, NotOffered, Upstream, shapes
 from ngym.schema import TOKEN_FIELDS
-
-from .upstream import ContextOverflow, NotOffered, Upstream
 
 if TYPE_CHECKING:
     from .app import Options
@@ -19,6 +27,7 @@ Json = dict[str, Any]
 log = logging.getLogger("ngym.models.openai")
 
 _FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # in metadata: meant for us, not for the endpoint's own metadata
+ENDS = frozenset({"response.completed", "response.incomplete"})
 _OURS = frozenset({*TOKEN_FIELDS, "ng"})
 
 
@@ -38,55 +47,126 @@ class Backend:
             ServiceError: as `Upstream.post`; BadRequest also for what Chat Completions cannot say.
         """
         try:
-            if self._api == "chat":
-                return await self._chat(params)
-            if self._api == "responses":
-                return await self._responses(params)
-            return await self._decide(params)
+            if self._api != "chat":
+                try:
+                    return self._decided("responses", await self._responses(params))
+                except NotOffered:
+                    if self._api == "responses":
+                        raise
+            return self._decided("chat", await self._chat(params))
         except ContextOverflow:
-            return overflow_response(params, response_id=f"resp_{secrets.token_hex(12)}", model=self._options.model)
+            return self._overflow(params)
 
-    async def _decide(self, params: Json) -> Json:
-        """The first call: Responses, or Chat where there is no such path. A call that fails decides nothing."""
+    async def stream(self, params: Json) -> AsyncGenerator[Json, None]:
+        """The events of the endpoint's Response, as they come. Raises as `respond`, and as `Upstream.stream`."""
         try:
-            response = await self._responses(params)
-            self._api = "responses"
-        except NotOffered:
-            response = await self._chat(params)
-            self._api = "chat"
-            log.info("%s has no Responses API: using Chat Completions", self._options.base_url)
-        return response
+            if self._api != "chat":
+                try:
+                    async with aclosing(self._responses_events(params)) as events:
+                        async for event in events:
+                            yield self._decided("responses", event)
+                    return
+                except NotOffered:
+                    if self._api == "responses":
+                        raise
+            async with aclosing(self._chat_events(params)) as events:
+                async for event in events:
+                    yield self._decided("chat", event)
+        except ContextOverflow:
+            for event in response_events(self._overflow(params)):
+                yield event
+
+    def _decided(self, api: str, answer: Json) -> Json:
+        """What a first answer shows; a call that fails decides nothing."""
+        if self._api == "auto":
+            self._api = api
+            if api == "chat":
+                log.info("%s has no Responses API: using Chat Completions", self._options.base_url)
+        return answer
 
     async def _responses(self, params: Json) -> Json:
+        response = await self._upstream.post("/responses", self._responses_request(params))
+        if not isinstance(response.get("output"), list):
+            raise UpstreamError(f"{self._options.base_url}/responses answered without an output", failure="model_error")
+        self._check("/responses", shapes.response(response))
+        self._raise_failed(response)
+        return response
+
+    async def _responses_events(self, params: Json) -> AsyncGenerator[Json, None]:
+        body = self._responses_request(params) | {"stream": True}
+        last = None
+        async with aclosing(self._upstream.stream("/responses", body)) as events:
+            async for event in events:
+                self._check("/responses", shapes.response_event(event))
+                last = event["type"]
+                if last == "response.failed":
+                    self._raise_failed(event["response"])
+                if last in ENDS and event["response"].get("status") == "incomplete":
+                    event["type"] = "response.incomplete"  # vLLM calls it completed
+                yield event
+        if last not in ENDS:
+            detail = f"{self._options.base_url}/responses ended without its last event"
+            raise UpstreamError(detail, failure="model_error", retryable=True)
+
+    def _responses_request(self, params: Json) -> Json:
         body = self._options.extra_body | extra_body(params) | params | {"model": self._model}
+        body.pop("thinking", None)  # Anthropic's
         if isinstance(params["input"], list):
             body["input"] = [_without_ours(item) for item in params["input"]]
         if "metadata" in params:
             body["metadata"] = {k: v for k, v in params["metadata"].items() if k not in _FOR_ENGINES}
-        response = await self._upstream.post("/responses", body)
-        if not isinstance(response.get("output"), list):
-            raise UpstreamError(f"{self._options.base_url}/responses answered without an output", failure="model_error")
+        return body
+
+    def _raise_failed(self, response: Json) -> None:
         if response.get("status") == "failed":
             reason = (response.get("error") or {}).get("message", "no reason given")
             raise UpstreamError(f"{self._options.base_url}: the response failed: {reason}", failure="model_error")
-        return response
 
     async def _chat(self, params: Json) -> Json:
+        completion = await self._upstream.post("/chat/completions", self._chat_request(params))
+        style = self._options.reasoning
+        self._check("/chat/completions", shapes.chat_completion(completion))
+        response = response_from_chat(completion, params, style=style)
+        if self._options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
+            raise self._without_tokens()
+        return response
+
+    async def _chat_events(self, params: Json) -> AsyncGenerator[Json, None]:
+        options = self._options
+        body = self._chat_request(params) | {"stream": True, "stream_options": {"include_usage": True}}
+        converter = ResponseStream(params, style=options.reasoning)
+        async with aclosing(self._upstream.stream("/chat/completions", body)) as chunks:
+            async for chunk in chunks:
+                self._check("/chat/completions", shapes.chat_chunk(chunk))
+                for event in converter.take(chunk):
+                    yield event
+        for event in converter.end():
+            if options.token_ids and event["type"] in ENDS and TOKEN_FIELDS[0] not in event["response"]["output"][-1]:
+                raise self._without_tokens()
+            yield event
+
+    def _chat_request(self, params: Json) -> Json:
         options = self._options
         translated = chat_request(params, style=options.reasoning, max_tokens_field=options.max_tokens_field)
         body = options.extra_body | translated | {"model": self._model}
         if options.token_ids:
             body |= {"return_token_ids": True, "logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
-        completion = await self._upstream.post("/chat/completions", body)
-        try:
-            response = response_from_chat(completion, params, style=options.reasoning)
-        except (KeyError, TypeError, AttributeError) as error:
-            detail = f"{options.base_url}/chat/completions answered with something that is no Chat Completion"
-            raise UpstreamError(detail, failure="model_error") from error
-        if options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
-            detail = f"{options.base_url} gave no token ids: it does not know return_token_ids; write token_ids: false"
+        return body
+
+    def _check(self, path: str, wrong: str | None) -> None:
+        if wrong is not None:
+            what = "Response" if path == "/responses" else "Chat Completion"
+            detail = f"{self._options.base_url}{path} answered with something that is no {what}: {wrong}"
             raise UpstreamError(detail, failure="model_error")
-        return response
+
+    def _without_tokens(self) -> UpstreamError:
+        detail = (
+            f"{self._options.base_url} gave no token ids: it does not know return_token_ids; write token_ids: false"
+        )
+        return UpstreamError(detail, failure="model_error")
+
+    def _overflow(self, params: Json) -> Json:
+        return overflow_response(params, response_id=f"resp_{secrets.token_hex(12)}", model=self._options.model)
 
 
 def _without_ours(item: Json) -> Json:

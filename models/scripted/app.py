@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,12 +13,13 @@ from typing import Any
 from pydantic import Field
 
 from ngym import ModelCall, ServiceContext, model_server
-from ngym.convert import message_item, new_response, output_text
+from ngym.convert import message_item, new_response, output_text, response_events
 from ngym.services.model import ModelOptions
 
 from .rules import Answer, Reply, answer, read_replies, situation
 from .tokens import logprob, render, shortened
 
+_WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
 ECHO = Reply(text="{user}")
 
 
@@ -25,7 +27,8 @@ class Options(ModelOptions):
     model: str = "scripted"
     replies: tuple[Reply, ...] = Field(default=(), description="Tried in order, before those of the file.")
     file: Path | None = Field(default=None, description="JSONL, one reply a line; relative to the config's folder.")
-    latency_s: float = Field(default=0, ge=0, le=3600, description="How long each answer takes.")
+    latency_s: float = Field(default=0, ge=0, le=3600, description="How long it thinks before it says anything.")
+    word_latency_s: float = Field(default=0, ge=0, le=60, description="How long each word takes.")
     tokens: bool = Field(default=False, description="Put token ids (one a byte) and logprobs on the wire.")
 
 
@@ -40,10 +43,38 @@ async def replies(context: ServiceContext) -> AsyncIterator[tuple[Reply, ...]]:
 async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     """The first reply that fits, cut to `max_output_tokens`; usage counts one token a byte."""
     options: Options = call.options
-    if options.latency_s:
-        await asyncio.sleep(options.latency_s)
+    response = _response(request, call)
+    thinking_s = options.latency_s
+    if options.word_latency_s:
+        thinking_s += options.word_latency_s * sum(len(_words(event)) for event in response_events(response))
+    if thinking_s:
+        await asyncio.sleep(thinking_s)
+    return response
+
+
+async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+    """The same reply, said word by word."""
+    options: Options = call.options
+    for event in response_events(_response(request, call)):
+        words = _words(event)
+        for word in words:
+            await asyncio.sleep(options.word_latency_s)
+            yield {**event, "delta": word}
+        if not words:
+            yield event
+        if event["type"] == "response.in_progress" and options.latency_s:
+            await asyncio.sleep(options.latency_s)
+
+
+def _words(event: dict[str, Any]) -> list[str]:
+    """What an event says, each word with the spaces before it."""
+    return _WORD.findall(event["delta"]) if "delta" in event else []
+
+
+def _response(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+    options: Options = call.options
     said = answer(call.state, situation(request["input"]))
-    prompt = render(request)
+    prompt = render(request, call.seen)
     said, sampled, cut = shortened(said, request.get("max_output_tokens"))
     stem = secrets.token_hex(12)
     output = _items(said, stem)
@@ -85,4 +116,4 @@ def _usage(prompt: int, sampled: int) -> dict[str, Any]:
     }
 
 
-app = model_server(respond=respond, options=Options, lifespan=replies)
+app = model_server(respond=respond, stream=stream, options=Options, lifespan=replies)

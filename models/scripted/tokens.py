@@ -1,7 +1,7 @@
 """Token ids without a tokenizer: one a byte. 0xFF begins a message and 0xFE ends it; neither occurs in UTF-8.
 
-A conversation that goes on begins with exactly the ids of before: items that carry token data are taken at their word,
-and all others are rendered as they were said.
+A conversation that goes on begins with exactly the ids of before: what was seen is taken at its word, and all other items
+are rendered as they were said.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 
 from ngym import BadRequest
 from ngym.convert import content_text
-from ngym.schema import TOKEN_FIELDS
+from ngym.services.model import SeenCall
 
 from .rules import Answer
 
@@ -22,14 +22,13 @@ BEGIN = b"\xff"
 END = b"\xfe"
 
 
-def render(request: dict[str, Any]) -> bytes:
+def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
     """The prompt of a request, up to where the model begins to speak."""
     items = request["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    known = next((index for index in reversed(range(len(items))) if TOKEN_FIELDS[0] in items[index]), None)
-    parts = [_system(request)] if known is None else [_continued(items[known])]
-    for role, run in groupby(items if known is None else items[known + 1 :], _role):
+    parts = [_system(request)] if seen is None else [_continued(seen)]
+    for role, run in groupby(items if seen is None else items[seen.place + 1 :], _role):
         if role == "assistant":  # one message, however many items it has
             parts.append(_message(role, map(_said, run)))
         else:
@@ -67,11 +66,11 @@ def _spoken(said: Answer) -> bytes:
     return b"".join((_thought(said.reasoning), said.text.encode(), *(_call(*call) for call in said.calls)))
 
 
-def _continued(item: dict[str, Any]) -> bytes:
-    """All ids up to the end of an item that carries token data."""
+def _continued(seen: SeenCall) -> bytes:
+    """All ids up to the end of an answer."""
     try:
-        ids = bytes(item[TOKEN_FIELDS[0]]) + bytes(item[TOKEN_FIELDS[1]])
-    except (TypeError, ValueError):
+        ids = bytes(seen.prompt_token_ids) + bytes(seen.generation_token_ids)
+    except ValueError:
         raise BadRequest("the input carries token ids that this model did not give: its ids are 0 to 255") from None
     return ids if ids.endswith(END) else ids + END
 

@@ -1,4 +1,4 @@
-"""models/vllm: the policy, served by vLLM's own application with our entry points, on a CPU or a GPU."""
+"""models/vllm: the policy: vLLM's engine and chat handler behind our own APIs, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from ngym import ServiceContext, ServiceOptions
+from ngym import ServiceContext
+from ngym.services.model import ModelOptions
 from ngym.services.runner import serve_app
 
 from .doorkeeper import Doorkeeper
-from .environment import find_model, prepare_environment
+from .environment import find_model, prepare_environment, written
 
 if TYPE_CHECKING:
     from .pushed import PushOptions
@@ -21,13 +22,18 @@ if TYPE_CHECKING:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Options(ServiceOptions):
+class Options(ModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
+    model_within_s: float = Field(
+        default=0, ge=0, description="The folder may still be written for so long; it must come whole, by a rename."
+    )
     served_name: str | None = Field(default=None, description="What requests call it; default: the service's name.")
     tool_call_parser: str | None = Field(
-        default="hermes", description="vLLM's, for the model's family; null: no tools."
+        default="auto", description="vLLM's, such as hermes; auto: that of the model's family; null: no tools."
     )
-    reasoning_parser: str | None = Field(default=None, description="vLLM's reasoning parser, for example qwen3.")
+    reasoning_parser: str | None = Field(
+        default="auto", description="vLLM's, such as qwen3; auto: that of the model's family; null: none."
+    )
     engine: dict[str, Any] = Field(default_factory=dict, description="Any argument of `vllm serve`, by its name there.")
     kv_cache_mb: int = Field(default=64, ge=1, description="CPU only: the KV cache; all of it is used at once.")
     threads: int = Field(default=1, ge=1, description="CPU only: more help a large model, and ruin a tiny one.")
@@ -54,18 +60,23 @@ async def serve(context: ServiceContext) -> None:
         ServiceError: the engine died while serving.
     """
     options: Options = context.options
-    model = find_model(options.model, context.root, context.name)
-    prepare_environment(model, options.threads)
+    awaited = options.model_within_s > 0
+    if not awaited:
+        model = find_model(options.model, context.root, context.name)
+    prepare_environment(options.threads, local=awaited or model.local)
     _die_at_once_when_told()
     with Doorkeeper(context.sockets, context.name) as doorkeeper:
         doorkeeper.say("loading: importing vLLM")
         from .engine import start_engine
         from .routes import build_application
 
+        if awaited:
+            doorkeeper.say(f"loading: waiting for {options.model}")
+            model = await written(options.model, context.root, context.name, options.model_within_s)
         arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
         try:
             doorkeeper.say("loading: preparing the routes")
-            application = await build_application(context.name, arguments, engine, _push_options(context))
+            application = await build_application(context, arguments, engine, _push_options(context))
             doorkeeper.leave()
             watch = asyncio.create_task(engine.raise_when_dead())
             await serve_app(application, context.sockets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import secrets
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,9 +17,14 @@ from ngym.config import did_you_mean
 from ngym.errors import ConfigError
 
 from .environment import Model
+from .families import Parsers, detected
 
 if TYPE_CHECKING:
     from .app import Options
+
+log = logging.getLogger("ngym.models.vllm")
+
+AUTO = "auto"
 
 # processed: the logprobs are those of the distribution that was sampled from, at any temperature and top-p.
 # generation_config vllm: a request without `temperature` means 1.0; a checkpoint's own top-k would bend the policy.
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
-    "allowed_origins": [],
+    "enable_prompt_tokens_details": True,
     "use_tqdm_on_load": False,
 }
 # Eager with explicit KV memory skips the compilation and the warm-up run; float32 makes the logprobs exact to 1e-5.
@@ -43,7 +49,26 @@ OURS = {
 GPU_TRANSFERS = ("nccl", "ipc", "sparse_nccl", "nccl_m2n", "sharded_rdt", "modelexpress")
 ADAPTERS = ("enable_lora", "lora_modules", "max_lora_rank", "max_loras", "max_cpu_loras")
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
-NOBODYS = ("host", "port", "uds", "config", "help", "api_server_count", "headless", "tool_server", "ssl_keyfile")
+NOBODYS = ("config", "help", "api_server_count", "headless", "tool_server")
+SERVERS = (  # of vLLM's own HTTP server, in whose place ours stands
+    "allow_credentials",
+    "allowed_headers",
+    "allowed_methods",
+    "allowed_origins",
+    "disable_access_log_for_endpoints",
+    "disable_uvicorn_access_log",
+    "enable_request_id_headers",
+    "grpc_port",
+    "host",
+    "middleware",
+    "port",
+    "root_path",
+    "ssl_ca_certs",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "uds",
+    "uvicorn_log_level",
+)
 
 
 def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: bool) -> argparse.Namespace:
@@ -69,17 +94,20 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
         # The CPU generator has no offset to rewind, which a partial prefill does: the engine process would die.
         wrong = "on a CPU, vLLM dies of a request with a seed; remove it"
         raise ConfigError(f"service {service!r}: engine.enable_chunked_prefill: {wrong}")
+    if on_cpu:
+        values.pop("enable_sleep_mode", None)  # vLLM refuses it there, where sleep is a pause and needs none
     if on_cpu and "worker_extension_cls" in values:
         wrong = "on a CPU, the weight push has an extension of its own there; remove it"
         raise ConfigError(f"service {service!r}: engine.worker_extension_cls: {wrong}")
     values |= {"model": model.name, "served_model_name": options.served_name or service}
-    if options.tool_call_parser:
-        values |= {"tool_call_parser": options.tool_call_parser, "enable_auto_tool_choice": True}
+    tools, reasoning = _parsers(service, options, model)
+    if tools:
+        values |= {"tool_call_parser": tools, "enable_auto_tool_choice": True}
     if options.lora_rank is not None:
         rank = next(rank for rank in ADAPTER_RANKS if rank >= options.lora_rank)
         values |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
-    if options.reasoning_parser:
-        values["reasoning_parser"] = options.reasoning_parser
+    if reasoning:
+        values["reasoning_parser"] = reasoning
     words = [word for name, value in values.items() for word in _words(known[name], name, value)]
     arguments = _parse(service, parser, words)
     backend = transfer_backend(arguments)
@@ -87,6 +115,20 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
         wrong = f"{backend} moves weights between GPUs, and this vLLM runs on a CPU; remove it, and push over http"
         raise ConfigError(f"service {service!r}: engine.weight_transfer_config: {wrong}")
     return arguments
+
+
+def _parsers(service: str, options: Options, model: Model) -> Parsers:
+    chosen = Parsers(options.tool_call_parser, options.reasoning_parser)
+    if AUTO not in chosen:
+        return chosen
+    try:
+        found = detected(model.name, options.engine)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:600]
+        raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
+    parsers = Parsers(*(there if name == AUTO else name for name, there in zip(chosen, found, strict=True)))
+    log.info("parsers: of tool calls %s, of reasoning %s", parsers.tools, parsers.reasoning)
+    return parsers
 
 
 def transfer_backend(arguments: argparse.Namespace) -> str | None:
@@ -130,7 +172,7 @@ def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[st
     where = f"service {service!r}: engine.{key}"
     if name in OURS:
         raise ConfigError(f"{where}: this is the service's own option {OURS[name]!r}; set it there")
-    if name in NOBODYS:
+    if name in NOBODYS or name in SERVERS:
         raise ConfigError(f"{where}: ngym decides this itself; remove it")
     if name not in known:
         raise ConfigError(f"{where}: vLLM has no argument {key!r}{did_you_mean(name, list(known))}")

@@ -47,6 +47,7 @@ WATCH_S = 0.5
 HEAD = "lm_head.weight"
 
 PauseMode = Literal["keep", "wait", "abort"]
+MEMORY = frozenset({"weights", "kv_cache"})
 
 
 class Started(NamedTuple):
@@ -76,6 +77,8 @@ class Engine(AsyncLLM):
     """Why the weights that are loaded must not be served."""
     adapter: Adapter | None = None
     """What all generations use beside the weights; None: adapters are off."""
+    asleep: frozenset[str] = frozenset()
+    """What of its MEMORY is lent (sleep.py); nothing is generated before all of it is back."""
     base_version: int = 0
     """Of the weights under the adapter: the version that they were pushed as; 0: the checkpoint."""
 
@@ -114,7 +117,9 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        if packed_elsewhere or not isinstance(loader, DefaultModelLoader):
+        # vLLM's reloading leaves out the experts and sinks of this family: it would compute with old and new ones.
+        left_out = config.model_config.hf_text_config.model_type == "gpt_oss"
+        if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None
         where = {"model_name_or_path": config.model_config.model, "revision": config.model_config.revision}
         _, files, are_safetensors, _ = loader._prepare_weights(
@@ -181,6 +186,8 @@ class Engine(AsyncLLM):
 
     async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None:
         """Nothing is generated from here on, and the prefix cache is empty; ServiceError when that takes too long."""
+        if self.asleep:
+            return
         try:
             async with asyncio.timeout(patience_s):
                 await self.pause_generation(mode=mode, clear_cache=True)
@@ -191,8 +198,15 @@ class Engine(AsyncLLM):
                 raise ServiceError(problem, status=409, retryable=True) from None
             raise
 
+    async def resume_generation(self) -> None:
+        """Unless memory for it is lent: then waking does it."""
+        if not self.asleep:
+            await super().resume_generation()
+
     async def prove(self, prompt: list[int]) -> Proof:
         """Logprobs of a prompt as the engine computes them now. BadRequest when it is none for this model."""
+        if self.asleep:
+            raise ServiceError("this server is asleep; wake it first", status=409)
         asking = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         request_id = f"proof-{time.monotonic_ns()}"
         try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ngym.errors import ConfigError
 
+LOOK_S = 0.05
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -35,7 +38,19 @@ def find_model(name: str, root: Path, service: str) -> Model:
     )
 
 
-def prepare_environment(model: Model, threads: int) -> None:
+async def written(name: str, root: Path, service: str, within_s: float) -> Model:
+    """The folder of that name, when a checkpoint is there. ConfigError when none comes within so many seconds.
+
+    It must come whole, by a rename, as a trainer that begins with a new policy writes it.
+    """
+    folder = (root / name).resolve()
+    deadline = time.monotonic() + within_s
+    while not (folder / "config.json").is_file() and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_S)
+    return find_model(name, root, service)
+
+
+def prepare_environment(threads: int, *, local: bool) -> None:
     """Set what is read at import time. Values that the user exported stand, except where they would break us."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # unset, OpenMP spins on every core: 4,400 tokens/s become 77
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1.5 GB after 600 batch shapes
@@ -44,5 +59,5 @@ def prepare_environment(model: Model, threads: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_mb, in whole GiB
     os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # registers routes that change the engine
-    if model.local:
+    if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -7,6 +7,7 @@
     DELETE /weights?push=                            gives up
     POST   /weights/transfer/{connect,start,update}?push=   instead of files: vLLM's own weight transfer (transfer.py)
     POST   /weights/proof   {prompt_token_ids}       -> {policy_version, dtype, logprobs}
+    POST   /weights/{sleep,wake}                     for a trainer on the same GPU (sleep.py)
 
 One push at a time. Whatever goes wrong before the commit ends the push and leaves the served weights alone; so does a
 pusher that is not heard of for `lease_s`. The server pauses only within a commit, which needs no pusher to end. For a
@@ -32,6 +33,7 @@ from ngym.services.app import JsonResponse, json_body, validated
 from .adapter import AdapterFiles, AdapterShape
 from .engine import Engine, PauseMode, Seconds
 from .pushed import Begin, Commit, NamedFile, Prove, Push, PushOptions, Received
+from .sleep import Sleep
 from .staging import Announced, Shapes, Stage, check_adapter, check_announced
 from .transfer import Transfer
 
@@ -54,6 +56,7 @@ class WeightPush:
         self._matrices = matrices
         self._options = options
         self._transfer = Transfer(engine, options.lease_s)
+        self._sleep = Sleep(engine, options.lease_s)
         self._current: Push | None = None
         self._switching: asyncio.Task[Response] | None = None
 
@@ -69,6 +72,8 @@ class WeightPush:
             ("POST", "/weights/transfer/start", self._guarded(self._start), "Stop generating, to receive"),
             ("POST", "/weights/transfer/update", self._guarded(self._update), "Receive tensors of a transfer"),
             ("DELETE", "/weights", self._guarded(self._give_up), "End a push without effect"),
+            ("POST", "/weights/sleep", self._guarded(self._sleep.sleep), "Lend the memory of the GPU"),
+            ("POST", "/weights/wake", self._guarded(self._sleep.wake), "Take it back, and go on generating"),
             ("POST", "/weights/proof", self._guarded(self._prove), "Logprobs of a prompt under the served weights"),
         ]
 
@@ -87,6 +92,7 @@ class WeightPush:
                 "policy_version": await self._engine.policy_version(),
                 "transport": [name for name, there in offered.items() if there and open_],
                 "updating": self._current is not None,
+                "asleep": sorted(self._engine.asleep),
                 **self._transfer.told,
             }
         )

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -57,6 +57,12 @@ class Received(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     info: dict[str, Any]
+
+
+class Wake(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    parts: tuple[Literal["weights", "kv_cache"], ...] = ("weights", "kv_cache")
 
 
 class Prove(BaseModel):

@@ -10,6 +10,8 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
+from ngym.schema import TOKEN_FIELDS, Json
+
 
 @dataclass
 class Tokens:
@@ -36,6 +38,18 @@ class Tokens:
             self.logprobs.extend(one[token].logprob for one, token in zip(logprobs, completion.token_ids, strict=True))
         self.aborted = completion.finish_reason == "abort"
         self.versions = [[span.start, span.end, int(span.version)] for span in completion.weight_versions or []]
+
+    @property
+    def fields(self) -> Json:
+        """As the wire has them beside an answer; none where nothing was recorded."""
+        if not self.prompt:
+            return {}
+        return dict(zip(TOKEN_FIELDS, (self.prompt, self.sampled, self.logprobs), strict=True))
+
+    @property
+    def trace(self) -> Json:
+        """What belongs to the whole answer."""
+        return {"ng": {"policy_version": self.versions}} if self.prompt else {}
 
 
 class SampledLogprobs(LogprobsProcessor):

@@ -1,20 +1,21 @@
-"""How does one HTTP request get its answer? Over a connection that is kept open; `ngym.peers` stands on it, and nobody else.
+"""How does one HTTP request get its answer? Over a connection that is kept open; `ngym.peers` and `ngym.remote` stand on it.
 
 HTTP/1.1 on httptools, and as much of it as JSON services need: http and https, answers of any framing. No redirects, no
-compression (none is asked for), no cookies kept. docs/adr/0010 says why it is our own.
+compression (none is asked for), no cookies kept; https also through a proxy. docs/adr/0010 says why it is our own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from urllib.parse import quote
 
-from ngym.client.connection import Reply
+from ngym.client.connection import Reply, Streamed
 from ngym.client.pool import CONNECT_TIMEOUT_S, Pool
 
-__all__ = ["CONNECT_TIMEOUT_S", "Client", "Reply"]
+__all__ = ["CONNECT_TIMEOUT_S", "Client", "Reply", "Streamed"]
 
 VISIBLE = re.compile(r"[!-~]+")
 
@@ -24,10 +25,12 @@ class Client:
 
     Args:
         headers: sent with every request.
+        proxy: through which https goes, `http://host:port`; None: directly.
     """
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str], proxy: str | None = None) -> None:
         self._headers = _lines(headers)
+        self._proxy = proxy
         self._pools: dict[str, Pool] = {}
 
     async def request(
@@ -40,20 +43,49 @@ class Client:
             ConnectionResetError: the connection broke, or what came was no HTTP; the request may have been processed.
             TimeoutError: says what was waited for.
         """
-        path = url.find("/", url.find("//") + 2)
-        server, target = (url, "/") if path < 0 else (url[:path], url[path:])
-        pool = self._pools.get(server) or self._pools.setdefault(server, Pool(server))
-        if not VISIBLE.fullmatch(target):
-            target = quote(target, safe="!$%&'()*+,/:;=?@[]~")
-        length = "" if body is None else f"content-length: {len(body)}\r\n"
-        head = f"{method} {target} HTTP/1.1\r\nhost: {pool.host_header}\r\n{self._headers}{_lines(headers)}{length}\r\n"
+        pool, request = self._prepared(method, url, body, headers)
         connection = None
         try:
             async with asyncio.timeout(timeout_s):
                 connection = pool.idle() or await pool.connection()
-                return await connection.exchange(head.encode("latin-1") + (body or b""))
+                return await connection.exchange(request)
         except TimeoutError:
             raise TimeoutError("waited for a connection" if connection is None else "waited for the answer") from None
+
+    @asynccontextmanager
+    async def stream(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> AsyncIterator[Streamed]:
+        """One request and its answer, whose body is read as it comes; leaving the block before its end hangs up.
+
+        A reader that is slow slows the server, and nobody else. Raises as `request`; the time is that until the last part.
+        """
+        pool, request = self._prepared(method, url, body, headers)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        connection = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                connection = pool.idle() or await pool.connection()
+                answer = await connection.begin(request)
+        except TimeoutError:
+            raise TimeoutError("waited for a connection" if connection is None else "waited for the answer") from None
+        timer = loop.call_at(deadline, answer.body.end, TimeoutError("waited for the rest of the answer"))
+        try:
+            yield answer
+        finally:
+            timer.cancel()
+            answer.body.close()
+
+    def _prepared(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Pool, bytes]:
+        path = url.find("/", url.find("//") + 2)
+        server, target = (url, "/") if path < 0 else (url[:path], url[path:])
+        pool = self._pools.get(server) or self._pools.setdefault(server, Pool(server, self._proxy))
+        if not VISIBLE.fullmatch(target):
+            target = quote(target, safe="!$%&'()*+,/:;=?@[]~")
+        length = "" if body is None else f"content-length: {len(body)}\r\n"
+        head = f"{method} {target} HTTP/1.1\r\nhost: {pool.host_header}\r\n{self._headers}{_lines(headers)}{length}\r\n"
+        return pool, head.encode("latin-1") + (body or b"")
 
     async def close(self) -> None:
         for pool in self._pools.values():

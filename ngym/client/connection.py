@@ -1,4 +1,4 @@
-"""One connection: a request goes out, its answer comes back, and the connection waits for the next one."""
+"""One connection: a request goes out, its answer comes back (whole, or as it comes), and it waits for the next one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import httptools
 import orjson
 
+MAX_BUFFERED_BYTES = 1 << 16  # of a body that is read as it comes; then the server has to wait
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s and our own servers' 75 s, so that no connection is closed under a request
 
 
@@ -22,6 +23,65 @@ class Reply(NamedTuple):
 
     def json(self) -> Any:
         return orjson.loads(self.body)
+
+
+class Body:
+    """An answer's body as it comes: `async for part in body`. Whoever stops reading before its end calls `close`.
+
+    Raises (while read):
+        ConnectionResetError: it broke off. TimeoutError: the rest did not come in time.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._end: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Body:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._parts:
+            if self._end is not None:
+                raise self._end
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts, self._size = [], 0
+        if self._end is None:
+            self._connection.hold(False)
+        return part
+
+    def close(self) -> None:
+        if not isinstance(self._end, StopAsyncIteration):
+            self._connection.close()  # what may still come belongs to nobody
+
+    def take(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._size += len(part)
+        if self._size > MAX_BUFFERED_BYTES:
+            self._connection.hold(True)
+        self._wake()
+
+    def end(self, reason: Exception) -> None:
+        """StopAsyncIteration where it is whole."""
+        self._end = self._end or reason
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+
+class Streamed(NamedTuple):
+    """status and headers (lower case) of an answer whose body is still to come."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Body
 
 
 class Owner(Protocol):
@@ -41,6 +101,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
+        self._head: asyncio.Future[Streamed] | None = None  # instead of `_answer`, where the body is read as it comes
+        self._body: Body | None = None
         self.idle_since = 0.0
         self._begin()
 
@@ -66,6 +128,24 @@ class Connection(asyncio.Protocol):
                 self.close()  # what may still come on it belongs to nobody
             raise
 
+    async def begin(self, request: bytes) -> Streamed:
+        """Send a request, get the head of its answer; the connection is given back when the body has come. As `exchange`."""
+        if self._transport is None:
+            raise ConnectionRefusedError("the connection was closed before the request was sent")
+        head: asyncio.Future[Streamed] = self._loop.create_future()
+        self._head, self._body = head, Body(self)
+        self._transport.write(request)
+        try:
+            return await head
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    def hold(self, held: bool) -> None:
+        """Read no more for now, or go on."""
+        if self._transport is not None and held == self._transport.is_reading():
+            (self._transport.pause_reading if held else self._transport.resume_reading)()
+
     def close(self) -> None:
         transport, self._transport = self._transport, None
         if transport is not None:
@@ -88,11 +168,15 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def eof_received(self) -> None:
-        if self._answer and self._headed and not self._headers.keys() & {"content-length", "transfer-encoding"}:
+        if (
+            (self._answer or self._body)
+            and self._headed
+            and not self._headers.keys() & {"content-length", "transfer-encoding"}
+        ):
             self._complete(keep=False)  # an answer that ends where its connection ends
 
     def on_message_begin(self) -> None:
-        if self._answer is None:
+        if self._answer is None and self._body is None:
             self.close()  # an answer to nothing
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -104,14 +188,23 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._headed = True
+        status = self._parser.get_status_code()
+        head = self._head
+        if status >= 200 and head is not None and self._body is not None:
+            self._head = None
+            if not head.done():
+                head.set_result(Streamed(status, self._headers, self._body))
 
     def on_body(self, part: bytes) -> None:
-        self._parts.append(part)
+        if self._body is None:
+            self._parts.append(part)
+        else:
+            self._body.take(part)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
             self._begin()  # 100 Continue and its like announce the answer
-        elif self._answer is not None:
+        elif self._answer is not None or self._body is not None:
             self._complete(keep=self._parser.should_keep_alive())
 
     def _begin(self) -> None:
@@ -121,6 +214,10 @@ class Connection(asyncio.Protocol):
         self._headed = False
 
     def _complete(self, *, keep: bool) -> None:
+        if (streamed := self._body) is not None:
+            self._body = None
+            self.hold(False)
+            streamed.end(StopAsyncIteration())
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         reply = Reply(self._parser.get_status_code(), self._headers, body, self._cookies)
         answer, self._answer = self._answer, None
@@ -137,3 +234,9 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is not None and not answer.done():
             answer.set_exception(ConnectionResetError(why))
+        head, self._head = self._head, None
+        body, self._body = self._body, None
+        if head is not None and not head.done():
+            head.set_exception(ConnectionResetError(why))
+        elif body is not None:
+            body.end(ConnectionResetError(why))

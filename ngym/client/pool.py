@@ -8,6 +8,7 @@ from collections import deque
 from urllib.parse import urlsplit
 
 from ngym.client.connection import KEEPALIVE_S, Connection
+from ngym.client.tunnel import tunnel
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTING = 64  # at once: a server's queue of new connections is short
@@ -21,9 +22,10 @@ class Pool:
 
     Args:
         url: scheme, host and port of the server.
+        proxy: `http://host:port` that https goes through; None: none.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, proxy: str | None = None) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -35,6 +37,7 @@ class Pool:
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
+        self._proxy = urlsplit(proxy) if proxy and self._tls else None
         self._open: set[Connection] = set()
         self._idle: list[Connection] = []  # longest idle first
         self._waiting: deque[asyncio.Future[Connection]] = deque()
@@ -90,6 +93,10 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if self._proxy is not None and self._tls is not None:
+                    connection = Connection(self)
+                    await tunnel(self._proxy, f"{self._host}:{self._port}", self._host, self._tls, connection)
+                    return connection
                 _, connection = await loop.create_connection(
                     lambda: Connection(self), self._host, self._port, ssl=self._tls
                 )

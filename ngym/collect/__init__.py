@@ -7,7 +7,7 @@ files (the log, resume), then aggregate and display.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
 from ngym.collect.gate import Gate
@@ -31,6 +31,7 @@ async def collect(
     limits: Limits = DEFAULTS,
     token_format: TokenFormat = "ng",
     gate: Gate | None = None,
+    models: Collection[str] | None = None,
 ) -> AsyncGenerator[Outcome, None]:
     """Rollouts and failed attempts as they happen, in order of completion; nothing is written to disk.
 
@@ -38,11 +39,12 @@ async def collect(
         tasks: input rows (wire.md, section 2); taken one at a time, when there is room, so they may be endless.
         peers: knows the agents that the rows, or the recipe, name.
         gate: hold it to let nothing new start; what is in flight goes on.
+        models: the model servers that may have captured calls of agents that are not ours; None asks the head of `peers`.
 
     Raises:
         UsageError: a task is not one. ServiceGone: a service was down for too long.
     """
-    run = Run(peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate)
+    run = Run(peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate, models=models)
     async with aclosing(run.outcomes(planned(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:
         async for outcome in outcomes:
             yield outcome

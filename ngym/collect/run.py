@@ -10,7 +10,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -20,6 +20,7 @@ from ngym import correlation
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
 from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout
+from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.window import Window
 from ngym.errors import ServiceError, boundary
@@ -60,6 +61,7 @@ class Run:
     Args:
         keep: called with each outcome before it is yielded; returns when it is safe (a RowLog's append).
         failed_before: failed attempts of this rollout in earlier sittings of the run.
+        models: the model servers that may have captured calls; None asks the head.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Run:
         keep: Keep = _keep_nothing,
         failed_before: Callable[[PlannedRollout], int] = lambda planned: 0,
         gate: Gate | None = None,
+        models: Collection[str] | None = None,
     ) -> None:
         self.run_id = run_id
         self.gate = gate or Gate()
@@ -83,6 +86,7 @@ class Run:
         self._keep = keep
         self._failed_before = failed_before
         self._outages = Outages(peers, self.gate, poll_s=limits.poll_s, give_up_s=limits.give_up_s)
+        self._pickup = Pickup(peers, models)
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._windows: dict[str, Window] = {}  # by agent
         self._unread = 0
@@ -114,6 +118,7 @@ class Run:
     async def _dispatch(self, plan: Plan) -> None:
         try:
             await self._outages.begin()
+            await self._pickup.begin()
             async with asyncio.TaskGroup() as group:
                 async for planned in _each(plan):
                     await self._slots.acquire()
@@ -188,6 +193,7 @@ class Run:
                 raise ServiceError(
                     f"{planned.agent} answered /run with no JSON: {error}", failure="agent_error"
                 ) from None
+            await self._pickup.complete(planned.agent, rollout_id, answer)
             with boundary("agent_error", f"{planned.agent} answered /run with a record that is none"):
                 return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:

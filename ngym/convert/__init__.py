@@ -1,25 +1,49 @@
-"""Responses API <-> Chat Completions, both ways, as pure functions on plain JSON: dict in, dict out, nothing invented.
+"""The three APIs of a model server, each into each, as pure functions on plain JSON; nothing is invented.
 
-| from                      | to                       | function                |
-|---------------------------|--------------------------|-------------------------|
-| Responses create params   | Chat Completions request | `chat_request`          |
-| Chat Completions request  | Responses create params  | `create_params`         |
-| items (+ instructions)    | messages                 | `messages_from_items`   |
-| messages                  | items                    | `items_from_messages`   |
-| Chat Completion           | Response                 | `response_from_chat`    |
-| Response                  | Chat Completion          | `chat_from_response`    |
-| Response                  | Responses SSE events     | `response_events`       |
-| Chat Completion           | Chat SSE chunks          | `chat_chunks`           |
+| from                      | to                       | function                          |
+|---------------------------|--------------------------|-----------------------------------|
+| Responses create params   | Chat Completions request | `chat_request`                    |
+| Chat Completions request  | Responses create params  | `create_params`                   |
+| items (+ instructions)    | messages                 | `messages_from_items`             |
+| messages                  | items                    | `items_from_messages`             |
+| Chat Completion           | Response                 | `response_from_chat`              |
+| Response                  | Chat Completion          | `chat_from_response`              |
+| Anthropic's request       | Chat Completions request | `chat_from_messages_api`          |
+| Anthropic's request       | Responses create params  | `create_params_from_messages_api` |
+| Chat Completion           | Anthropic's message      | `messages_api_from_chat`          |
+| Chat Completions request  | Anthropic's request      | `messages_api_request`            |
+| Anthropic's message       | Chat Completion          | `chat_from_message`               |
+
+Streams, finished and as they come; one event or chunk in, the events that it makes out:
+
+| from                      | to                       | finished answer   | as it comes      |
+|---------------------------|--------------------------|-------------------|------------------|
+| Chat                      | Responses events         | `response_events` | `ResponseStream` |
+| Responses                 | Chat chunks              | `chat_chunks`     | `ChunkStream`    |
+| Chat                      | Anthropic's events       |                   | `MessagesStream` |
+| Anthropic                 | Chat chunks              |                   | `MessageChunks`  |
 
 What has no counterpart on the other side is refused with the field's name (BadRequest), or is in the list of dropped
-fields in `requests`; it never vanishes silently. Unknown token counts are null, never 0.
+fields in `requests`, `messages_api` and `messages_upstream`; it never vanishes silently. Unknown token counts are null,
+never 0. Every field of each API stands in docs/model-apis.md.
 """
 
+from ngym.convert.chunk_stream import ChunkStream
 from ngym.convert.fields import check_chat_request, check_create_params
 from ngym.convert.items import items_from_messages, message_item, output_text
 from ngym.convert.messages import last_user_text, messages_from_items
+from ngym.convert.messages_answer import MessageChunks, chat_from_message
+from ngym.convert.messages_api import (
+    chat_from_messages_api,
+    create_params_from_messages_api,
+    messages_api_from_chat,
+)
+from ngym.convert.messages_fields import check_messages_request
+from ngym.convert.messages_stream import MessagesStream
+from ngym.convert.messages_upstream import messages_api_request
 from ngym.convert.parts import content_text
-from ngym.convert.requests import MaxTokensField, chat_request, create_params, extra_body
+from ngym.convert.requests import MaxTokensField, chat_request, create_params, extra_body, without_allowed_tools
+from ngym.convert.response_stream import ResponseStream
 from ngym.convert.responses import (
     chat_from_response,
     is_context_overflow,
@@ -34,21 +58,31 @@ from ngym.convert.think import ReasoningStyle, join_think, split_think
 
 __all__ = [
     "SSE_DONE",
+    "ChunkStream",
     "MaxTokensField",
+    "MessageChunks",
+    "MessagesStream",
     "ReasoningStyle",
+    "ResponseStream",
     "chat_chunks",
+    "chat_from_message",
+    "chat_from_messages_api",
     "chat_from_response",
     "chat_request",
     "check_chat_request",
     "check_create_params",
+    "check_messages_request",
     "content_text",
     "create_params",
+    "create_params_from_messages_api",
     "extra_body",
     "is_context_overflow",
     "items_from_messages",
     "join_think",
     "last_user_text",
     "message_item",
+    "messages_api_from_chat",
+    "messages_api_request",
     "messages_from_items",
     "new_response",
     "output_text",
@@ -59,4 +93,5 @@ __all__ = [
     "sse",
     "usage_from_chat",
     "usage_to_chat",
+    "without_allowed_tools",
 ]

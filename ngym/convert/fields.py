@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ngym.config import did_you_mean
-from ngym.convert.shapes import Problem, input_problems, message_problems, shown, tool_problems
+from ngym.convert.checks import (
+    COUNT,
+    FLAG,
+    LIST,
+    OBJECT,
+    TEXT,
+    Check,
+    list_of,
+    metadata,
+    number,
+    object_of,
+    of_type,
+    one_of,
+    response_format,
+    strings,
+    text_format,
+    tool_choice,
+)
+from ngym.convert.shapes import Problem, input_problems, message_problems, tool_problems
 from ngym.errors import BadRequest
 from ngym.schema import Json
-
-Check = Callable[[Any], str | None]
-"""A field's value -> what is wrong with it, or None. Null is the same as leaving the field out, always."""
 
 
 def check_create_params(body: Json) -> Json:
     """A `/v1/responses` body without its nulls, checked; BadRequest lists each wrong field."""
-    params = _known(body, _RESPONSES, _REFUSED)
+    params = known(body, RESPONSES, RESPONSES_REFUSED)
     problems = list(input_problems(params.get("input")))
     problems += tool_problems(params, "name")
-    return _sound(params, problems)
+    return sound(params, problems)
 
 
 def check_chat_request(body: Json) -> Json:
     """A `/v1/chat/completions` body without its nulls, checked; BadRequest lists each wrong field."""
-    request = _known(body, _CHAT, _CHAT_REFUSED)
+    request = known(body, CHAT, CHAT_REFUSED)
     problems = list(message_problems(request.get("messages")))
     problems += tool_problems(request, "function")
-    return _sound(request, problems)
+    return sound(request, problems)
 
 
-def _known(body: Json, checks: dict[str, Check], refused: dict[str, str]) -> Json:
+def known(body: Json, checks: dict[str, Check], refused: dict[str, str]) -> Json:
     """The fields that were given; BadRequest for those that are unknown, refused, or of the wrong type."""
     problems = []
     given = {name: value for name, value in body.items() if value is not None}
@@ -44,143 +58,120 @@ def _known(body: Json, checks: dict[str, Check], refused: dict[str, str]) -> Jso
             wrong = f"is not known{did_you_mean(name, checks)}"
         if wrong:
             problems.append(Problem(name, wrong))
-    return _sound(given, problems)
+    return sound(given, problems)
 
 
-def _sound(value: Json, problems: list[Problem]) -> Json:
+def sound(value: Json, problems: list[Problem]) -> Json:
     if not problems:
         return value
     text = "; ".join(f"field {problem.field!r}: {problem.message}" for problem in problems[:8])
     raise BadRequest(text, extra={"errors": [problem._asdict() for problem in problems]})
 
 
-def _type(kind: type | tuple[type, ...], name: str) -> Check:
-    def check(value: Any) -> str | None:
-        return None if isinstance(value, kind) else f"must be {name}"
-
-    return check
-
-
-def _number(low: float, high: float, *, whole: bool = False) -> Check:
-    def check(value: Any) -> str | None:
-        right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if right and low <= value <= high:
-            return None
-        return f"must be {'a whole number' if whole else 'a number'} from {low:g} to {high:g}, not {shown(value)}"
-
-    return check
-
-
-def _one_of(*choices: str) -> Check:
-    def check(value: Any) -> str | None:
-        return None if value in choices else f"must be one of {', '.join(choices)}, not {shown(value)}"
-
-    return check
-
-
-def _strings(value: Any) -> str | None:
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-        return None
-    return "must be a string or a list of strings"
-
-
-def _metadata(value: Any) -> str | None:
-    if isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()):
-        return None
-    return "must be an object whose values are strings"
-
-
 def _background(value: Any) -> str | None:
     return None if value is False else "is not supported: send the request and wait for its answer"
 
 
-def _tool_choice(value: Any) -> str | None:
-    if value in ("none", "auto", "required") or (isinstance(value, dict) and isinstance(value.get("type"), str)):
-        return None
-    return f"must be 'none', 'auto', 'required' or an object that names a tool, not {shown(value)}"
-
-
-_TEXT = _type(str, "a string")
-_FLAG = _type(bool, "true or false")
-_OBJECT = _type(dict, "an object")
-_LIST = _type(list, "a list")
-_COUNT = _number(1, 2**31, whole=True)
-_PENALTY = _number(-2, 2)
+_PENALTY = number(-2, 2)
+NUMBER_OF = {"temperature": number(0, 2), "top_k": number(-1, 2**31, whole=True), "top_p": number(0, 1)}
 
 SAMPLING: dict[str, Check] = {
-    "chat_template_kwargs": _OBJECT,
+    "allowed_token_ids": LIST,
+    "bad_words": LIST,
+    "beam_width": number(1, 256, whole=True),
+    "chat_template_kwargs": OBJECT,
     "frequency_penalty": _PENALTY,
-    "ignore_eos": _FLAG,
-    "logit_bias": _OBJECT,
-    "min_p": _number(0, 1),
-    "min_tokens": _number(0, 2**31, whole=True),
+    "ignore_eos": FLAG,
+    "include_stop_str_in_output": FLAG,
+    "length_penalty": number(-100, 100),
+    "logit_bias": OBJECT,
+    "min_p": number(0, 1),
+    "min_tokens": number(0, 2**31, whole=True),
     "presence_penalty": _PENALTY,
-    "repetition_penalty": _number(0, 100),
-    "seed": _number(-(2**63), 2**63 - 1, whole=True),
-    "stop": _strings,
-    "stop_token_ids": _LIST,
-    "top_k": _number(-1, 2**31, whole=True),
+    "priority": number(-(2**31), 2**31, whole=True),
+    "repetition_penalty": number(0, 100),
+    "seed": number(-(2**63), 2**63 - 1, whole=True),
+    "stop": strings,
+    "stop_token_ids": LIST,
+    "structured_outputs": OBJECT,
+    "top_k": NUMBER_OF["top_k"],
 }
 """Beyond OpenAI's Responses API, our `/v1/responses` takes these under vLLM's names, for back ends that know them."""
 
 _COMMON: dict[str, Check] = {
-    "metadata": _metadata,
-    "model": _TEXT,
-    "parallel_tool_calls": _FLAG,
-    "prompt_cache_key": _TEXT,
-    "prompt_cache_retention": _TEXT,
-    "safety_identifier": _TEXT,
-    "service_tier": _TEXT,
-    "store": _FLAG,
-    "stream": _FLAG,
-    "stream_options": _OBJECT,
-    "temperature": _number(0, 2),
-    "tool_choice": _tool_choice,
-    "tools": _LIST,
-    "top_logprobs": _number(0, 20, whole=True),
-    "top_p": _number(0, 1),
-    "user": _TEXT,
+    "metadata": metadata,
+    "model": TEXT,
+    "parallel_tool_calls": FLAG,
+    "prompt_cache_key": TEXT,
+    "prompt_cache_options": OBJECT,
+    "prompt_cache_retention": TEXT,
+    "safety_identifier": TEXT,
+    "service_tier": TEXT,
+    "store": FLAG,
+    "stream": FLAG,
+    "stream_options": object_of(include_usage=FLAG, include_obfuscation=FLAG),
+    "temperature": NUMBER_OF["temperature"],
+    "thinking": OBJECT,
+    "tool_choice": tool_choice,
+    "tools": LIST,
+    "top_logprobs": number(0, 20, whole=True),
+    "top_p": NUMBER_OF["top_p"],
+    "user": TEXT,
     **SAMPLING,
 }
 
-_RESPONSES: dict[str, Check] = {
+_INCLUDE = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+
+RESPONSES: dict[str, Check] = {
     **_COMMON,
     "background": _background,
-    "include": _LIST,
-    "input": _type((str, list), "a string or a list of items"),
-    "instructions": _TEXT,
-    "max_output_tokens": _COUNT,
-    "max_tool_calls": _COUNT,
-    "reasoning": _OBJECT,
-    "text": _OBJECT,
-    "truncation": _one_of("auto", "disabled"),
+    "include": list_of(_INCLUDE),
+    "input": of_type((str, list), "a string or a list of items"),
+    "instructions": TEXT,
+    "max_output_tokens": COUNT,
+    "max_tool_calls": COUNT,
+    "previous_response_id": TEXT,
+    "reasoning": object_of(effort=TEXT, summary=TEXT, generate_summary=TEXT, context=TEXT, mode=TEXT),
+    "text": object_of(format=text_format, verbosity=TEXT),
+    "truncation": one_of("auto", "disabled"),
 }
 
-_REFUSED: dict[str, str] = {
+RESPONSES_REFUSED: dict[str, str] = {
+    "access_programs": "only their own provider grants them",
     "context_management": "send the items that the model shall see",
     "conversation": "no conversations are stored; send the whole input",
+    "image": "an image's `detail` stands in its own part",
     "moderation": "run it beside this server",
-    "previous_response_id": "no responses are stored; send the whole input",
     "prompt": "no prompts are stored; send the text",
 }
 
-_CHAT: dict[str, Check] = {
+CHAT: dict[str, Check] = {
     **_COMMON,
-    "logprobs": _FLAG,
-    "max_completion_tokens": _COUNT,
-    "max_tokens": _COUNT,
-    "messages": _LIST,
-    "n": _number(1, 1, whole=True),
-    "reasoning_effort": _TEXT,
-    "response_format": _OBJECT,
-    "verbosity": _TEXT,
+    "logprobs": FLAG,
+    "max_completion_tokens": COUNT,
+    "max_tokens": COUNT,
+    "messages": LIST,
+    "modalities": list_of(["text"]),
+    "n": number(1, 1, whole=True),
+    "reasoning_effort": TEXT,
+    "response_format": response_format,
+    "verbosity": TEXT,
 }
 
-_CHAT_REFUSED: dict[str, str] = {
+CHAT_REFUSED: dict[str, str] = {
     "audio": "only text comes out",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "modalities": "only text comes out",
+    "moderation": "run it beside this server",
     "prediction": "send the request without it",
     "web_search_options": "declare a function tool",
 }

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ngym.convert.parts import chat_content, check_text_only, content_text, text_only
+from ngym.convert.signed import BETWEEN, block_from_reasoning, is_signed
 from ngym.convert.think import Block, ReasoningStyle, join_think
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS, Json
@@ -29,7 +30,8 @@ def messages_from_items(
         items: the `input` of a request: text, or items; chat-shaped assistant and tool messages are understood too.
         instructions: folded with leading system and developer messages into one system message, by blank lines.
         style: where reasoning goes; see ReasoningStyle.
-        tokens: keep token ids and logprobs on the assistant message (only our own servers understand them).
+        tokens: keep what only our own servers understand: token ids and logprobs, `thinking_blocks` where reasoning is
+            signed, `is_error` of a tool's output and images in it.
 
     Raises:
         BadRequest: an item or part that Chat Completions cannot say; its type is named, its content never shown.
@@ -56,6 +58,7 @@ class _Turn:
     """One assistant message in the making."""
 
     blocks: list[Block] = field(default_factory=list)
+    thinking: list[Json] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)
@@ -72,8 +75,8 @@ class _Turn:
         parts = self.parts
         if style == "tags" and self.blocks:
             parts = [join_think(self.blocks, parts[0] if parts else ""), *parts[1:]]
-        elif self.blocks:
-            message["reasoning_content"] = "\n\n".join(block.text for block in self.blocks)
+        elif any(block.text for block in self.blocks):
+            message["reasoning_content"] = BETWEEN.join(block.text for block in self.blocks if block.text)
         if parts:
             one = len(parts) == 1
             message["content"] = parts[0] if one else [{"type": "text", "text": part} for part in parts]
@@ -81,6 +84,8 @@ class _Turn:
             message["refusal"] = "".join(self.refusals)
         if self.calls:
             message["tool_calls"] = self.calls
+        if any(map(is_signed, self.thinking)):
+            message["thinking_blocks"] = self.thinking
         return message | self.tokens
 
 
@@ -105,7 +110,7 @@ class _Walk:
             case "message", "assistant":
                 self._assistant(item, where)
             case "message", "tool":
-                self._output(item.get("tool_call_id"), item.get("content"), f"{where}.content")
+                self._output(item.get("tool_call_id"), item.get("content"), f"{where}.content", item.get("is_error"))
             case "message", _:
                 raise BadRequest(f"{where}: role {role!r} is not supported; use user, system, developer or assistant")
             case "reasoning", _:
@@ -113,7 +118,7 @@ class _Walk:
             case "function_call", _:
                 self._call(item["call_id"], item["name"], item["arguments"])
             case "function_call_output", _:
-                self._output(item["call_id"], item["output"], f"{where}.output")
+                self._output(item["call_id"], item["output"], f"{where}.output", item.get("ng", {}).get("is_error"))
             case _:
                 raise BadRequest(f"{where}: an item of type {kind!r} cannot be sent to a Chat Completions model")
         if kind in ("reasoning", "function_call") or role == "assistant":
@@ -160,7 +165,9 @@ class _Walk:
     def _reasoning(self, item: Json) -> None:
         if self.turn.spoke:
             self.end_turn()
-        tags = item["ng"]["tags"] if "ng" in item else None
+        tags = item["ng"]["tags"] if item.get("ng") else None
+        if self.tokens:
+            self.turn.thinking.append(block_from_reasoning(item))
         for part in item.get("content") or item.get("summary") or ():
             self.turn.blocks.append(Block(part["text"], *tags) if tags else Block(part["text"]))
 
@@ -168,9 +175,11 @@ class _Walk:
         function = {"name": name, "arguments": arguments}
         self.turn.calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _output(self, call_id: str | None, output: str | list[Json] | None, where: str) -> None:
-        check_text_only(output, where)
-        self._say({"role": "tool", "tool_call_id": call_id, "content": chat_content(output, where)})
+    def _output(self, call_id: str | None, output: str | list[Json] | None, where: str, is_error: bool | None) -> None:
+        if not self.tokens:  # OpenAI's own has only text here
+            check_text_only(output, where)
+        message: Json = {"role": "tool", "tool_call_id": call_id, "content": chat_content(output, where)}
+        self._say(message | {"is_error": True} if is_error and self.tokens else message)
 
 
 def _outputs_in_call_order(messages: list[Json]) -> list[Json]:

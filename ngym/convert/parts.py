@@ -53,6 +53,9 @@ def _chat_part(part: Json, where: str) -> Json:
             if not part.get("image_url"):
                 raise BadRequest(f"{where}: an input_image needs an image_url (a URL or a data: URL)")
             return {"type": "image_url", "image_url": {"url": part["image_url"], **_present(part, "detail")}}
+        case "input_video" if part.get("video_url"):
+            given = part["video_url"]
+            return {"type": "video_url", "video_url": given if isinstance(given, dict) else {"url": given}}
         case "input_audio" if isinstance(part.get("input_audio"), dict):
             return {"type": "input_audio", "input_audio": part["input_audio"]}
         case "input_file":
@@ -67,6 +70,8 @@ def _input_part(part: Json, where: str) -> Json:
             return {"type": "input_text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)} as image} if url:
             return {"type": "input_image", "image_url": url, **_present(image, "detail")}
+        case {"type": "video_url", "video_url": {"url": str(url)}} if url:
+            return {"type": "input_video", "video_url": url}
         case {"type": "input_audio", "input_audio": dict(audio)}:
             return {"type": "input_audio", "input_audio": audio}
         case {"type": "file", "file": dict(file)}:

@@ -2,8 +2,10 @@
 
 Dropped on the way to Chat, because nothing there corresponds: `store`, `metadata` (but `metadata.extra_body` and
 `metadata.chat_template_kwargs`, JSON strings, are honoured), `include` other than logprobs, `max_tool_calls` (it bounds
-built-in tools only), `reasoning.summary`, `truncation: disabled`. Everything else is translated, passed on under its
-own name (PASSED), or refused.
+built-in tools only), what `reasoning` says beside the effort, `truncation: disabled`, `thinking` (Anthropic's; but see
+`tokens`), what a function tool says beside name, description, parameters and strict, an item's status and id. On the
+way to Responses a message's `name` is dropped. Everything else is translated, passed on under its own name (PASSED), or
+refused.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ PASSED = (
     "user",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "service_tier",
     *SAMPLING,
@@ -54,7 +57,8 @@ def chat_request(
     """
     if params.get("truncation") == "auto":
         raise BadRequest("field 'truncation': 'auto' is not supported by this model's back end; shorten the input")
-    request = {name: params[name] for name in PASSED if params.get(name) is not None}
+    passed = (*PASSED, "thinking") if tokens else PASSED
+    request = {name: params[name] for name in passed if params.get(name) is not None}
     request["messages"] = messages_from_items(params["input"], params.get("instructions"), style=style, tokens=tokens)
     if params.get("max_output_tokens") is not None:
         request[max_tokens_field] = params["max_output_tokens"]
@@ -70,7 +74,7 @@ def chat_request(
 
 def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
     """Checked Chat Completions request -> create params (without `stream`)."""
-    params = {name: request[name] for name in PASSED if request.get(name) is not None}
+    params = {name: request[name] for name in (*PASSED, "thinking") if request.get(name) is not None}
     params["input"] = items_from_messages(request["messages"], style=style)
     for name in ("max_tokens", "max_completion_tokens"):
         if request.get(name) is not None:
@@ -91,6 +95,16 @@ def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
     if choice is not None:
         params["tool_choice"] = choice if isinstance(choice, str) else _responses_choice(choice)
     return params
+
+
+def without_allowed_tools(request: Json) -> Json:
+    """A Chat request whose `allowed_tools` are said by its list of tools, for back ends that know no such choice."""
+    match request.get("tool_choice"):
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*allowed]}}:
+            names = {tool["function"]["name"] for tool in allowed}
+            tools = [tool for tool in request["tools"] if tool["function"]["name"] in names]
+            return request | {"tools": tools, "tool_choice": mode}
+    return request
 
 
 def wants_logprobs(params: Json) -> bool:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
 from typing import Literal
 
-from ngym.convert.items import assistant_items, message_item, output_text
+from ngym.convert.items import CallIds, assistant_items, message_item, output_text
 from ngym.convert.parts import content_text
+from ngym.convert.pieces import GAVE_UP
 from ngym.convert.requests import wants_logprobs
+from ngym.convert.signed import BETWEEN, block_from_reasoning
 from ngym.convert.think import ReasoningStyle
 from ngym.errors import UpstreamError
 from ngym.schema import TOKEN_FIELDS, Json
 
 Incomplete = Literal["max_output_tokens", "content_filter"]
 
-_INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
-_BROKEN = frozenset({"abort", "error"})  # vLLM's, when it was paused or lost its engine
 
 _ECHOED: Json = {  # the request's fields that a Response repeats, and what they are when the request left them out
     "background": False,
@@ -111,24 +111,24 @@ def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle 
         raise UpstreamError("the model's back end answered without a choice", failure="model_error")
     choice = choices[0]
     finish = choice.get("finish_reason")
-    if finish in _BROKEN:
+    if finish in GAVE_UP:
         raise UpstreamError(f"the model's back end gave up ({finish})", failure="model_error", retryable=True)
     stem = str(completion.get("id") or time.time_ns()).removeprefix("chatcmpl-")
     message = choice["message"] | _token_fields(completion, choice)
-    output = assistant_items(message, stem, style=style)
-    _make_call_ids_distinct(output)
+    output = assistant_items(message, stem, style=style, ids=CallIds(stem))
     logprobs = (choice.get("logprobs") or {}).get("content")
     if logprobs and wants_logprobs(params) and [item["type"] for item in output] == ["message"]:
         output[0]["content"][0]["logprobs"] = logprobs
-    return new_response(
+    response = new_response(
         params,
         output,
         response_id=f"resp_{stem}",
         model=completion.get("model") or params.get("model") or "",
         usage=usage_from_chat(completion.get("usage")),
-        incomplete=_INCOMPLETE.get(finish),
+        incomplete=INCOMPLETE.get(finish),
         created_at=completion.get("created"),
     )
+    return response | ({"ng": completion["ng"]} if "ng" in completion else {})
 
 
 def chat_from_response(response: Json) -> Json:
@@ -144,14 +144,18 @@ def chat_from_response(response: Json) -> Json:
     items = response["output"]
     parts = [part for item in items if item["type"] == "message" for part in item["content"]]
     calls = [_tool_call(item) for item in items if item["type"] == "function_call"]
-    reasoning = [content_text(item.get("content") or item["summary"]) for item in items if item["type"] == "reasoning"]
+    thoughts = [item for item in items if item["type"] == "reasoning"]
+    reasoning = [content_text(item.get("content") or item["summary"]) for item in thoughts]
     refusals = [part["refusal"] for part in parts if part["type"] == "refusal"]
-    if parts and not refusals:
-        message["content"] = content_text(parts)
+    text = content_text(parts)
+    if text or (parts and not refusals):
+        message["content"] = text
     if refusals:
         message["refusal"] = "".join(refusals)
-    if reasoning:
-        message["reasoning_content"] = "\n\n".join(reasoning)
+    if any(reasoning):
+        message["reasoning_content"] = BETWEEN.join(filter(None, reasoning))
+    if any(item.get("encrypted_content") for item in thoughts):
+        message["thinking_blocks"] = [block_from_reasoning(item) for item in thoughts]
     if calls:
         message["tool_calls"] = calls
     message |= {name: item[name] for item in items for name in TOKEN_FIELDS if name in item}
@@ -183,7 +187,7 @@ def usage_from_chat(usage: Json | None) -> Json | None:
         total = prompt + completion
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens")},
+        "input_tokens_details": _cached(usage.get("prompt_tokens_details")),
         "output_tokens": completion,
         "output_tokens_details": {
             "reasoning_tokens": (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
@@ -198,7 +202,7 @@ def usage_to_chat(usage: Json | None) -> Json | None:
         return None
     return {
         "prompt_tokens": usage.get("input_tokens"),
-        "prompt_tokens_details": {"cached_tokens": (usage.get("input_tokens_details") or {}).get("cached_tokens")},
+        "prompt_tokens_details": _cached(usage.get("input_tokens_details")),
         "completion_tokens": usage.get("output_tokens"),
         "completion_tokens_details": {
             "reasoning_tokens": (usage.get("output_tokens_details") or {}).get("reasoning_tokens")
@@ -207,19 +211,16 @@ def usage_to_chat(usage: Json | None) -> Json | None:
     }
 
 
+def _cached(details: Json | None) -> Json:
+    """What the cache had of the input, and where a back end tells it (Anthropic's does) what was written into it."""
+    details = details or {}
+    written = {"cache_write_tokens": details["cache_write_tokens"]} if details.get("cache_write_tokens") else {}
+    return {"cached_tokens": details.get("cached_tokens"), **written}
+
+
 def _tool_call(item: Json) -> Json:
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
-
-
-def _make_call_ids_distinct(output: Iterable[Json]) -> None:
-    """A call id that this answer used before is replaced, or the outputs of the two calls could not be told apart."""
-    seen: set[str] = set()
-    for item in output:
-        if item["type"] == "function_call":
-            if item["call_id"] in seen:
-                item["call_id"] = f"{item['call_id']}_{item['id']}"
-            seen.add(item["call_id"])
 
 
 def _token_fields(completion: Json, choice: Json) -> Json:

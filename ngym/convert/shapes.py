@@ -40,11 +40,13 @@ def input_problems(items: Any) -> Iterator[Problem]:
         for name in _STRINGS_OF[kind]:
             if not isinstance(item.get(name), str):
                 yield Problem(f"{where}.{name}", "must be a string")
-        yield from _token_problems(item, where)
+        yield from token_problems(item, where)
         if kind == "message":
             yield from _role_problems(item, where)
         elif kind == "function_call_output":
             yield from _content_problems(item.get("output"), f"{where}.output")
+            if not isinstance(item.get("ng", {}), dict):
+                yield Problem(f"{where}.ng", "must be sent back as it came")
         elif kind == "reasoning":
             yield from _reasoning_problems(item, where)
 
@@ -63,7 +65,7 @@ def message_problems(messages: Any) -> Iterator[Problem]:
         if not isinstance(message, dict):
             yield Problem(where, f"must be an object, not {shown(message)}")
             continue
-        yield from _token_problems(message, where)
+        yield from token_problems(message, where)
         yield from _role_problems(message, where)
 
 
@@ -73,6 +75,8 @@ def _role_problems(message: Json, where: str) -> Iterator[Problem]:
         yield Problem(f"{where}.role", f"must be one of {', '.join(sorted(_ROLES))}, not {shown(role)}")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         yield Problem(f"{where}.tool_call_id", "must be a string")
+    if message.get("function_call") is not None:
+        yield Problem(f"{where}.function_call", "is not supported: use tool_calls")
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         yield Problem(f"{where}.tool_calls", "must be a list")
@@ -82,12 +86,28 @@ def _role_problems(message: Json, where: str) -> Iterator[Problem]:
             case {"id": str(), "function": {"name": str(), "arguments": str()}}:
                 continue
         yield Problem(f"{where}.tool_calls[{index}]", "must hold id and function: {name, arguments}, all strings")
+    if not _are_thinking_blocks(message.get("thinking_blocks") or []):
+        yield Problem(f"{where}.thinking_blocks", "must be sent back as they came")
     for name in ("reasoning", "reasoning_content", "refusal"):
         if not isinstance(message.get(name, ""), (str, type(None))):
             yield Problem(f"{where}.{name}", "must be a string")
     empty = role in ("user", "assistant", "tool")  # other gyms' rows say null where a turn is empty
     if not (empty and message.get("content") is None):
         yield from _content_problems(message.get("content"), f"{where}.content")
+
+
+def _are_thinking_blocks(blocks: Any) -> bool:
+    for block in blocks if isinstance(blocks, list) else [None]:
+        match block:
+            case {"type": "redacted_thinking", "data": str()}:
+                continue
+            case {"type": "thinking", "thinking": str(), "signature": str() | None} | {
+                "type": "thinking",
+                "thinking": str(),
+            }:
+                continue
+        return False
+    return True
 
 
 def _content_problems(content: Any, where: str) -> Iterator[Problem]:
@@ -115,17 +135,25 @@ def _reasoning_problems(item: Json, where: str) -> Iterator[Problem]:
                 yield Problem(f"{where}.{name}", "must be a list of parts")
             elif isinstance(item[name], list) and not all(_says_text(part) for part in item[name]):
                 yield Problem(f"{where}.{name}", "each part must have its text, a string")
-    match item.get("ng", {"tags": ["", ""]}):
-        case {"tags": [str(), str()]}:
-            return
-    yield Problem(f"{where}.ng", "must be sent back as it came")
+    if not isinstance(item.get("encrypted_content") or "", str):
+        yield Problem(f"{where}.encrypted_content", "must be a string")
+    if not are_tags(item.get("ng")):
+        yield Problem(f"{where}.ng", "must be sent back as it came")
+
+
+def are_tags(ng: Any) -> bool:
+    """Whether this is what we say beside reasoning, or nothing."""
+    match ng:
+        case None | {"tags": [str(), str()]}:
+            return True
+    return False
 
 
 def _says_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
-def _token_problems(item: Json, where: str) -> Iterator[Problem]:
+def token_problems(item: Json, where: str) -> Iterator[Problem]:
     """Token data is all there or not at all, and there is one logprob for each sampled id."""
     given = [name for name in TOKEN_FIELDS if name in item]
     if not given:
@@ -140,20 +168,39 @@ def _token_problems(item: Json, where: str) -> Iterator[Problem]:
 
 
 def tool_problems(body: Json, name_in: str) -> Iterator[Problem]:
+    """name_in: where a function tool says its name; "function" is Chat's way, which has function tools only."""
     tools = body.get("tools") or []
+    names: set[str] = set()
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
             yield Problem(where, "must be an object with a type, such as 'function'")
-        elif tool["type"] == "function" or name_in == "function":
+        elif tool["type"] == "function":
             function = tool.get("function") if name_in == "function" else tool
             if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
                 yield Problem(f"{where}.{name_in}", "must name the function")
-            elif not isinstance(function.get("parameters") or {}, dict):
+                continue
+            names.add(function["name"])
+            if not isinstance(function.get("parameters") or {}, dict):
                 yield Problem(f"{where}.parameters", "must be a JSON Schema object")
+        elif name_in == "function":
+            yield Problem(f"{where}.type", f"must be 'function', not {shown(tool['type'])}")
     choice = body.get("tool_choice")
     if not tools and (choice == "required" or isinstance(choice, dict)):
         yield Problem("tool_choice", "asks for a tool call, but there are no tools")
+    elif isinstance(choice, dict):
+        yield from _choice_problems(choice, names)
+
+
+def _choice_problems(choice: Json, names: set[str]) -> Iterator[Problem]:
+    """A function that is asked for must be there."""
+    inner = choice.get("allowed_tools") if isinstance(choice.get("allowed_tools"), dict) else choice
+    allowed = (inner or {}).get("tools") if choice["type"] == "allowed_tools" else None
+    for named in allowed if isinstance(allowed, list) else [choice]:
+        match named:
+            case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+                if name not in names:
+                    yield Problem("tool_choice", f"there is no tool {shown(name)}{did_you_mean(name, names)}")
 
 
 def shown(value: Any) -> str:

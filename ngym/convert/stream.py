@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from ngym.schema import Json
+from ngym.convert.signed import BETWEEN
+from ngym.schema import TOKEN_FIELDS, Json
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -34,29 +35,44 @@ def chat_chunks(completion: Json, *, include_usage: bool = False) -> Iterator[Js
         return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None, **more}]}
 
     yield chunk({"role": "assistant", "content": ""})
-    for name in ("reasoning_content", "content", "refusal"):
+    for delta in _reasoning_deltas(message):
+        yield chunk(delta)
+    for name in ("content", "refusal"):
         if message.get(name):
-            more = {"logprobs": choice["logprobs"]} if name == "content" else {}
+            more = {"logprobs": choice.get("logprobs")} if name == "content" else {}
             yield chunk({name: message[name]}, **more)
     for index, call in enumerate(message.get("tool_calls") or ()):
         start = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
         yield chunk({"tool_calls": [start]})
         yield chunk({"tool_calls": [{"index": index, "function": {"arguments": call["function"]["arguments"]}}]})
-    spoken = ("role", "content", "refusal", "reasoning_content", "tool_calls")
-    extra = {name: value for name, value in message.items() if name not in spoken}  # token data
-    yield chunk(extra, choice["finish_reason"])
+    beside = {name: message[name] for name in TOKEN_FIELDS if name in message}
+    if "stop_reason" in choice:  # vLLM's: the stop string that was met
+        beside["stop_reason"] = choice["stop_reason"]
+    yield chunk({}, choice["finish_reason"], **beside) | ({"ng": completion["ng"]} if "ng" in completion else {})
     if include_usage:
-        yield {**head, "choices": [], "usage": completion["usage"]}
+        yield {**head, "choices": [], "usage": completion.get("usage")}
+
+
+def _reasoning_deltas(message: Json) -> Iterator[Json]:
+    """Reasoning in one piece; signed reasoning block by block, each with its signature after it."""
+    blocks = message.get("thinking_blocks") or ()
+    if not blocks and message.get("reasoning_content"):
+        yield {"reasoning_content": message["reasoning_content"]}
+    between = ""
+    for block in blocks:
+        if block.get("thinking"):
+            yield {"reasoning_content": between + block["thinking"]}
+            between = BETWEEN
+        yield {"thinking_blocks": [block]}
 
 
 def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
-    started = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
-    started |= {"incomplete_details": None, "error": None}
+    started = begun_response(response)
     yield "response.created", {"response": started}
     yield "response.in_progress", {"response": started}
     for index, item in enumerate(response["output"]):
         place = {"item_id": item.get("id"), "output_index": index}
-        yield "response.output_item.added", {"output_index": index, "item": _begun(item)}
+        yield "response.output_item.added", {"output_index": index, "item": begun_item(item)}
         match item["type"]:
             case "message":
                 yield from _content_events(item["content"], place)
@@ -72,7 +88,13 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
     yield f"response.{response['status']}", {"response": response}
 
 
-def _begun(item: Json) -> Json:
+def begun_response(response: Json) -> Json:
+    """A Response as it was before anything was said in it."""
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
+    return begun | {"incomplete_details": None, "error": None}
+
+
+def begun_item(item: Json) -> Json:
     """An item as it was before anything was said in it."""
     begun = {name: [] if name in ("content", "summary") else value for name, value in item.items()}
     if "arguments" in begun:
@@ -87,13 +109,18 @@ def _content_events(parts: list[Json], place: Json) -> Iterator[tuple[str, Json]
         at = {**place, "content_index": index}
         field = "refusal" if part["type"] == "refusal" else "text"
         name = "response." + part["type"]  # output_text, refusal, reasoning_text
-        empty: Json = {**part, field: ""} | ({"logprobs": []} if "logprobs" in part else {})
         logprobs = {"logprobs": part.get("logprobs") or []} if part["type"] == "output_text" else {}
-        yield "response.content_part.added", {**at, "part": empty}
+        yield "response.content_part.added", {**at, "part": empty_part(part)}
         if part[field]:
             yield f"{name}.delta", {**at, "delta": part[field], **logprobs}
         yield f"{name}.done", {**at, field: part[field], **logprobs}
         yield "response.content_part.done", {**at, "part": part}
+
+
+def empty_part(part: Json) -> Json:
+    """A part as it was before anything was said in it."""
+    field = "refusal" if part["type"] == "refusal" else "text"
+    return {**part, field: ""} | ({"logprobs": []} if "logprobs" in part else {})
 
 
 def _summary_events(parts: list[Json], place: Json) -> Iterator[tuple[str, Json]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -13,14 +14,17 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ngym import correlation
+from ngym.convert import message_item, new_response, output_text
 from ngym.errors import PeerTimeout, ServiceError, boundary
 from ngym.schema import SCHEMA_VERSION, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json, Segment, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in, without_tokens
-from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.turns import Turns
+from ngym.usage import added
 
 MAX_TOOL_ERROR_CHARS = 2000
+BEGINNING_CHARS = 1000
 
 
 class AgentOptions(ServiceOptions):
@@ -34,13 +38,19 @@ class AgentOptions(ServiceOptions):
 
 
 class RolloutContext:
-    """One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way."""
+    """One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way.
 
-    def __init__(self, context: ServiceContext, rollout_id: str) -> None:
+    state: what the agent's lifespan yielded.
+    """
+
+    def __init__(self, context: ServiceContext, rollout_id: str, beginning: str, state: Any = None) -> None:
         self.options = context.options
+        self.state = state
+        self.row: Json = {}
+        self.peers = context.peers
         self.rollout_id = rollout_id
         self.gym = context.peers[self.options.gym].session()
-        self.model = context.peers[self.options.model].session()
+        self.model = context.peers[self.options.model].conversation(beginning)
         self.tools: list[Json] = []
         self.segments: list[Segment] = []
         self.turns = 0
@@ -51,13 +61,29 @@ class RolloutContext:
         self.started_at = datetime.now(UTC)
         self._started = time.perf_counter()
         self._usage: Json | None = None
-        self._declared: set[str] | None = None
+        self._captured_at: str | None = None
+        self._called: list[tuple[Json, Json]] = []
+        self._declared: set[str] = set()
+
+    @property
+    def model_base_url(self) -> str:
+        """What any SDK's client takes as its base_url: what it samples under it becomes this rollout's segments.
+
+        It ends in /v1, as OpenAI's clients want it; Anthropic's put that on themselves: `.removesuffix("/v1")`.
+        """
+        if self._captured_at is None:
+            self._captured_at = f"{self.model.url}/rollouts/{self.rollout_id}"
+        return f"{self._captured_at}/v1"
+
+    def declare(self, tools: list[Json] | None) -> None:
+        """Let `call_tool` call these."""
+        self._declared |= {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
 
     async def sample(self, request: Json) -> Json:
         """One model call -> its Response. Token data, usage and time are recorded."""
         started = time.perf_counter()
-        if self._declared is None:
-            self._declared = {tool.get("name") for tool in request.get("tools") or [] if tool.get("type") == "function"}
+        if self.turns == 0:
+            self.declare(request.get("tools"))
         with boundary("model_error", "the model call failed"):
             reply = await self.model.request(
                 "/v1/responses", request, timeout=self.options.model_timeout_s, idempotent=True
@@ -67,7 +93,7 @@ class RolloutContext:
         if call is not None:
             extend(self.segments, call)
         self.turns += 1
-        self._usage = _add_usage(self._usage, response.get("usage"), first=self.turns == 1)
+        self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
         self.seconds["model_s"] += time.perf_counter() - started
         return response
 
@@ -78,13 +104,14 @@ class RolloutContext:
         text, failed = await self._tool_text(call)
         self.tool_errors += failed
         self.seconds["tools_s"] += time.perf_counter() - started
-        return {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
+        output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
+        self._called.append((call, output))
+        return output
 
     async def _tool_text(self, call: Json) -> tuple[str, bool]:
         name = call.get("name")
-        declared = self._declared or set()
-        if name not in declared:  # checked before a name that the model wrote becomes a path
-            return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(declared)) or 'none'}.", True
+        if name not in self._declared:  # checked before a name that the model wrote becomes a path
+            return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(self._declared)) or 'none'}.", True
         try:
             arguments = orjson.loads(call.get("arguments") or "{}")
         except orjson.JSONDecodeError as error:
@@ -99,6 +126,40 @@ class RolloutContext:
                 raise  # the environment is broken: the rollout failed, the model did nothing wrong
             return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
         return reply.body.decode("utf-8", "replace"), False
+
+    def answer(self, text: str, stop_reason: StopReason = "answer") -> Json:
+        """The last response of a rollout that an SDK drove: the calls that went through `call_tool`, and its final text."""
+        stem = secrets.token_hex(12)
+        output: list[Json] = []
+        for index, (call, result) in enumerate(self._called):
+            ids = {"id": f"fc_{stem}_{index}", "call_id": call.get("call_id") or f"call_{stem}_{index}"}
+            said = {"name": call["name"], "arguments": call["arguments"], "status": "completed"}
+            output += [{"type": "function_call", **ids, **said}, {**result, "call_id": ids["call_id"]}]
+        output.append(message_item([output_text(text)], f"msg_{stem}"))
+        response = new_response({}, output, response_id=f"resp_{stem}", model=self.options.model)
+        return self.finish(response, output, stop_reason)
+
+    async def with_captured(self, response: Json) -> Json:
+        """The last response, once what was sampled under `model_base_url` is among what was recorded.
+
+        A model that gives no token data has nothing captured.
+        """
+        if self._captured_at is None:
+            return response
+        path = f"/rollouts/{self.rollout_id}/segments"
+        with boundary("model_error", "the captured calls could not be fetched"):
+            try:
+                kept = (await self.model.request(path, None, method="GET", idempotent=True)).json()
+            except ServiceError as error:
+                lost = not self._captured_at.startswith(self.model.url)  # with the replica that had them
+                if error.status != 404 or lost:
+                    raise
+                return response
+            await self.model.request(path, None, method="DELETE", idempotent=True)
+        self.segments += kept["segments"]
+        self._usage = kept["usage"] if self.turns == 0 else added(self._usage, kept["usage"])
+        self.turns += kept["calls"]
+        return {**response, "usage": self._usage}
 
     def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:
         """The last response with the whole trajectory as its output and the usage of all turns."""
@@ -126,23 +187,39 @@ class RolloutContext:
 
 
 Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
+AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
 
 
-def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifespan: Lifespan | None = None) -> FastAPI:
+def agent(
+    *, respond: Respond, options: type[AgentOptions] = AgentOptions, lifespan: AgentLifespan | None = None
+) -> FastAPI:
     """An agent as an application.
 
     Args:
         respond: `(request, rollout)` -> a Response whose output is the whole trajectory. `request` is a Responses
             create params object; `rollout.sample`, `rollout.call_tool` and `rollout.finish` do the work.
         options: the record of the stanza's own keys; derives from AgentOptions.
+        lifespan: `async with lifespan(context) as state` around serving; rollouts find what it yields in `rollout.state`.
     """
-    app = service_app("agent", options=options, lifespan=lifespan)
+
+    @asynccontextmanager
+    async def running(context: ServiceContext) -> AsyncIterator[None]:
+        if lifespan is None:
+            yield
+            return
+        async with lifespan(context) as state:
+            app.state.agent_state = state
+            yield
+
+    app = service_app("agent", options=options, lifespan=running)
+    app.state.agent_state = None
     turns = Turns()
 
     async def run(request: Request) -> Response:
         await _turn(turns)
         row = await json_body(request)
-        rollout = _rollout(context_of(request))
+        rollout = _rollout(request, row.get("responses_create_params"))
+        rollout.row = row
         seeded = await _seed(rollout, row)
         response = await _respond(respond, rollout, _params(row, seeded))
         shown = {**response, "output": without_tokens(response["output"])}
@@ -155,7 +232,9 @@ def agent(*, respond: Respond, options: type[AgentOptions] = AgentOptions, lifes
     async def responses(request: Request) -> Response:
         await _turn(turns)
         params = await json_body(request)
-        return JsonResponse(await _respond(respond, _rollout(context_of(request)), params))
+        rollout = _rollout(request, params)
+        rollout.row = {"responses_create_params": params}
+        return JsonResponse(await _respond(respond, rollout, params))
 
     async def aggregate(request: Request) -> Response:
         context = context_of(request)
@@ -183,12 +262,24 @@ async def _turn(turns: Turns) -> None:
         )
 
 
-def _rollout(context: ServiceContext) -> RolloutContext:
+def _rollout(request: Request, params: Any) -> RolloutContext:
+    context = context_of(request)
     here = correlation.current.get()
     if here.rollout_id is None:
         here = correlation.begin(secrets.token_hex(16))._replace(deadline=here.deadline)
         correlation.current.set(here)
-    return RolloutContext(context, cast(str, here.rollout_id))
+    state = request.app.state.agent_state
+    return RolloutContext(context, cast(str, here.rollout_id), _beginning(params, context), state)
+
+
+def _beginning(params: Any, context: ServiceContext) -> str:
+    """What conversations have in common that begin alike: a replica has it in its prefix cache. "" where there is but one."""
+    if len(context.peers.urls.get(context.options.model, ())) < 2:
+        return ""
+    match params:
+        case {"input": [first, *_]} | {"input": first}:
+            return repr((params.get("instructions"), first))[:BEGINNING_CHARS]
+    return ""
 
 
 async def _seed(rollout: RolloutContext, row: Json) -> Json:
@@ -208,7 +299,9 @@ def _params(row: Json, seeded: Json) -> Json:
 
 async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> Json:
     with boundary("agent_error", "the agent failed"):
-        return await respond(params, rollout)
+        rollout.declare(params.get("tools"))
+        response = await respond(params, rollout)
+    return await rollout.with_captured(response)
 
 
 async def _verify(rollout: RolloutContext, body: Json) -> Json:
@@ -219,20 +312,3 @@ async def _verify(rollout: RolloutContext, body: Json) -> Json:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
     rollout.seconds["verify_s"] += time.perf_counter() - started
     return scored
-
-
-def _add_usage(total: Json | None, usage: Json | None, *, first: bool) -> Json | None:
-    """The sum over turns; what one turn does not know is unknown for the whole (null), never 0."""
-    if first:
-        return usage
-    if total is None or usage is None:
-        return None
-    return {key: _add(total.get(key), usage.get(key)) for key in total.keys() | usage.keys()}
-
-
-def _add(left: Any, right: Any) -> Any:
-    if isinstance(left, dict) and isinstance(right, dict):
-        return {key: _add(left.get(key), right.get(key)) for key in left.keys() | right.keys()}
-    if isinstance(left, int | float) and isinstance(right, int | float):
-        return left + right
-    return None

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from ngym import correlation
 from ngym.errors import BadRequest, ServiceError
 from ngym.schema import Json, Kind
-from ngym.services.edge import Edge, Handler
+from ngym.services.edge import OF_A_ROLLOUT, Edge, Handler
 from ngym.services.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
@@ -76,7 +76,7 @@ def add_route(
 ) -> None:
     """A route whose handler reads the raw request itself; `body` is its JSON Schema for /openapi.json."""
     extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}} if body else None
-    if "{" not in path:
+    if "{" not in path.removeprefix(OF_A_ROLLOUT):
         app.state.handlers[method, path] = handler
     app.add_api_route(
         path, handler, methods=[method], summary=summary or None, openapi_extra=extra, response_model=None
@@ -122,7 +122,9 @@ def _default(value: Any) -> Any:
 def _problem(request: Request, error: ServiceError) -> Response:
     context = getattr(request.app.state, "context", None)
     rollout_id = correlation.current.get().rollout_id
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    if error.status in (429, 503):
+        headers = {"retry-after": str(max(1, round(error.retry_after_s)))}
     body = error.problem(context.name if context else request.app.state.kind, rollout_id)
     return ProblemResponse(body, status_code=error.status, headers=headers)
 

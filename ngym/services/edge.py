@@ -2,7 +2,7 @@
 
 Then it goes straight to its handler. What FastAPI would put between the two (exit stacks, dependencies, a scan over
 all routes) costs more than most handlers do, and our handlers read the request themselves; FastAPI gets the rest: paths
-with parameters, the documentation, what does not exist.
+with parameters other than a rollout's id, the documentation, what does not exist.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from ngym.errors import BadRequest
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 
+OF_A_ROLLOUT = "/rollouts/{rollout_id}"
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -29,7 +31,7 @@ class Edge:
     """The outermost middleware.
 
     Args:
-        handlers: (method, path) -> what answers it, for paths without parameters.
+        handlers: (method, path) -> what answers it, for paths without parameters; they may stand under OF_A_ROLLOUT.
     """
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry, handlers: Mapping[tuple[str, str], Handler]) -> None:
@@ -56,7 +58,13 @@ class Edge:
                 status = message["status"]
             await send(message)
 
-        handler = self.handlers.get((scope["method"], scope["path"]))
+        route = scope["path"]
+        handler = self.handlers.get((scope["method"], route))
+        if handler is None and route.startswith("/rollouts/"):
+            rollout_id, slash, rest = route.removeprefix("/rollouts/").partition("/")
+            route = f"{OF_A_ROLLOUT}{slash}{rest}"
+            handler = self.handlers.get((scope["method"], route))
+            scope["path_params"] = {"rollout_id": rollout_id}
         self.in_flight.inc()
         started = time.perf_counter()
         try:
@@ -68,7 +76,8 @@ class Edge:
         finally:
             self.in_flight.dec()
             correlation.current.reset(token)
-            route = scope["path"] if handler else getattr(scope.get("route"), "path", "unknown")
+            if handler is None:
+                route = getattr(scope.get("route"), "path", "unknown")
             self._count(route, status, time.perf_counter() - started)
 
     def _count(self, route: str, status: int, seconds: float) -> None:

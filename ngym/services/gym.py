@@ -106,12 +106,12 @@ def gym_server(
         validated(verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = store.start(request.headers.get(SESSION_HEADER))
         session["task"] = row
-        return _with_session(JsonResponse({"tools": app.state.tools} if by_name else {}), session)
+        return with_session(JsonResponse({"tools": app.state.tools} if by_name else {}), session)
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
         task = validated(verifier.body, raw, _row_name(raw))
-        session = _session(store, request)
+        session = session_for(store, request)
         try:
             with boundary("verify_error", "verify failed"):
                 outcome = _reward_fields(await verifier.run(task, session, request))
@@ -159,11 +159,11 @@ def _tool_route(name: str, tool: _Author, store: SessionStore) -> Callable[[Requ
     async def call(request: Request) -> Response:
         body = validated(tool.body, await json_body(request), name)
         has_id = _session_id(request) is not None
-        session = _session(store, request) if has_id else store.start()
+        session = session_for(store, request) if has_id else store.start()
         with boundary("tool_error", f"{name} failed"):
             result = await tool.run(body, session, request)
         response = JsonResponse(result)
-        return response if has_id else _with_session(response, session)
+        return response if has_id else with_session(response, session)
 
     call.__name__ = name
     return call
@@ -276,13 +276,18 @@ def _session_id(request: Request) -> str | None:
     return request.headers.get(SESSION_HEADER) or request.cookies.get(SESSION_COOKIE)
 
 
-def _session(store: SessionStore, request: Request) -> Session:
-    """The caller's session; one that is not kept when the caller never started any (a bare POST to /verify)."""
+def session_for(store: SessionStore, request: Request, *, start: bool = False) -> Session:
+    """The caller's session; one that is not kept when the caller never started any (a bare POST to /verify).
+
+    start: who has none yet gets one that is kept, under the caller's own id when it sent one.
+    """
     session_id = _session_id(request)
+    if start and (session_id is None or session_id not in store):
+        return store.start(session_id)
     return Session() if session_id is None else store.get(session_id)
 
 
-def _with_session(response: Response, session: Session) -> Response:
+def with_session(response: Response, session: Session) -> Response:
     response.headers[SESSION_HEADER] = session.id
     response.headers["set-cookie"] = f"{SESSION_COOKIE}={session.id}; HttpOnly; Path=/; SameSite=strict"
     return response

@@ -1,81 +1,104 @@
-"""model_server(): a model behind OpenAI's APIs, as an application; the author writes one function, `respond`."""
+"""model_server(): a model behind the APIs of OpenAI and Anthropic; the author writes `respond`, and `stream` if it can."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import Field
-from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from ngym import correlation
-from ngym.convert import (
-    SSE_DONE,
-    chat_chunks,
-    chat_from_response,
-    check_chat_request,
-    check_create_params,
-    create_params,
-    response_events,
-    sse,
-)
-from ngym.errors import BadRequest, ConfigError, ServiceError, boundary
+from ngym.convert import ReasoningStyle
+from ngym.errors import BadRequest, ConfigError, NotFound
 from ngym.schema import Json
-from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app
+from ngym.services.admission import Admission
+from ngym.services.answering import ROLLOUT_ID, Answering, BackEnd, refusals, rollout_of
+from ngym.services.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.calls import ModelCall, Respond, Stream
+from ngym.services.captures import Captures
 from ngym.services.options import ServiceContext, ServiceOptions
+from ngym.services.seen import SeenCall
+from ngym.services.store import ResponseStore
+from ngym.services.tongues import Native, openai_refusal, tongues
 
-ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+__all__ = [
+    "ROLLOUT_ID",
+    "ModelCall",
+    "ModelLifespan",
+    "ModelOptions",
+    "Native",
+    "Respond",
+    "SeenCall",
+    "Stream",
+    "model_server",
+]
+
+
+LIMIT = re.compile("[1-9][0-9]?|100")
 
 
 class ModelOptions(ServiceOptions):
     """What every model server has. Derive from it."""
 
     model: str = Field(default="model", description="The name of the model, as /v1/models lists it.")
+    captured_tokens: int = Field(
+        default=100_000_000,
+        ge=0,
+        description="Token ids kept of calls under /rollouts/{id}, at 4 bytes, and 8 more for each sampled one.",
+    )
+
+    max_in_flight: int | None = Field(
+        default=None, ge=1, description="Calls answered at a time; more wait. null: as many as come."
+    )
+    max_waiting: int = Field(default=4096, ge=0, description="Calls that may wait; more are answered with 429.")
+
+    @property
+    def reasoning_style(self) -> ReasoningStyle:
+        """How a back end that speaks Chat Completions says reasoning."""
+        return "field"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """What belongs to one call beside the request: whose rollout it is, and what the service has.
-
-    state is what the service's lifespan yielded.
-    """
-
-    options: Any
-    state: Any
-    rollout_id: str | None
-    headers: Headers
-
-
-Respond = Callable[[Json, ModelCall], Awaitable[Json]]
 ModelLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
 
 
 def model_server(
-    *, respond: Respond, options: type[ModelOptions] = ModelOptions, lifespan: ModelLifespan | None = None
+    *,
+    respond: Respond,
+    stream: Stream | None = None,
+    api: Native = "responses",
+    options: type[ModelOptions] = ModelOptions,
+    lifespan: ModelLifespan | None = None,
 ) -> FastAPI:
-    """A model as an application: `/v1/responses`, `/v1/chat/completions` and `/v1/models`, also under `/rollouts/{id}`.
+    """A model as an application: `/v1/responses`, `/v1/chat/completions`, `/v1/messages`, `/v1/models`, also under `/rollouts/{id}`.
 
-    With `stream: true` a client gets every event that the specification asks for, made from the finished answer:
-    nothing is sent before the model is done, and an error is still a plain problem document.
+    Whatever API a call comes in, the back end is asked in its own tongue and answers in it. Token data is on the last
+    item of a Response (or on the message of a Chat Completion) and its `ng.policy_version`. Calls under
+    `/rollouts/{id}` whose answers have it are captured: `GET /rollouts/{id}/segments`.
 
     Args:
-        respond: `async (request, call)` -> a Response (OpenAI's JSON; `ngym.convert.new_response` makes one). `request`
-            is a checked Responses create params object without nulls and without `stream`. A ServiceError that it
-            raises becomes the answer.
+        respond: `async (request, call)` -> a Response, or with `api="chat"` a Chat Completion. `request` is a checked
+            request without nulls, without `stream` and without the token fields that a client sent back; those are in
+            `call.seen`. A ServiceError that it raises becomes the answer. It is cancelled when the client hangs up.
+        stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
+            response.completed, incomplete or failed), or of chat chunks (token data beside the delta of the chunk with the
+            finish_reason, usage with it or after it). Without it a stream is made of the finished answer.
+        api: the back end's tongue.
         options: the record of the stanza's own keys; derives from ModelOptions.
         lifespan: `async with lifespan(context) as state` around serving; calls find what it yields in `call.state`.
     """
     if not inspect.iscoroutinefunction(respond):
         raise ConfigError(f"model_server: respond must be `async def respond(request, call)`, not {respond!r}")
+    if stream is not None and not inspect.isasyncgenfunction(stream):
+        raise ConfigError(f"model_server: stream must be `async def stream(request, call)` with yield, not {stream!r}")
 
     @asynccontextmanager
     async def running(context: ServiceContext) -> AsyncIterator[None]:
+        captures.begin(context.options.captured_tokens)
+        admission.begin(context.options.max_in_flight, context.options.max_waiting)
         if lifespan is None:
             yield
             return
@@ -85,74 +108,120 @@ def model_server(
 
     app = service_app("model", options=options, lifespan=running)
     app.state.model_state = None
-
-    async def answer(request: Request, params: Json) -> Json:
-        call = ModelCall(context_of(request).options, app.state.model_state, _rollout_id(request), request.headers)
-        with boundary("model_error", "the model failed"):
-            return await respond(params, call)
-
-    async def responses(request: Request) -> Response:
-        with _openai_errors():
-            params = check_create_params(await json_body(request))
-            stream, _ = params.pop("stream", False), params.pop("stream_options", None)
-            response = await answer(request, params)
-        return _events(response_events(response)) if stream else JsonResponse(response)
-
-    async def chat(request: Request) -> Response:
-        with _openai_errors():
-            body = check_chat_request(await json_body(request))
-            completion = chat_from_response(await answer(request, create_params(body)))
-        if not body.get("stream"):
-            return JsonResponse(completion)
-        include_usage = bool(body.get("stream_options", {}).get("include_usage"))
-        return _events(chat_chunks(completion, include_usage=include_usage))
-
-    async def models(request: Request) -> Response:
-        model = {"id": context_of(request).options.model, "object": "model", "created": 0, "owned_by": "ngym"}
-        return JsonResponse({"object": "list", "data": [model]})
-
+    captures = app.state.captures = Captures(app.state.registry)
+    store = app.state.store = ResponseStore()
+    admission = Admission(app.state.registry)
+    answering = Answering(app.state, captures, store, admission, BackEnd(respond, stream, api))
     for prefix in ("", "/rollouts/{rollout_id}"):
-        add_route(app, "POST", f"{prefix}/v1/responses", responses, summary="OpenAI Responses", body=_RESPONSES)
-        add_route(app, "POST", f"{prefix}/v1/chat/completions", chat, summary="OpenAI Chat Completions", body=_CHAT)
-        add_route(app, "GET", f"{prefix}/v1/models", models, summary="The model's name")
+        for tongue in tongues(api):
+            handler = answering.handler(tongue)
+            add_route(app, "POST", prefix + tongue.path, handler, summary=tongue.title, body=_BODIES[tongue.name])
+        add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name")
+        add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
+        stored = f"{prefix}/v1/responses/{{response_id}}"
+        add_route(app, "GET", stored, _response, summary="A stored response")
+        add_route(app, "DELETE", stored, _delete_response, summary="Forget a stored response")
+        add_route(app, "GET", f"{stored}/input_items", _input_items, summary="What a stored response was given for")
+        add_route(app, "POST", f"{stored}/cancel", _cancel, summary="Refused: nothing runs in the background")
+    add_route(app, "GET", "/rollouts/{rollout_id}/segments", _segments, summary="The rollout's captured calls")
+    add_route(app, "DELETE", "/rollouts/{rollout_id}/segments", _forget, summary="Forget them")
     add_route(app, "GET", "/weights", _weights, summary="Policy version; this server's weights never change")
     return app
 
 
-_RESPONSES: Json = {"type": "object", "required": ["input"], "properties": {"input": {"type": ["string", "array"]}}}
-_CHAT: Json = {"type": "object", "required": ["messages"], "properties": {"messages": {"type": "array"}}}
+_MESSAGES: Json = {"type": "object", "required": ["messages"], "properties": {"messages": {"type": "array"}}}
+_BODIES: dict[str, Json] = {
+    "responses": {
+        "type": "object",
+        "required": ["input"],
+        "properties": {"input": {"type": ["string", "array"]}},
+    },
+    "chat": _MESSAGES,
+    "messages": _MESSAGES,
+}
 
 
-@contextmanager
-def _openai_errors() -> Iterator[None]:
-    """A problem document that also says `error.message`: OpenAI's clients show nothing else of it."""
-    try:
-        yield
-    except ServiceError as error:
-        wrong = error.extra.get("errors") or [{"field": None}]
-        told = {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": error.failure}
-        error.extra = {**error.extra, "error": told}
-        raise
+async def _models(request: Request) -> Response:
+    return JsonResponse({"object": "list", "data": [_described(request)]})
 
 
-def _rollout_id(request: Request) -> str | None:
-    """The rollout that a call belongs to: from its path, else from its headers; it goes on to every further hop."""
-    here = correlation.current.get()
-    in_path = request.path_params.get("rollout_id")
-    if in_path is None:
-        return here.rollout_id
-    if not ROLLOUT_ID.fullmatch(in_path):
+async def _model(request: Request) -> Response:
+    model, asked = _described(request), request.path_params["name"]
+    with refusals(openai_refusal):
+        if asked != model["id"]:
+            raise NotFound(f"there is no model {asked!r} here; this server has {model['id']!r}")
+    return JsonResponse(model)
+
+
+def _described(request: Request) -> Json:
+    return {"id": context_of(request).options.model, "object": "model", "created": 0, "owned_by": "ngym"}
+
+
+async def _response(request: Request) -> Response:
+    with refusals(openai_refusal):
+        body = _store(request).response(request.path_params["response_id"])
+    return Response(body, media_type="application/json")
+
+
+async def _delete_response(request: Request) -> Response:
+    response_id = request.path_params["response_id"]
+    with refusals(openai_refusal):
+        _store(request).forget(response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _cancel(request: Request) -> Response:
+    response_id = request.path_params["response_id"]
+    with refusals(openai_refusal):
+        _store(request).response(response_id)
         raise BadRequest(
-            "the rollout id in the path must be 1 to 200 of A-Z a-z 0-9 . _ : - and begin with one of A-Z a-z 0-9"
+            f"response {response_id!r} is finished: nothing runs in the background here; a call ends when its client hangs up",
+            status=400,
         )
-    correlation.current.set(here._replace(rollout_id=in_path))
-    return str(in_path)
 
 
-def _events(events: Iterable[Json]) -> Response:
-    """A stream that is already whole, in one piece: chunks would only cost."""
-    body = b"".join(map(sse, events)) + SSE_DONE
-    return Response(body, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+async def _input_items(request: Request) -> Response:
+    """OpenAI's list: the last first unless `order=asc`, `limit` of them, from the one `after` on."""
+    with refusals(openai_refusal):
+        items = _store(request).asked(request.path_params["response_id"])
+    if request.query_params.get("order", "desc") != "asc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    after, limit = request.query_params.get("after"), request.query_params.get("limit", "")
+    first = ids.index(after) + 1 if after in ids else 0
+    last = first + (int(limit) if LIMIT.fullmatch(limit) else 20)
+    page = items[first:last]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JsonResponse({"object": "list", "data": page, **ends, "has_more": last < len(items)})
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.store
+    return store
+
+
+async def _segments(request: Request) -> Response:
+    captures: Captures = request.app.state.captures
+    rollout_id = str(rollout_of(request))
+    kept = captures.segments(rollout_id)
+    if kept is None:
+        raise _unknown(rollout_id)
+    return JsonResponse(kept)
+
+
+async def _forget(request: Request) -> Response:
+    captures: Captures = request.app.state.captures
+    rollout_id = str(rollout_of(request))
+    if not captures.forget(rollout_id):
+        raise _unknown(rollout_id)
+    return Response(status_code=204)
+
+
+def _unknown(rollout_id: str) -> NotFound:
+    return NotFound(
+        f"no captured call of rollout {rollout_id!r}: none was made under /rollouts/{rollout_id}/v1 with token data, "
+        "or it was fetched and deleted, or forgotten (ngym_captures_forgotten in /metrics)"
+    )
 
 
 async def _weights(request: Request) -> Response:

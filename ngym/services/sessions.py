@@ -32,6 +32,9 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
     def start(self, session_id: str | None = None) -> Session:
         """A fresh session, under the caller's own id when it sent one (so that a client can hash it to a replica).
 

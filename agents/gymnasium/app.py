@@ -1,0 +1,54 @@
+"""gymnasium: plays an environment that answers each turn (`/reset`, `/step`) until its episode ends or a limit is reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from pydantic import Field
+
+from ngym import AgentOptions, RolloutContext, ServiceError, agent
+from ngym.errors import boundary
+from ngym.segments import without_tokens
+from ngym.services.acting import act, user
+
+
+class Options(AgentOptions):
+    max_steps: int = Field(default=64, ge=1, description="Model calls in one rollout.")
+
+
+async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+    """Observations are what the user says; each answer of the model, with the tools it called, is one step."""
+    options: Options = rollout.options
+    output: list[dict[str, Any]] = []
+    state = await _post(rollout, "/reset", rollout.row)
+    while True:
+        output.append(user(_text(state["observation"])))
+        begin = len(output)
+        acted = await act(request, rollout, output, max_steps=options.max_steps)
+        if acted.stop_reason != "answer":
+            return rollout.finish(acted.response, output, acted.stop_reason)
+        turn = {**acted.response, "output": without_tokens(output[begin:])}
+        state = await _post(rollout, "/step", {**rollout.row, "response": turn})
+        if state["terminated"] or state["truncated"]:
+            return rollout.finish(acted.response, output, "answer")
+        if rollout.turns >= options.max_steps:
+            return rollout.finish(acted.response, output, "max_steps")
+
+
+async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    with boundary("tool_error", f"{path} failed"):
+        answer = (await rollout.gym.request(path, body, timeout=rollout.options.tool_timeout_s)).json()
+    wanted = {"observation"} if path == "/reset" else {"observation", "terminated", "truncated"}
+    if not isinstance(answer, dict) or wanted - answer.keys():
+        raise ServiceError(
+            f"the gym server's {path} answered without {', '.join(sorted(wanted))}", failure="tool_error"
+        )
+    return answer
+
+
+def _text(observation: Any) -> str:
+    return observation if isinstance(observation, str) else orjson.dumps(observation).decode()
+
+
+app = agent(respond=respond, options=Options)

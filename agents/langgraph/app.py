@@ -1,0 +1,57 @@
+"""langgraph: a LangGraph graph drives the rollout; its model is a base_url, its tools are the gym server's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from langchain_core.messages import AnyMessage
+from langchain_core.tools import StructuredTool
+from langchain_openai import ChatOpenAI
+from langgraph.errors import GraphRecursionError
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+from pydantic import Field
+
+from ngym import AgentOptions, RolloutContext, agent
+from ngym.convert import messages_from_items
+
+
+class Options(AgentOptions):
+    max_steps: int = Field(default=16, ge=1, description="Model calls in one rollout.")
+
+
+async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+    options: Options = rollout.options
+    tools = [_tool(tool, rollout) for tool in request.get("tools") or ()]
+    model = ChatOpenAI(model=options.model, base_url=rollout.model_base_url, api_key="unused").bind_tools(tools)
+
+    async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("act", act)
+    graph.add_node("tools", ToolNode(tools))
+    graph.add_edge(START, "act")
+    graph.add_conditional_edges("act", tools_condition)
+    graph.add_edge("tools", "act")
+    messages = messages_from_items(request["input"], request.get("instructions"))
+    try:
+        done = await graph.compile().ainvoke({"messages": messages}, {"recursion_limit": 2 * options.max_steps})
+    except GraphRecursionError:
+        return rollout.answer("", "max_steps")
+    return rollout.answer(str(done["messages"][-1].text))
+
+
+def _tool(tool: dict[str, Any], rollout: RolloutContext) -> StructuredTool:
+    async def call(**arguments: Any) -> str:
+        result = await rollout.call_tool({"call_id": "", "name": tool["name"], "arguments": json.dumps(arguments)})
+        return str(result["output"])
+
+    schema = tool.get("parameters") or {"type": "object", "properties": {}}
+    return StructuredTool.from_function(
+        coroutine=call, name=tool["name"], description=tool.get("description") or tool["name"], args_schema=schema
+    )
+
+
+app = agent(respond=respond, options=Options)

@@ -1,0 +1,46 @@
+"""openai_sdk: a tool loop on the bare `openai` client, which knows nothing of ngym but a base_url."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from openai import AsyncOpenAI
+from pydantic import Field
+
+from ngym import AgentOptions, RolloutContext, ServiceContext, agent
+from ngym.convert import chat_request
+
+
+class Options(AgentOptions):
+    max_steps: int = Field(default=16, ge=1, description="Model calls in one rollout.")
+
+
+@asynccontextmanager
+async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
+    """One for all rollouts: to make one takes 20 ms."""
+    async with AsyncOpenAI(base_url="http://each-rollout-has-its-own", api_key="unused") as shared:
+        yield shared
+
+
+async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+    options: Options = rollout.options
+    chat = chat_request(request)
+    client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url)
+    for _ in range(options.max_steps):
+        completion = await client.chat.completions.create(**{"model": options.model, **chat})
+        message = completion.choices[0].message
+        if completion.choices[0].finish_reason == "length":
+            return rollout.answer(message.content or "", "length")
+        if not message.tool_calls:
+            return rollout.answer(message.content or "")
+        chat["messages"].append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
+            asked = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+            result = await rollout.call_tool(asked)
+            chat["messages"].append({"role": "tool", "tool_call_id": call.id, "content": result["output"]})
+    return rollout.answer(message.content or "", "max_steps")
+
+
+app = agent(respond=respond, options=Options, lifespan=one_client)

@@ -1,0 +1,55 @@
+"""remote: an agent that is somebody else's service. It gets the task, gives back a Response, and is scored here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
+from ngym.errors import boundary
+from ngym.segments import without_tokens
+
+
+class Options(AgentOptions):
+    remote: ServiceName = Field(description="The stanza (kind: agent, with a url) of the service that does the task.")
+    path: str = Field(default="/run", pattern="^/")
+    show: tuple[str, ...] = Field(default=(), description="Fields of the row that it may see; not the answers.")
+    remote_timeout_s: float = Field(default=1800, gt=0)
+
+
+async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+    """One POST. What it samples at `ng.model_base_url` becomes the rollout's tokens; tokens and rewards it claims do not."""
+    options: Options = rollout.options
+    task = {
+        **{name: rollout.row[name] for name in options.show if name in rollout.row},
+        "responses_create_params": request,
+        "ng": {
+            "rollout_id": rollout.rollout_id,
+            "model_base_url": rollout.model_base_url,
+            "gym_url": rollout.gym.url,
+            "gym_session": rollout.gym.id,
+        },
+    }
+    with boundary("agent_error", f"{options.remote} failed"):
+        service = rollout.peers[options.remote].session(rollout.rollout_id)
+        answer = (await service.request(options.path, task, timeout=options.remote_timeout_s)).json()
+    response = _response(answer, options.remote)
+    output = without_tokens(response["output"])
+    rollout.tool_calls = sum(item.get("type") == "function_call" for item in output)
+    finished = rollout.finish(response, output, "length" if response.get("status") == "incomplete" else "answer")
+    return {**finished, "usage": response.get("usage")}
+
+
+def _response(answer: Any, service: str) -> dict[str, Any]:
+    """A Response, or a scored row that has one under `response`."""
+    response = answer.get("response", answer) if isinstance(answer, dict) else None
+    output = response.get("output") if isinstance(response, dict) else None
+    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+        raise ServiceError(
+            f"{service} answered with no Response: its `output` must be a list of items", failure="agent_error"
+        )
+    return dict(response)
+
+
+app = agent(respond=respond, options=Options)

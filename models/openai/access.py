@@ -1,0 +1,154 @@
+"""Where an endpoint has its paths, and what it wants to see at the door: a key, or a token of Microsoft Entra."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ngym.errors import ConfigError, UpstreamError
+from ngym.remote import Headers
+
+SCOPE = "https://cognitiveservices.azure.com/.default"
+RENEWED_S = 300.0  # before a token runs out; a token that does not say when is asked for again after as long
+
+
+class Azure(BaseModel):
+    """What Azure OpenAI wants beside the endpoint, which is `base_url`. Without entra and token_*: the key of api_key_env."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    api_version: str | None = Field(
+        default=None, description="Such as 2025-04-01-preview; left out, the v1 API is spoken, which needs none."
+    )
+    deployment: str | None = Field(default=None, description="The deployment's name, where it is not the model's.")
+    entra: bool = Field(default=False, description="Tokens of azure-identity's DefaultAzureCredential.")
+    token_env: str | None = Field(default=None, description="The environment variable that holds a token.")
+    token_command: tuple[str, ...] = Field(
+        default=(), description="A program and its arguments that print a token; it is run again before that runs out."
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Azure:
+        if sum((self.entra, self.token_env is not None, bool(self.token_command))) > 1:
+            raise ValueError("give one of entra, token_env and token_command")
+        if self.token_env and not os.environ.get(self.token_env):
+            raise ValueError(f"the environment variable {self.token_env} is not set; export it")
+        return self
+
+
+def address(base_url: str, azure: Azure | None) -> Callable[[str], str] | None:
+    """path -> URL at Azure: Chat stands below its deployment, Responses do not; None for every other endpoint."""
+    if azure is None:
+        return None
+    root = base_url.rstrip("/").removesuffix("/openai/v1").removesuffix("/openai") + "/openai"
+    if azure.api_version is None:
+        return lambda path: f"{root}/v1{path}"
+    deployment = f"/deployments/{azure.deployment}" if azure.deployment else ""
+    query = f"?api-version={azure.api_version}"
+    return lambda path: f"{root}{deployment if path == '/chat/completions' else ''}{path}{query}"
+
+
+@asynccontextmanager
+async def headers(azure: Azure | None, key: str | None) -> AsyncIterator[Headers]:
+    """What each request carries to be let in.
+
+    Raises:
+        ConfigError: azure-identity is asked for and not installed.
+    """
+    if azure is not None and azure.entra:
+        async with _entra() as token:
+            yield _bearer(token)
+    elif azure is not None and azure.token_command:
+        yield _bearer(_Command(azure.token_command).token)
+    elif azure is not None and azure.token_env:
+        yield _always({"authorization": f"Bearer {os.environ[azure.token_env]}"})
+    elif azure is not None:
+        yield _always({"api-key": key or "none"})
+    else:
+        yield _always({"authorization": f"Bearer {key}"} if key else {})
+
+
+def _always(said: dict[str, str]) -> Headers:
+    async def headers() -> dict[str, str]:
+        return said
+
+    return headers
+
+
+def _bearer(token: Callable[[], Awaitable[str]]) -> Headers:
+    async def headers() -> dict[str, str]:
+        return {"authorization": f"Bearer {await token()}"}
+
+    return headers
+
+
+@asynccontextmanager
+async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
+    """azure-identity keeps a token and renews it in time."""
+    try:
+        from azure.core.exceptions import ClientAuthenticationError
+        from azure.identity.aio import DefaultAzureCredential, get_bearer_token_provider
+    except ImportError:
+        raise ConfigError(
+            "azure.entra needs azure-identity: pip install azure-identity aiohttp; or give azure.token_command,"
+            " such as [az, account, get-access-token, --resource, https://cognitiveservices.azure.com,"
+            " --query, accessToken, --output, tsv]"
+        ) from None
+    async with DefaultAzureCredential() as credential:
+        provided = get_bearer_token_provider(credential, SCOPE)
+
+        async def token() -> str:
+            try:
+                return await provided()
+            except ClientAuthenticationError as error:
+                told = " ".join(str(error.message).split())[:300]
+                raise UpstreamError(f"azure.entra: no token from azure-identity: {told}", failure="config") from None
+
+        yield token
+
+
+class _Command:
+    """A token that a program prints; one run for all who ask at the same time."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self._command = command
+        self._token = ""
+        self._good_until = 0.0
+        self._running = asyncio.Lock()
+
+    async def token(self) -> str:
+        async with self._running:
+            if time.time() >= self._good_until:
+                self._token = await self._run()
+                self._good_until = _expires(self._token) - RENEWED_S
+            return self._token
+
+    async def _run(self) -> str:
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(*self._command, stdout=pipe, stderr=pipe)
+        except OSError as error:
+            raise UpstreamError(f"azure.token_command: {self._command[0]}: {error}", failure="config") from None
+        printed, complaint = await process.communicate()
+        token = printed.decode(errors="replace").strip()
+        if process.returncode or not token or not token.isascii() or any(c.isspace() for c in token):
+            last = complaint.decode(errors="replace").strip().rpartition("\n")[2][:200] or "it printed no token"
+            detail = f"azure.token_command {self._command[0]!r} ended with {process.returncode}: {last}"
+            raise UpstreamError(detail, failure="config")
+        return token
+
+
+def _expires(token: str) -> float:
+    """When a JSON web token runs out, in seconds since 1970; its signature is not ours to check."""
+    try:
+        payload = token.split(".")[1]
+        return float(orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])
+    except (IndexError, KeyError, TypeError, ValueError, binascii.Error):
+        return time.time() + 2 * RENEWED_S

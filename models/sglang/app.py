@@ -1,0 +1,120 @@
+"""sglang: an SGLang server as the policy, by its native /generate: token ids and logprobs, weights from disk, sleep and wake."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from ngym import ModelCall, ServiceContext, model_server
+from ngym.convert import chat_chunks, chat_from_response, overflow_response
+from ngym.dialogue import Dialogue, Template, turn_ends
+from ngym.errors import ConfigError
+from ngym.remote import ContextOverflow, RemoteOptions, Upstream, UpstreamMetrics
+from ngym.services.model import ModelOptions
+
+from .engine import CAN, Engine
+from .weights import Weights, add_weights
+
+Json = dict[str, Any]
+
+
+class Options(RemoteOptions, ModelOptions):
+    model: str = Field(default="model", description="What answers call it.")
+    base_url: str = Field(default="http://127.0.0.1:30000", pattern="^https?://")
+    tokenizer: str | None = Field(
+        default=None,
+        description="A folder (relative to the config file) or a name on the hub; default: the server's own model_path.",
+    )
+    context: int | None = Field(default=None, ge=1, description="Tokens; default: what the server says.")
+    push_token: str | None = Field(
+        default=None, min_length=16, description="Opens the weight routes; default: ng_run's own, in .ngym/head.json."
+    )
+
+
+@dataclass(frozen=True)
+class Backend:
+    dialogue: Dialogue
+    weights: Weights
+    model: str
+
+    def nothing(self) -> Json:
+        """The conversation does not fit: an answer in which nothing was said."""
+        return chat_from_response(overflow_response({}, response_id="resp_none", model=self.model))
+
+
+@asynccontextmanager
+async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
+    options: Options = context.options
+
+    async def headers() -> dict[str, str]:
+        return {"authorization": f"Bearer {options.key}"} if options.key else {}
+
+    upstream = Upstream(options, options.model, headers)
+    metrics = UpstreamMetrics(upstream)
+    try:
+        engine = Engine(upstream, options.base_url.rstrip("/"))
+        await engine.ask()
+        tokenizer = _tokenizer(options.tokenizer, engine.model_path, context)
+        limit = options.context or engine.context
+        if limit is None:
+            raise ConfigError(
+                f"service {context.name!r}: {options.base_url} does not say its context; write context: N"
+            )
+        template = Template(tokenizer, turn_ends(tokenizer, None))
+        weights = Weights(engine, options.push_token or context.admin_token)
+        app.state.registry.register(metrics)
+        try:
+            yield Backend(Dialogue(template, engine.generate, options.model, limit, CAN), weights, options.model)
+        finally:
+            app.state.registry.unregister(metrics)
+    finally:
+        await upstream.close()
+
+
+def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext) -> Any:
+    """The Hugging Face tokenizer; ConfigError where it cannot be had, or has no chat template."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError("models/sglang needs transformers: pip install transformers") from None
+    folder = context.root / given if given else None
+    name = str(folder) if folder and folder.is_dir() else given or of_server
+    if name is None:
+        raise ConfigError(f"service {context.name!r}: the server does not say its model_path; write tokenizer: NAME")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())[:300]
+        raise ConfigError(f"service {context.name!r}: tokenizer {name!r} cannot be loaded: {told}") from None
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"service {context.name!r}: tokenizer {name!r} has no chat template")
+    return tokenizer
+
+
+async def respond(request: Json, call: ModelCall) -> Json:
+    backend: Backend = call.state
+    try:
+        return await backend.dialogue.completion(request, call.seen)
+    except ContextOverflow:
+        return backend.nothing()
+
+
+async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
+    backend: Backend = call.state
+    try:
+        async with aclosing(backend.dialogue.chunks(request, call.seen)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+    except ContextOverflow:
+        for chunk in chat_chunks(backend.nothing(), include_usage=True):
+            yield chunk
+
+
+app = model_server(respond=respond, stream=stream, api="chat", options=Options, lifespan=backend)
+add_weights(app)

@@ -1,0 +1,173 @@
+"""SGLang's native API as an engine: prompt ids to /generate, sampled ids and their logprobs back.
+
+Its logprobs are those after temperature and before top-p, top-k and min-p; leave those three alone while training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+
+from ngym.dialogue import Sampled, Sampling
+from ngym.errors import BadRequest, UpstreamError
+from ngym.remote import NotOffered, Upstream
+
+Json = dict[str, Any]
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+CAN = frozenset({*PENALTIES, "min_tokens", "response_format"})
+NONSENSE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+ALL_TOKENS = -1  # top_k
+
+
+class Engine:
+    """One SGLang server.
+
+    Attributes:
+        model_path, context: what the server says of itself; None where it does not.
+        version: of its weights, as the last push or answer told.
+        asleep: the parts of its memory that are released.
+    """
+
+    def __init__(self, upstream: Upstream, url: str) -> None:
+        self.model_path: str | None = None
+        self.context: int | None = None
+        self.version = 0
+        self.asleep: frozenset[str] = frozenset()
+        self._upstream = upstream
+        self._url = url
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    async def ask(self) -> None:
+        """Ask the server what it serves. Raises ServiceError where it cannot be asked."""
+        about = await self._either("/model_info", "/get_model_info")
+        arguments = await self._either("/server_info", "/get_server_info")
+        self.model_path = about.get("tokenizer_path") or about.get("model_path")
+        self.context = arguments.get("context_length") or arguments.get("max_req_input_len")
+        self.version = _version(about.get("weight_version"))
+
+    async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+        """Tokens as they come, or all of them; whoever stops reading has SGLang stop, because the connection ends.
+
+        Raises:
+            ServiceError: as `Upstream.post`; UpstreamError where SGLang aborts the request, or gives no logprobs.
+        """
+        await self._awake.wait()
+        body = {
+            "input_ids": prompt,
+            "sampling_params": _parameters(sampling),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": sampling.streamed,
+        }
+        told = 0
+        finish = None
+        async with aclosing(self._answers(body, sampling.streamed)) as answers:
+            async for answer in answers:
+                try:
+                    sampled, told = self._sampled(answer, told)
+                except NONSENSE as error:
+                    detail = f"{self._url}/generate answered with something else than tokens"
+                    raise UpstreamError(detail, failure="model_error") from error
+                finish = sampled.finish
+                yield sampled
+        if finish is None:
+            detail = f"{self._url}/generate ended without a finish_reason"
+            raise UpstreamError(detail, failure="model_error", retryable=True)
+
+    async def command(self, path: str, body: Json) -> None:
+        """One of SGLang's control routes. Raises ServiceError, also where it says that it did not work."""
+        said = await self._upstream.send(path, body)
+        try:
+            answer = orjson.loads(said)
+        except orjson.JSONDecodeError:  # /flush_cache answers in prose
+            return
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise UpstreamError(f"{self._url}{path}: {answer.get('message', 'it did not work')}", failure="model_error")
+
+    def sleep(self, parts: frozenset[str]) -> None:
+        """New requests wait while anything is released."""
+        self.asleep = parts
+        if parts:
+            self._awake.clear()
+        else:
+            self._awake.set()
+
+    async def _either(self, path: str, older: str) -> Json:
+        try:
+            return await self._upstream.get(path)
+        except NotOffered:
+            return await self._upstream.get(older)
+
+    async def _answers(self, body: Json, streamed: bool) -> AsyncGenerator[Json, None]:
+        if not streamed:
+            yield await self._upstream.post("/generate", body)
+            return
+        async with aclosing(self._upstream.stream("/generate", body)) as events:
+            async for event in events:
+                yield event
+
+    def _sampled(self, answer: Json, told: int) -> tuple[Sampled, int]:
+        """What is new in an answer, and how many tokens there are by then: SGLang repeats all, or only what is new."""
+        meta = answer["meta_info"]
+        entries, count = meta["output_token_logprobs"], meta["completion_tokens"]
+        new = entries[told:] if len(entries) == count else entries
+        finish = _finish(meta.get("finish_reason"), self._url)
+        self.version = _version(meta.get("weight_version", self.version))
+        ids, logprobs = (
+            array("I", [one[1] for one in new]),
+            array("d", [one[0] for one in new]),
+        )  # they check their kind
+        return Sampled(ids.tolist(), logprobs.tolist(), finish, self.version), count
+
+
+def _finish(reason: Json | None, url: str) -> Any:
+    match reason:
+        case None:
+            return None
+        case {"type": "stop" | "length" as kind}:
+            return kind
+        case _:
+            told = reason.get("message") or reason["type"]
+            raise UpstreamError(f"{url}/generate gave up: {told}", failure="model_error", retryable=True)
+
+
+def _parameters(sampling: Sampling) -> Json:
+    parameters: Json = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p or 1e-6,  # SGLang refuses 0, which means the likeliest token
+        "top_k": sampling.top_k or ALL_TOKENS,
+        "min_p": sampling.min_p,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        parameters["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    more = sampling.more
+    parameters |= {name: more[name] for name in PENALTIES if name in more}
+    if "min_tokens" in more:
+        parameters["min_new_tokens"] = more["min_tokens"]
+    match more.get("response_format"):
+        case None:
+            pass
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            parameters["json_schema"] = json.dumps(schema)
+        case _:
+            raise BadRequest("field 'response_format': this back end knows text and json_schema")
+    return parameters
+
+
+def _version(label: object) -> int:
+    """A version that a push gave; SGLang's own label of the first weights is "default"."""
+    return int(str(label)) if str(label).isdigit() else 0

@@ -1,0 +1,81 @@
+"""transformers: a Hugging Face model in this process, one answer at a time: for tests, laptops and debugging."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ngym import ModelCall, ServiceContext, model_server
+from ngym.dialogue import Dialogue, Template, turn_ends
+from ngym.errors import ConfigError
+from ngym.services.model import ModelOptions
+
+Json = dict[str, Any]
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class Options(ModelOptions):
+    model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
+    served_name: str | None = Field(default=None, description="What answers call it; default: the service's name.")
+    device: str = Field(default="cpu", description="torch's name of it.")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = Field(default=1, ge=1, description="torch's threads on a CPU; more ruin a tiny model.")
+    context: int | None = Field(default=None, ge=1, description="Tokens; default: the model's own.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
+
+
+@asynccontextmanager
+async def dialogue(context: ServiceContext) -> AsyncIterator[Dialogue]:
+    """Loads the model; the service is ready when it can answer. ConfigError where there is none to load."""
+    options: Options = context.options
+    folder = _find(options.model, context.root, context.name)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from .engine import Engine  # torch and transformers take seconds to import
+
+    try:
+        engine = await asyncio.to_thread(Engine, folder, options)
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())[:300]
+        raise ConfigError(f"service {context.name!r}: model {options.model!r} cannot be loaded: {told}") from None
+    template = Template(engine.tokenizer, turn_ends(engine.tokenizer, engine.ends))
+    served = options.served_name or context.name
+    app.state.context = replace(context, options=options.model_copy(update={"model": served}))
+    try:
+        yield Dialogue(template, engine.generate, served, engine.context)
+    finally:
+        engine.close()
+
+
+def _find(name: str, root: Path, service: str) -> str:
+    folder = (root / name).resolve()
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if HUB_NAME.fullmatch(name) and not folder.exists():
+        return name
+    raise ConfigError(
+        f"service {service!r}: model {name!r}: no checkpoint (config.json) in {folder}; give a folder relative to the "
+        "config file, or a hub name such as Qwen/Qwen3-0.6B"
+    )
+
+
+async def respond(request: Json, call: ModelCall) -> Json:
+    dialogue: Dialogue = call.state
+    return await dialogue.completion(request, call.seen)
+
+
+async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
+    dialogue: Dialogue = call.state
+    async with aclosing(dialogue.chunks(request, call.seen)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+
+
+app = model_server(respond=respond, stream=stream, api="chat", options=Options, lifespan=dialogue)

@@ -1,0 +1,121 @@
+"""Token after token with a Hugging Face model, in one thread beside the event loop; the first request is the first served.
+
+A log-probability is that of the distribution which was sampled from, after temperature, top-k, top-p and min-p. Greedy
+tokens have that of the model's own distribution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from ngym.dialogue import Sampled, Sampling
+
+if TYPE_CHECKING:
+    from .app import Options
+
+NO_LIMIT = 1 << 20  # a model that does not say how much it can take
+
+
+class Engine:
+    """A loaded model.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded.
+    """
+
+    def __init__(self, folder: str, options: Options) -> None:
+        torch.set_num_threads(options.threads)
+        logging.disable_progress_bar()
+        code = {"trust_remote_code": options.trust_remote_code}
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype), **code)
+        self._model = model.to(options.device).eval()
+        if self.tokenizer.chat_template is None:
+            raise ValueError("its tokenizer has no chat template; take an instruct model")
+        own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
+        self.context: int = min(options.context or own, own)
+        self.ends: int | list[int] | None = model.generation_config.eos_token_id
+        known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
+        self._ends = frozenset(end for end in known if end is not None)
+        # Of a long prompt all logits but the last are gigabytes that nobody reads.
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if keeps else {}
+        self._device = options.device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+        """Tokens as they are sampled; whoever stops reading stops the sampling."""
+        loop = asyncio.get_running_loop()
+        tokens: asyncio.Queue[Sampled | None] = asyncio.Queue()
+        given_up = threading.Event()
+
+        def work() -> None:
+            try:
+                for sampled in self._sample(prompt, sampling):
+                    if given_up.is_set():
+                        return
+                    loop.call_soon_threadsafe(tokens.put_nowait, sampled)
+            finally:
+                loop.call_soon_threadsafe(tokens.put_nowait, None)
+
+        working = loop.run_in_executor(self._thread, work)
+        try:
+            while (sampled := await tokens.get()) is not None:
+                yield sampled
+            await working  # raises what went wrong
+        finally:
+            given_up.set()
+            working.cancel()  # where it has not begun
+
+    @torch.inference_mode()
+    def _sample(self, prompt: list[int], sampling: Sampling) -> Iterator[Sampled]:
+        draw = torch.Generator(self._device)
+        if sampling.seed is None:
+            draw.seed()
+        else:
+            draw.manual_seed(sampling.seed)
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
+        ids, past = torch.tensor([prompt], device=self._device), None
+        for count in range(1, sampling.max_tokens + 1):
+            out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **self._last_only)
+            past = out.past_key_values
+            token, logprob = _drawn(out.logits[0, -1].float(), sampling, draw)
+            finish = "stop" if token in stops else "length" if count == sampling.max_tokens else None
+            yield Sampled([token], [logprob], finish)
+            if finish:
+                return
+            ids = torch.tensor([[token]], device=self._device)
+
+
+def _drawn(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> tuple[int, float]:
+    """A token and its log-probability."""
+    if sampling.temperature == 0:
+        logprobs_V = logits_V.log_softmax(-1)
+        token = int(logprobs_V.argmax())
+        return token, float(logprobs_V[token])
+    logits_V = logits_V / sampling.temperature
+    if 0 < sampling.top_k < len(logits_V):
+        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        probs_V, order_V = logits_V.softmax(-1).sort(descending=True)
+        beyond_V = probs_V.cumsum(-1) - probs_V >= max(sampling.top_p, 1e-9)  # the likeliest always stays
+        logits_V = logits_V.masked_fill(torch.zeros_like(beyond_V).scatter(0, order_V, beyond_V), -torch.inf)
+    if sampling.min_p > 0:
+        probs_V = logits_V.softmax(-1)
+        logits_V = logits_V.masked_fill(probs_V < sampling.min_p * probs_V.max(), -torch.inf)
+    logprobs_V = logits_V.log_softmax(-1)
+    token = int(torch.multinomial(logprobs_V.exp(), 1, generator=draw))
+    return token, float(logprobs_V[token])

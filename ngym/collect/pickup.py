@@ -1,0 +1,94 @@
+"""An agent that is not ours came back without token data: what did its model servers capture under the rollout's id?
+
+Whoever sends an agent to `http://.../rollouts/{id}/v1`, with the id that came as a header, makes it trainable so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import orjson
+
+from ngym.errors import Unreachable, UpstreamError
+from ngym.peers import Peers
+from ngym.schema import TOKEN_FIELDS, Json, Segment
+
+TIMEOUT_S = 60.0
+NOT_OURS = frozenset({404, 405})  # a model server that captures nothing, or captured nothing of this rollout
+
+
+class Pickup:
+    """Asks the model servers for captured calls. Call `begin` first.
+
+    Args:
+        models: their names; None asks the head, and where an agent's stanza names some, only those are asked.
+    """
+
+    def __init__(self, peers: Peers, models: Collection[str] | None) -> None:
+        self._peers = peers
+        self._given = models
+        self._models: list[str] = list(models or ())
+        self._of_agent: dict[str, list[str]] = {}
+
+    async def begin(self) -> None:
+        """Learn from the head which services are models, and which of them an agent's stanza names."""
+        if self._given is not None or self._peers.head_url is None:
+            return
+        servers, stanzas = await self._told("/servers"), await self._told("/config")
+        if not isinstance(servers, list):
+            return
+        self._models = [server["name"] for server in servers if server.get("kind") == "model"]
+        for server in servers:
+            stanza = stanzas.get(server["name"]) if isinstance(stanzas, dict) else None
+            if server.get("kind") == "agent" and isinstance(stanza, Mapping):
+                named = [model for model in self._models if model in stanza.values()]
+                if named:
+                    self._of_agent[server["name"]] = named
+
+    async def complete(self, agent: str, rollout_id: str, answer: Any) -> None:
+        """Put what was captured into an answer that has no token data and no `ng.segments` of its own.
+
+        Raises:
+            Unreachable, UpstreamError: a model server did not tell.
+        """
+        if not self._models or not isinstance(answer, dict) or _has_tokens(answer):
+            return
+        segments: list[Segment] = []
+        for model in self._of_agent.get(agent, self._models):
+            for url in self._peers.urls.get(model, ()):
+                segments += await self._captured(model, f"{url}/rollouts/{rollout_id}/segments")
+        if segments:
+            answer.setdefault("ng", {})["segments"] = segments
+
+    async def _captured(self, model: str, url: str) -> list[Segment]:
+        where = {"service": model, "url": url, "status": None}
+        try:
+            reply = await self._peers.send("GET", url, None, {}, TIMEOUT_S)
+            if reply.status in NOT_OURS:
+                return []
+            if reply.status != 200:
+                detail = f"{model} answered {reply.status} to GET {url}"
+                raise UpstreamError(detail, failure="model_error", upstream=where | {"status": reply.status})
+            await self._peers.send("DELETE", url, None, {}, TIMEOUT_S)
+        except OSError as error:
+            detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
+            raise Unreachable(detail, upstream=where) from None
+        segments: list[Segment] = reply.json()["segments"]
+        return segments
+
+    async def _told(self, path: str) -> Any:
+        try:
+            reply = await self._peers.send("GET", f"{self._peers.head_url}{path}", None, {}, TIMEOUT_S)
+            return reply.json() if reply.status == 200 else None
+        except (OSError, orjson.JSONDecodeError):
+            return None
+
+
+def _has_tokens(answer: Json) -> bool:
+    """Whether it carries token data, or comes from an agent that takes care of that itself."""
+    trace, response = answer.get("ng"), answer.get("response")
+    if isinstance(trace, dict) and "segments" in trace:
+        return True
+    output = response.get("output") if isinstance(response, dict) else None
+    return any(isinstance(item, dict) and TOKEN_FIELDS[0] in item for item in output or ())

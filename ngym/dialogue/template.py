@@ -1,0 +1,112 @@
+"""A Chat request -> prompt ids, by the model's own chat template; what the engine has seen goes on from exactly those ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ngym.convert import content_text, without_allowed_tools
+from ngym.errors import BadRequest
+from ngym.schema import Json
+from ngym.splice import Ends, Seen, begins_with, splice
+
+if TYPE_CHECKING:
+    from ngym.services.seen import SeenCall
+
+TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
+REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
+THOUGHT_TAIL = 16  # ids at a prompt's end among which a template opens a thought
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    eos_token_id: int | None
+
+    def apply_chat_template(self, conversation: list[Json], **options: Any) -> Any: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+def turn_ends(tokenizer: Tokenizer, of_model: int | list[int] | None) -> Ends:
+    """The ids that end a turn: the model's end-of-sequence ids (of its generation config), and what templates write."""
+    own = of_model if isinstance(of_model, list) else [of_model]
+    vocabulary = tokenizer.get_vocab()
+    known = {vocabulary[token] for token in (*TURNS, *REQUESTS) if token in vocabulary}
+    requests = frozenset(vocabulary[token] for token in REQUESTS if token in vocabulary)
+    return Ends(frozenset(known | {end for end in (*own, tokenizer.eos_token_id) if end is not None}), requests)
+
+
+class Template:
+    """Conversations as ids of one model.
+
+    Args:
+        ends: its turn ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Ends) -> None:
+        self.tokenizer = tokenizer
+        self.ends = ends
+
+    def prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
+        """The ids of a checked Chat request, up to where the model begins to speak.
+
+        Raises:
+            BadRequest: there is more in it than text, a tool call is to be forced, or the template refuses it.
+        """
+        request = without_allowed_tools(request)
+        if request.get("tool_choice", "auto") not in ("auto", "none"):
+            raise BadRequest("field 'tool_choice': this back end cannot force a call; use auto or none")
+        messages = [_said(message, index) for index, message in enumerate(request["messages"])]
+        rendered = self._rendered(messages, request)
+        if seen is None or seen.turn_goes_on:
+            return rendered
+        ids = Seen(list(seen.prompt_token_ids), list(seen.generation_token_ids))
+        if begins_with(rendered, ids):
+            return rendered
+        history = self._rendered(messages[: seen.place + 1], request)
+        return splice(rendered, history, ids, self.ends) or rendered
+
+    def in_thought(self, prompt: list[int]) -> bool:
+        """Whether the template has opened a thought at the prompt's end."""
+        tail = self.tokenizer.decode(prompt[-THOUGHT_TAIL:], skip_special_tokens=False).rstrip()
+        return tail.endswith("<think>")
+
+    def _rendered(self, messages: list[Json], request: Json) -> list[int]:
+        effort = request.get("reasoning_effort")
+        kwargs = {} if effort is None else {"reasoning_effort": effort}
+        kwargs |= {"enable_thinking": False} if effort == "none" else {}
+        kwargs |= request.get("chat_template_kwargs") or {}
+        tools = request.get("tools") or None
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **kwargs
+            )
+        except Exception as error:  # the template's own refusals are jinja's, and of any kind
+            raise BadRequest(f"the model's chat template refuses the conversation: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _said(message: Json, index: int) -> Json:
+    """A message as chat templates expect it: text, arguments as objects, reasoning under both of its names."""
+    content = message.get("content")
+    if not isinstance(content, str | None) and any("text" not in part for part in content):
+        raise BadRequest(f"messages[{index}].content: this back end reads text only")
+    role = "system" if message["role"] == "developer" else message["role"]
+    said: Json = {"role": role, "content": content_text(content)}
+    if message.get("reasoning_content"):
+        said |= dict.fromkeys(("reasoning_content", "reasoning"), message["reasoning_content"])
+    if message.get("tool_calls"):
+        said["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return said | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
+
+
+def _call(call: Json) -> Json:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = function["arguments"]
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -1,0 +1,178 @@
+"""How fast may we ask? As fast as the other side lets us: one concurrency limit and one pause for all callers.
+
+The limit grows while answers come, and is halved when the other side refuses for the rate (429, 529, 503), at most
+once for the requests that were under way together; then it comes back to where it was refused, fast at first, and
+probes slowly beyond (a TCP sender's way, RFC 9438). What the other side asks us to wait, everybody waits. Once it has
+refused, requests also start at even distances (latency / limit), and the limit may fall below 1: a server that takes
+five requests a second and answers each in a millisecond allows no fewer in flight, but fewer in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from ngym.errors import Overloaded
+
+START = 16.0  # the first limit; it doubles with each round of answers until the first refusal
+RECOVERY = 16  # answers in which a halved limit is two thirds of the way back to what it was ...
+PROBING = 256  # ... and it grows by such a part of that with each answer, also beyond
+SMOOTHING = 0.2  # of the latency, per answer
+LONGEST_GAP_S = 60.0
+FIRST_PAUSE_S = 0.05  # after a refusal that names no time; doubled with each in a row
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass
+class Counts:
+    """For /metrics."""
+
+    refused: int = 0
+    cuts: int = 0
+
+
+class Pace:
+    """The pace towards one server, on one event loop.
+
+    Args:
+        most: the limit never exceeds it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.counts = Counts()
+        self.limit = min(float(most), START)
+        self.in_flight = 0
+        self._most = float(most)
+        self._ceiling: float | None = None  # the limit at the last cut; None before the first
+        self._latency_s = 0.0
+        self._resume_at = 0.0
+        self._next_start = 0.0
+        self._last_cut = -1.0
+        self._refusals_in_a_row = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        return sum(not waiter.done() for waiter in self._waiting)
+
+    def paused_s(self) -> float:
+        """Seconds until requests may be started again."""
+        return max(0.0, self._resume_at - asyncio.get_running_loop().time())
+
+    def turn(self, remaining_s: float | None, patience_s: float) -> Turn:
+        """`async with pace.turn(30, 600) as turn:` waits for its turn; then say how it went.
+
+        Args:
+            remaining_s: the longest to wait; None without a bound.
+            patience_s: a pause that is longer is not waited for.
+
+        Raises (on entering):
+            Overloaded: the other side asked for a longer pause. TimeoutError: the turn did not come in time.
+        """
+        return Turn(self, remaining_s, patience_s)
+
+    async def enter(self, remaining_s: float | None, patience_s: float) -> None:
+        paused = self.paused_s()
+        if paused > min(patience_s, patience_s if remaining_s is None else remaining_s):
+            detail = f"the other side asked for a pause of {paused:.0f} s, longer than this request may wait"
+            raise Overloaded(detail, failure="model_error")
+        if not self._waiting and self._may_start():
+            self._start()
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._let_in()
+        try:
+            async with asyncio.timeout(remaining_s):
+                await waiter
+        except BaseException:
+            if waiter.done() and not waiter.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        self._let_in()
+
+    def answered(self, started: float) -> None:
+        """An answer came to a request that started then (loop time)."""
+        latency = asyncio.get_running_loop().time() - started
+        self._latency_s += (latency - self._latency_s) * (SMOOTHING if self._latency_s else 1.0)
+        self._refusals_in_a_row = 0
+        if self.in_flight * 2 < self.limit:
+            return  # the limit was not what held us back, so that it held says nothing
+        if self._ceiling is None:
+            self.limit += 1.0
+        else:
+            self.limit += max(self._ceiling - self.limit, 0.0) / RECOVERY + self._ceiling / PROBING
+            self._ceiling = max(self._ceiling, self.limit)
+        self.limit = min(self.limit, self._most)
+
+    def refused(self, started: float, wait_s: float | None) -> None:
+        """The other side refused a request that started then; `wait_s` is what it asked for, if it did."""
+        self.counts.refused += 1
+        now = asyncio.get_running_loop().time()
+        if started > self._last_cut:
+            self._last_cut = now
+            self._ceiling = self.limit
+            self.limit /= 2
+            self.counts.cuts += 1
+            self._refusals_in_a_row += 1
+        if wait_s is None:
+            wait_s = min(FIRST_PAUSE_S * 2 ** (self._refusals_in_a_row - 1), LONGEST_PAUSE_S)
+        self._resume_at = max(self._resume_at, now + wait_s)
+
+    def _may_start(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self.in_flight < max(1.0, self.limit) and now >= max(self._resume_at, self._next_start)
+
+    def _start(self) -> None:
+        self.in_flight += 1
+        if self._ceiling is not None:
+            gap = min(self._latency_s / self.limit, LONGEST_GAP_S)
+            self._next_start = asyncio.get_running_loop().time() + gap
+
+    def _let_in(self) -> None:
+        """Start who waits longest, as many as may; where only time is missing, come back then."""
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        while self._waiting and self._may_start():
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                self._start()
+                waiter.set_result(None)
+        if self._waiting and self.in_flight < max(1.0, self.limit):
+            if self._timer is not None:
+                self._timer.cancel()
+            when = max(self._resume_at, self._next_start)
+            self._timer = asyncio.get_running_loop().call_at(when, self._let_in)
+
+
+class Turn:
+    """One request's place among those in flight, from `async with` to its end."""
+
+    def __init__(self, pace: Pace, remaining_s: float | None, patience_s: float) -> None:
+        self._pace = pace
+        self._remaining_s = remaining_s
+        self._patience_s = patience_s
+        self._started = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._pace.enter(self._remaining_s, self._patience_s)
+        self._started = asyncio.get_running_loop().time()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pace.leave()
+
+    def answered(self) -> None:
+        self._pace.answered(self._started)
+
+    def refused(self, wait_s: float | None) -> None:
+        self._pace.refused(self._started, wait_s)

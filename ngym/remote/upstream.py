@@ -1,0 +1,203 @@
+"""One POST to the other side: its turn, its deadline, its retries, its price; the answer whole, or event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
+
+import orjson
+
+from ngym import correlation
+from ngym.client import Client
+from ngym.errors import ServiceError
+from ngym.remote.budget import RetryBudget, Used
+from ngym.remote.hints import wait_s
+from ngym.remote.options import RemoteOptions
+from ngym.remote.pace import Pace, Turn
+from ngym.remote.problems import REFUSED_FOR_RATE, Site, problem, problem_in_stream
+from ngym.remote.sse import EventData
+from ngym.schema import Json
+
+log = logging.getLogger("ngym.remote")
+
+BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, and spread
+LONGEST_BACKOFF_S = 8.0
+DONE = b"[DONE]"
+
+Headers = Callable[[], Awaitable[Mapping[str, str]]]
+"""What each request carries to be let in; asked for each time, because tokens run out."""
+
+
+class _Answer(NamedTuple):
+    """body: bytes, or the parts as they come."""
+
+    status: int
+    headers: Mapping[str, str]
+    parts: AsyncIterator[bytes]
+    whole: bytes | None
+
+
+class Upstream:
+    """The other side: its connections, and the pace, the retries and the caps that all its callers share.
+
+    Args:
+        headers: see Headers.
+        address: path -> URL, where that is not `base_url` + path.
+    """
+
+    def __init__(
+        self, options: RemoteOptions, model: str, headers: Headers, address: Callable[[str], str] | None = None
+    ) -> None:
+        self.pace = Pace(options.max_concurrency)
+        self.budget = RetryBudget(options.retry_ratio)
+        self.caps = options.caps()
+        self._options = options
+        self._model = model
+        self._headers = headers
+        self._address = address or (lambda path: options.base_url.rstrip("/") + path)
+        self._client = Client({"content-type": "application/json", "user-agent": "ngym"}, options.proxy_for_https())
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def get(self, path: str) -> Json:
+        """The JSON of a path. Raises as `post`."""
+        return await self.post(path, None)
+
+    async def post(self, path: str, body: Json | None) -> Json:
+        """JSON to a path, JSON back; without a body it is a GET.
+
+        Raises:
+            NotOffered: 404 or 405. ContextOverflow: the input is too long. BadRequest: any other fault of the request.
+            Overloaded: still refused for the rate after all retries. UsedUp: a cap is reached, or no credit is left.
+            Unreachable, PeerTimeout, UpstreamError: as their names say.
+        """
+        try:
+            parsed = orjson.loads(await self.send(path, body))
+        except orjson.JSONDecodeError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            detail = "answered with no JSON object; does base_url end as it should (often in /v1)?"
+            raise self._site(path).nonsense(detail)
+        used = Used()
+        used.take(parsed)
+        self.caps.add(used)
+        return parsed
+
+    async def send(self, path: str, body: Json | None) -> bytes:
+        """As `post`, for answers of any kind."""
+        async with self._opened(self._site(path), body, streamed=False) as answer:
+            return answer.whole or b""
+
+    async def stream(self, path: str, body: Json) -> AsyncGenerator[Json, None]:
+        """JSON to a path, the events of its answer back as they come; `[DONE]` is left out.
+
+        Raises:
+            as `post` before the first event; later UpstreamError, Overloaded or ContextOverflow where an event tells an
+            error, the stream breaks off, or an event is no JSON.
+        """
+        site, used = self._site(path), Used()
+        try:
+            async with self._opened(site, body, streamed=True) as answer:
+                if "text/event-stream" not in answer.headers.get("content-type", ""):
+                    raise site.nonsense("was asked for a stream and answered with something else")
+                data = EventData()
+                try:
+                    async for part in answer.parts:
+                        for event in data.take(part):
+                            if event != DONE:
+                                yield self._event(event, site, used)
+                except TimeoutError:
+                    raise site.too_slow(self._options.timeout_s) from None
+                except (ConnectionError, ValueError) as error:
+                    raise site.broke_off(error) from None
+        finally:
+            self.caps.add(used)
+
+    def _event(self, data: bytes, site: Site, used: Used) -> Json:
+        event = orjson.loads(data)
+        if not isinstance(event, dict):
+            raise site.broke_off("an event that is no JSON object")
+        if (told := problem_in_stream(site, event)) is not None:
+            raise told
+        used.take(event)
+        return event
+
+    def _site(self, path: str) -> Site:
+        return Site(self._address(path), self._model, self._options.api_key_env)
+
+    @asynccontextmanager
+    async def _opened(self, site: Site, body: Json | None, *, streamed: bool) -> AsyncIterator[_Answer]:
+        """A 2xx answer, after as many attempts as are allowed; its place among those in flight is kept until it is read."""
+        raw = None if body is None else orjson.dumps(body)
+        self.budget.request()
+        attempt = 0
+        while True:
+            self.caps.check()
+            async with AsyncExitStack() as held:
+                turn = await self._turn(held, site)
+                answer = await self._attempt(held, turn, site, raw, streamed)
+                if isinstance(answer, _Answer):
+                    yield answer
+                    turn.answered()
+                    return
+            attempt += 1
+            if attempt > self._options.max_retries or not self._again(answer):
+                raise answer
+            if not _refused(answer):
+                await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
+
+    async def _turn(self, held: AsyncExitStack, site: Site) -> Turn:
+        remaining = correlation.current.get().remaining_s()
+        try:
+            return await held.enter_async_context(self.pace.turn(remaining, self._options.timeout_s))
+        except TimeoutError:
+            raise site.too_slow(self._options.timeout_s) from None
+
+    async def _attempt(
+        self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes | None, streamed: bool
+    ) -> _Answer | ServiceError:
+        """An answer; or a problem, which the caller raises where it does not try again."""
+        timeout_s = self._timeout_s()
+        try:
+            headers = await self._headers()
+            if streamed:
+                opened = await held.enter_async_context(self._client.stream("POST", site.url, raw, headers, timeout_s))
+                answer = _Answer(opened.status, opened.headers, opened.body, None)
+                if not 200 <= opened.status < 300:
+                    answer = answer._replace(whole=b"".join([part async for part in opened.body]))
+            else:
+                method = "GET" if raw is None else "POST"
+                reply = await self._client.request(method, site.url, raw, headers, timeout_s)
+                answer = _Answer(reply.status, reply.headers, _nothing(), reply.body)
+        except ConnectionError as error:
+            return site.cannot_be_reached(error)
+        except TimeoutError:
+            raise site.too_slow(self._options.timeout_s) from None
+        if 200 <= answer.status < 300:
+            return answer
+        told = problem(site, answer.status, answer.whole or b"")
+        if answer.status in REFUSED_FOR_RATE and told.retryable:
+            turn.refused(wait_s(answer.headers))
+        return told
+
+    def _timeout_s(self) -> float:
+        remaining = correlation.current.get().remaining_s()
+        return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
+
+    def _again(self, told: ServiceError) -> bool:
+        """A refusal for the rate slows everybody down instead of costing retries: so much is not asked again at once."""
+        return told.retryable and (_refused(told) or self.budget.retry())
+
+
+def _refused(told: ServiceError) -> bool:
+    return bool(told.upstream and told.upstream["status"] in REFUSED_FOR_RATE)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    return
+    yield

@@ -1,0 +1,232 @@
+"""Three client APIs in front of two native tongues: how each request gets to the back end, and each answer to the client.
+
+|            | native `responses`                 | native `chat`          |
+|------------|------------------------------------|------------------------|
+| Responses  | as it is                           | through ngym.convert   |
+| Chat       | through ngym.convert               | as it is               |
+| Messages   | by way of Chat                     | through ngym.convert   |
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+from ngym.convert import (
+    SSE_DONE,
+    ChunkStream,
+    MessagesStream,
+    ReasoningStyle,
+    ResponseStream,
+    chat_chunks,
+    chat_from_messages_api,
+    chat_from_response,
+    chat_request,
+    check_chat_request,
+    check_create_params,
+    check_messages_request,
+    create_params,
+    create_params_from_messages_api,
+    messages_api_from_chat,
+    response_events,
+    response_from_chat,
+)
+from ngym.errors import ServiceError
+from ngym.schema import Json
+
+Native = Literal["responses", "chat"]
+ClientName = Literal["responses", "chat", "messages"]
+
+
+class Converter(Protocol):
+    """A native stream -> the client's, event by event."""
+
+    def take(self, event: Json) -> Iterator[Json]: ...
+    def end(self) -> Iterator[Json]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tongue:
+    """One client API in front of one native tongue. `body` is a checked request, as the client sent it.
+
+    check: a request's JSON -> body, without nulls; BadRequest names what is wrong.
+    request: (body without what streaming says, style) -> native request.
+    answer: (native answer, body, style) -> the client's answer.
+    events: (native answer, body, style) -> the client's stream, made of a finished answer.
+    converter: (body, model, style) -> what turns the native stream into the client's.
+    done: what ends the stream after its last event.
+    refusal: an error, as this API's clients read it: members of the problem document.
+    """
+
+    name: ClientName
+    title: str
+    path: str
+    check: Callable[[Json], Json]
+    request: Callable[[Json, ReasoningStyle], Json]
+    answer: Callable[[Json, Json, ReasoningStyle], Json]
+    events: Callable[[Json, Json, ReasoningStyle], Iterable[Json]]
+    converter: Callable[[Json, str, ReasoningStyle], Converter]
+    done: bytes
+    refusal: Callable[[ServiceError], Json]
+
+
+def tongues(native: Native) -> tuple[Tongue, Tongue, Tongue]:
+    """The three client APIs of a server whose back end speaks `native`."""
+    return _OF_RESPONSES if native == "responses" else _OF_CHAT
+
+
+class _AsItIs:
+    """The native stream is the client's."""
+
+    def take(self, event: Json) -> Iterator[Json]:
+        yield event
+
+    def end(self) -> Iterator[Json]:
+        return iter(())
+
+
+class _Chunks:
+    """Native chunks as a client asked for them: with or without usage, always with its last chunk alone."""
+
+    def __init__(self, include_usage: bool) -> None:
+        self._include_usage = include_usage
+
+    def take(self, chunk: Json) -> Iterator[Json]:
+        usage = chunk.pop("usage", None)
+        if chunk.get("choices") or "error" in chunk:
+            yield chunk
+        if usage is not None and self._include_usage:
+            yield {**{k: v for k, v in chunk.items() if k != "ng"}, "choices": [], "usage": usage}
+
+    def end(self) -> Iterator[Json]:
+        return iter(())
+
+
+class _Both:
+    """One converter after another."""
+
+    def __init__(self, first: Converter, second: Converter) -> None:
+        self._first = first
+        self._second = second
+
+    def take(self, event: Json) -> Iterator[Json]:
+        for between in self._first.take(event):
+            yield from self._second.take(between)
+
+    def end(self) -> Iterator[Json]:
+        for between in self._first.end():
+            yield from self._second.take(between)
+        yield from self._second.end()
+
+
+def _include_usage(request: Json) -> bool:
+    return bool((request.get("stream_options") or {}).get("include_usage"))
+
+
+def _through(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
+    for event in events:
+        yield from converter.take(event)
+    yield from converter.end()
+
+
+def openai_refusal(error: ServiceError) -> Json:
+    """OpenAI's clients show nothing but `error.message`."""
+    wrong = error.extra.get("errors") or [{"field": None}]
+    told = {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": error.failure}
+    return {"error": told}
+
+
+_ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+def anthropic_refusal(error: ServiceError) -> Json:
+    """Anthropic's clients want `type: error`; its place is the problem document's own type."""
+    kind = _ANTHROPIC_ERRORS.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.detail}}
+
+
+_responses = partial(
+    Tongue,
+    name="responses",
+    title="OpenAI Responses",
+    path="/v1/responses",
+    check=check_create_params,
+    done=SSE_DONE,
+    refusal=openai_refusal,
+)
+_chat = partial(
+    Tongue,
+    name="chat",
+    title="OpenAI Chat Completions",
+    path="/v1/chat/completions",
+    check=check_chat_request,
+    done=SSE_DONE,
+    refusal=openai_refusal,
+)
+_messages = partial(
+    Tongue,
+    name="messages",
+    title="Anthropic Messages",
+    path="/v1/messages",
+    check=check_messages_request,
+    done=b"",
+    refusal=anthropic_refusal,
+)
+
+_OF_RESPONSES = (
+    _responses(
+        request=lambda body, style: body,
+        answer=lambda response, body, style: response,
+        events=lambda response, body, style: response_events(response),
+        converter=lambda body, model, style: _AsItIs(),
+    ),
+    _chat(
+        request=lambda body, style: create_params(body),
+        answer=lambda response, body, style: chat_from_response(response),
+        events=lambda response, body, style: chat_chunks(
+            chat_from_response(response), include_usage=_include_usage(body)
+        ),
+        converter=lambda body, model, style: ChunkStream(model, _include_usage(body)),
+    ),
+    _messages(
+        request=lambda body, style: create_params_from_messages_api(body),
+        answer=lambda response, body, style: messages_api_from_chat(chat_from_response(response), body),
+        events=lambda response, body, style: _through(
+            MessagesStream(response["model"]), chat_chunks(chat_from_response(response), include_usage=True)
+        ),
+        converter=lambda body, model, style: _Both(ChunkStream(model, True), MessagesStream(model)),
+    ),
+)
+_OF_CHAT = (
+    _responses(
+        request=lambda body, style: chat_request(body, style=style, tokens=True),
+        answer=lambda completion, body, style: response_from_chat(completion, body, style=style),
+        events=lambda completion, body, style: response_events(response_from_chat(completion, body, style=style)),
+        converter=lambda body, model, style: ResponseStream(body, f"resp_{secrets.token_hex(12)}", model, style),
+    ),
+    _chat(
+        request=lambda body, style: body,
+        answer=lambda completion, body, style: completion,
+        events=lambda completion, body, style: chat_chunks(completion, include_usage=_include_usage(body)),
+        converter=lambda body, model, style: _Chunks(_include_usage(body)),
+    ),
+    _messages(
+        request=lambda body, style: chat_from_messages_api(body),
+        answer=lambda completion, body, style: messages_api_from_chat(completion, body),
+        events=lambda completion, body, style: _through(
+            MessagesStream(completion["model"], style), chat_chunks(completion, include_usage=True)
+        ),
+        converter=lambda body, model, style: MessagesStream(model, style),
+    ),
+)

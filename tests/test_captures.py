@@ -1,0 +1,220 @@
+"""Calls under /rollouts/{id}: any client's conversation becomes segments, though the client knows nothing of token ids."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import chat_policy
+import httpx
+import pytest
+from anthropic import AsyncAnthropic
+from house import house
+from machine import PATIENCE_S
+from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
+
+from ngym.schema import Json
+from ngym.segments import ModelCall as Tokens
+from ngym.services.captures import Captures
+from ngym.services.said import answered, said
+
+REPLIES: list[Json] = [
+    {
+        "turn": 1,
+        "contains": "weather",
+        "reasoning": "I must look.",
+        "text": "Let me see.",
+        "tool_calls": [{"name": "weather", "arguments": '{"city":"Oslo",  "days":[1,2]}'}],
+    },
+    {"turn": 2, "contains": "weather", "reasoning": "Snow it is.", "text": "It says {tool_output}."},
+]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.fixture(params=["responses", "chat"])
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    app = chat_policy.SCRIPTED.app if request.param == "responses" else chat_policy.app
+    async with house({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
+        yield peers.urls["policy"][0]
+
+
+async def by_responses(url: str, stream: bool) -> None:
+    tools: list[Any] = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]
+    items: list[Any] = [{"role": "user", "content": "weather?"}]
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        for question in ("", "thanks", None):
+            async with client.responses.stream(model="m", input=items, tools=tools) as events:
+                response = await events.get_final_response()
+            if not stream:
+                response = await client.responses.create(
+                    model="m", input=items, tools=tools, extra_headers={"x-stainless-retry-count": "1"}
+                )
+            for item in response.output:
+                if item.type == "message":  # only what was said: without ids, without reasoning
+                    items.append({"role": "assistant", "content": item.content[0].text})
+                elif item.type == "function_call":
+                    items.append(item.model_dump(include={"type", "call_id", "name", "arguments"}))
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": "snow"})
+            if question:
+                items.append({"role": "user", "content": question})
+
+
+async def by_chat(url: str, stream: bool) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}]
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "weather?"}]
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        for question in ("", "thanks", None):
+            if stream:
+                async with client.chat.completions.stream(model="m", messages=messages, tools=tools) as events:
+                    message: Any = (await events.get_final_completion()).choices[0].message
+            else:
+                message = (
+                    (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0].message
+                )
+            said = {"role": "assistant", "content": message.content or ""}
+            calls = [
+                {
+                    "id": call.id,
+                    "type": "function",  # written anew, with other spaces
+                    "function": {"name": call.function.name, "arguments": '{"days": [1, 2], "city": "Oslo"}'},
+                }
+                for call in message.tool_calls or ()
+            ]
+            messages.append(said | ({"tool_calls": calls} if calls else {}))
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": "snow"} for call in calls]
+            if question:
+                messages.append({"role": "user", "content": question})
+
+
+async def by_messages(url: str, stream: bool) -> None:
+    shared: dict[str, Any] = {"model": "m", "max_tokens": 999, "system": "Be brief."}
+    shared["tools"] = [{"name": "weather", "input_schema": CITY}]
+    messages: list[Any] = [{"role": "user", "content": "weather?"}]
+    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        for question in ("", "thanks", None):
+            if stream:
+                async with client.messages.stream(messages=messages, **shared) as events:
+                    message: Any = await events.get_final_message()
+            else:
+                message = await client.messages.create(messages=messages, **shared)
+            blocks = [block.model_dump(exclude_none=True) for block in message.content if block.type != "thinking"]
+            plain = [
+                {name: block[name] for name in ("type", "id", "name", "input", "text") if name in block}
+                for block in blocks
+            ]
+            messages.append({"role": "assistant", "content": plain})
+            for block in plain:
+                if block["type"] == "tool_use":
+                    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "snow"}
+                    messages.append({"role": "user", "content": [result]})
+            if question:
+                messages.append({"role": "user", "content": question})
+
+
+async def segments_of(url: str, rollout: str) -> Json:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        answer = await client.get(f"{url}/rollouts/{rollout}/segments")
+        answer.raise_for_status()
+        kept: Json = answer.json()
+        return kept
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("talk", [by_responses, by_chat, by_messages])
+async def test_a_foreign_conversation_is_one_segment_though_reasoning_and_spaces_were_dropped(
+    url: str, talk: Any, stream: bool
+):
+    await talk(f"{url}/rollouts/r-1", stream)
+    kept = await segments_of(url, "r-1")
+    (segment,) = kept["segments"]
+    assert kept["calls"] == 3
+    sampled = [bytes(segment["token_ids"][start:end]).decode("latin-1") for start, end in segment["mask"]]
+    assert sampled == [
+        '<think>I must look.</think>Let me see.<tool_call>weather {"city":"Oslo",  "days":[1,2]}</tool_call>\xfe',
+        "<think>Snow it is.</think>It says snow.\xfe",
+        "thanks\xfe",
+    ]
+    assert len(segment["logprobs"]) == sum(map(len, sampled))
+    assert [[start, end] for start, end, _ in segment["policy_version"]] == segment["mask"]
+    assert kept["policy_version"] == [0]
+    assert kept["usage"]["output_tokens"] == sum(map(len, sampled))
+
+
+async def test_calls_of_two_agents_in_one_rollout_are_two_segments(url: str):
+    async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
+        talks: dict[str, list[Json]] = {"planner": [], "doer": []}
+        for _ in range(2):
+            for name, items in talks.items():
+                items.append({"role": "user", "content": f"{name} {len(items)}"})
+                answer = (await client.post("/responses", json={"input": items, "instructions": name})).json()
+                items.append({"role": "assistant", "content": answer["output"][-1]["content"][0]["text"]})
+    kept = await segments_of(url, "r")
+    assert [len(segment["mask"]) for segment in kept["segments"]] == [2, 2]
+
+
+async def test_two_answers_to_one_question_are_two_segments_and_the_next_call_continues_one_of_them(url: str):
+    question = [{"role": "user", "content": "x"}]
+    told = [*question, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
+        for items in (question, question, told):
+            (await client.post("/responses", json={"input": items})).raise_for_status()
+    kept = await segments_of(url, "r")
+    assert sorted(len(segment["mask"]) for segment in kept["segments"]) == [1, 2]
+
+
+async def test_a_call_that_the_client_repeats_stands_once(url: str):
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
+        for count in ("0", "1", "2"):
+            answer = await client.post("/chat/completions", json=body, headers={"x-stainless-retry-count": count})
+            answer.raise_for_status()
+    kept = await segments_of(url, "r")
+    assert (kept["calls"], len(kept["segments"])) == (1, 1)
+
+
+async def test_a_history_that_was_edited_begins_a_new_segment(url: str):
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "b"}]
+    async with httpx.AsyncClient(base_url=f"{url}/rollouts/r/v1", timeout=PATIENCE_S) as client:
+        await client.post("/responses", json={"input": items[:1]})
+        await client.post("/responses", json={"input": items})  # the answer was "a"
+    assert len((await segments_of(url, "r"))["segments"]) == 2
+
+
+async def test_segments_are_forgotten_when_they_are_deleted_and_unknown_rollouts_are_a_404(url: str):
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        await client.post("/rollouts/r/v1/responses", json={"input": "x"})
+        await client.post("/v1/responses", json={"input": "x"}, headers={"x-ng-rollout-id": "header"})
+        told = (await client.get("/metrics")).text
+        assert "ngym_captured_rollouts 1.0" in told
+        assert (await client.delete("/rollouts/r/segments")).status_code == 204
+        gone = [await client.get(f"/rollouts/{name}/segments") for name in ("r", "header", "never")]
+        again = await client.delete("/rollouts/r/segments")
+        odd = await client.get("/rollouts/a%20b/segments")
+        told = (await client.get("/metrics")).text
+    assert [answer.status_code for answer in (*gone, again)] == [404] * 4
+    assert odd.status_code == 422
+    assert "no captured call of rollout 'r'" in gone[0].json()["detail"]
+    assert "ngym_captured_tokens 0.0" in told
+
+
+def test_an_answer_that_goes_on_from_what_the_client_began_is_found_again():
+    begun: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is "}]}
+    answer: Json = {
+        "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]
+    }
+    sent_back: Json = {"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is 4"}]}
+    assert answered(said(begun), answer) == said(sent_back).turns[-1].digest
+
+
+def test_the_oldest_rollouts_are_forgotten_first_and_counted():
+    registry = CollectorRegistry()
+    captures = Captures(registry, max_rollouts=3)
+    captures.begin(max_tokens=25)
+    for number, size in enumerate((5, 5, 5, 5, 18)):
+        request: Json = {"messages": [{"role": "user", "content": str(number)}]}
+        answer: Json = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
+        question = captures.ask(f"r{number}", request, repeated=False)
+        captures.keep(question, answer, Tokens([1] * (size - 1), [2], [-0.5], [[0, 1, 7]]), None)
+    kept = [name for name in ("r0", "r1", "r2", "r3", "r4") if captures.segments(name)]
+    assert kept == ["r3", "r4"]
+    assert registry.get_sample_value("ngym_captures_forgotten_total", {"why": "full"}) == 3
+    assert registry.get_sample_value("ngym_captured_tokens") == 23

@@ -1,0 +1,490 @@
+"""Streams: told piece by piece, an answer is the same as told at once, wherever its pieces were cut."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ngym.convert import (
+    ChunkStream,
+    MessageChunks,
+    MessagesStream,
+    ReasoningStyle,
+    ResponseStream,
+    chat_chunks,
+    chat_from_response,
+    messages_api_from_chat,
+    response_events,
+    response_from_chat,
+    split_think,
+)
+from ngym.convert.think import Block, Split, ThinkSplitter
+from ngym.errors import UpstreamError
+from ngym.schema import TOKEN_FIELDS, Json
+
+PIECES = st.sampled_from(
+    ["<think>", "</think>", "\n", " ", "<", "</", "a", "`<think>`", "x y", "\u00a0", "é", "think>", "some more words"]
+)
+TAGGED = st.lists(PIECES, max_size=9).map("".join)
+TEXTS = st.text("ab \n<é", max_size=8)
+ARGUMENTS = st.sampled_from(
+    ["{}", '{"a": 1}', "no json", "", '{"a": "\\u00e9"', "  {} ", "[1]", '{"a":1.0}', '{"a": "é"}']
+)
+CALL = st.fixed_dictionaries(
+    {
+        "id": st.sampled_from(["a", "b", ""]),
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": st.sampled_from(["add", "f"]), "arguments": ARGUMENTS}),
+    }
+)
+THINKING = st.lists(
+    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": TEXTS, "signature": st.sampled_from(["s1", "s2"])})
+    | st.fixed_dictionaries({"type": st.just("redacted_thinking"), "data": st.just("xyz")}),
+    min_size=1,
+    max_size=3,
+)
+TOKENS = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
+
+
+@st.composite
+def completions(draw: st.DrawFn, style: ReasoningStyle = "field") -> Json:
+    """A Chat Completion as a back end may give it."""
+    message: Json = {"role": "assistant", "content": draw(st.none() | (TAGGED if style == "tags" else TEXTS))}
+    kind = draw(st.sampled_from(["", "plain", "signed" if style == "field" else ""]))
+    if kind == "plain":
+        message["reasoning_content"] = draw(TEXTS)
+    elif kind == "signed":
+        message["thinking_blocks"] = draw(THINKING)
+    if draw(st.integers(0, 4)) == 0:
+        message["refusal"] = draw(TEXTS)
+    calls = draw(st.lists(CALL, max_size=3))
+    if calls:
+        message["tool_calls"] = calls
+    finish = draw(st.sampled_from(["length", "content_filter", "tool_calls" if calls else "stop"]))
+    choice: Json = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+    if finish == "stop" and draw(st.booleans()):
+        choice["stop_reason"] = "END"
+    if draw(st.booleans()):
+        message |= TOKENS
+    usage = draw(st.none() | st.just({"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}))
+    head: Json = {"id": "chatcmpl-7", "object": "chat.completion", "created": 5, "model": "m"}
+    return head | {"choices": [choice], "usage": usage} | draw(st.sampled_from([{}, {"ng": {"policy_version": [3]}}]))
+
+
+@st.composite
+def cut(draw: st.DrawFn, completion: Json) -> list[Json]:
+    """The completion's chunks, their texts cut anywhere."""
+    chunks: list[Json] = []
+    for chunk in chat_chunks(completion, include_usage=True):
+        choice = chunk["choices"][0] if chunk["choices"] else {}
+        deltas = list(_cuts(draw, choice.get("delta", {})))
+        for delta in deltas[:-1]:
+            chunks.append({**chunk, "choices": [{**choice, "delta": delta, "finish_reason": None}]})
+        chunks.append({**chunk, "choices": [{**choice, "delta": deltas[-1]}]} if choice else chunk)
+    return chunks
+
+
+def _cuts(draw: st.DrawFn, delta: Json) -> list[Json]:
+    for name in ("content", "reasoning_content", "refusal"):
+        if delta.get(name):
+            return [
+                {name: piece} for piece in _pieces(draw, delta[name], whole=2 if name == "reasoning_content" else 0)
+            ]
+    if delta.get("tool_calls") and "id" not in delta["tool_calls"][0]:
+        call = delta["tool_calls"][0]
+        pieces = _pieces(draw, call["function"]["arguments"])
+        return [{"tool_calls": [{**call, "function": {"arguments": piece}}]} for piece in pieces]
+    return [delta]
+
+
+def _pieces(draw: st.DrawFn, text: str, whole: int = 0) -> list[str]:
+    """whole: so many characters at the beginning stay together (what stands between two blocks of reasoning)."""
+    places = sorted(draw(st.sets(st.integers(min(whole, len(text)), len(text)), max_size=4)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def untimed(response: Json) -> Json:
+    return {name: value for name, value in response.items() if name != "completed_at"}
+
+
+def all_of(stream: Any, events: list[Json]) -> list[Json]:
+    return [told for event in events for told in stream.take(event)] + list(stream.end())
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[ReasoningStyle, Json, list[Json]]:
+    style: ReasoningStyle = draw(st.sampled_from(["field", "tags"]))
+    completion = draw(completions(style))
+    return style, completion, draw(cut(completion))
+
+
+# ---------------------------------------------------------------- think tags in pieces
+
+
+def split_in_pieces(pieces: list[str]) -> Split:
+    splitter = ThinkSplitter()
+    told = [one for piece in pieces for one in splitter.take(piece)] + list(splitter.end())
+    found: list[list[str]] = []
+    for kind, said in told:
+        if kind == "think":
+            found.append(["", said, ""])
+        elif kind != "text":
+            found[-1][0 if kind == "reasoning" else 2] += said
+    return Split([Block(*block) for block in found], "".join(said for kind, said in told if kind == "text"))
+
+
+@given(TAGGED, st.data())
+def test_think_tags_are_found_wherever_the_stream_was_cut(content: str, data: st.DataObject) -> None:
+    assert split_in_pieces(_pieces(data.draw, content)) == split_think(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "  \n<think> one </think>\n\n<think>two</think> and then the answer </think> <think>",
+        "reasoning that the template opened</think>answer",
+        "an answer that mentions <think> and </think> somewhere in the middle",
+        "an answer about nothing in particular",
+        "<thin reasoning is no reasoning</think>and this is",
+        "<think>cut off in the middle </thi",
+        "        \n\n          ",
+    ],
+)
+def test_think_tags_are_found_at_each_single_cut(content: str) -> None:
+    assert split_in_pieces(list(content)) == split_think(content)
+    for place in range(len(content)):
+        assert split_in_pieces([content[:place], content[place:]]) == split_think(content)
+
+
+def test_reasoning_streams_as_soon_as_it_is_certain() -> None:
+    splitter = ThinkSplitter()
+    told = [
+        [said for _, said in splitter.take(piece)] for piece in ["<thi", "nk>a", "b</", "thin", "c</think>", "\n", "d"]
+    ]
+    assert told == [[], ["<think>", "a"], ["b"], [], ["</thinc", "</think>"], [], ["\nd"]]
+
+
+# ---------------------------------------------------------------- chunks -> Responses events
+
+
+def assembled(events: list[Json]) -> list[Json]:
+    """What a client has put together from the deltas alone."""
+    output: list[Json] = []
+    for event in events:
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(output)
+                output.append(json.loads(json.dumps(event["item"])))
+            case "content_part.added":
+                assert event["content_index"] == len(output[event["output_index"]]["content"])
+                output[event["output_index"]]["content"].append(dict(event["part"]))
+            case "output_text.delta" | "reasoning_text.delta":
+                output[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "refusal.delta":
+                output[event["output_index"]]["content"][event["content_index"]]["refusal"] += event["delta"]
+            case "function_call_arguments.delta":
+                output[event["output_index"]]["arguments"] += event["delta"]
+    return output
+
+
+def said_only(items: list[Json]) -> list[Json]:
+    dropped = {"status", "ng", "encrypted_content", *TOKEN_FIELDS}
+    return [{k: v for k, v in item.items() if k not in dropped} for item in items]
+
+
+@given(answers())
+def test_the_events_of_a_streamed_answer_add_up_to_the_answer(answer: tuple[ReasoningStyle, Json, list[Json]]) -> None:
+    style, completion, chunks = answer
+    whole = response_from_chat(completion, {"model": "m"}, style=style)
+    events = all_of(ResponseStream({"model": "m"}, style=style), chunks)
+    assert untimed(events[-1]["response"]) == untimed(whole)
+    assert events[-1]["type"] == f"response.{whole['status']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert said_only(assembled(events)) == said_only(whole["output"])
+    assert all(event["delta"] for event in events if event["type"].endswith(".delta"))
+    finished = {e["output_index"]: e["item"] for e in events if e["type"] == "response.output_item.done"}
+    assert [finished[index] for index in sorted(finished)] == whole["output"]
+
+
+@given(answers())
+def test_a_streamed_answer_has_the_same_kinds_of_events_as_a_finished_one(
+    answer: tuple[ReasoningStyle, Json, list[Json]],
+) -> None:
+    style, completion, chunks = answer
+    whole = response_events(response_from_chat(completion, {}, style=style))
+    streamed = all_of(ResponseStream({}, style=style), chunks)
+
+    def kinds(events: list[Json]) -> list[str]:
+        return sorted(event["type"] for event in events if not event["type"].endswith(".delta"))
+
+    assert kinds(streamed) == kinds(list(whole))
+    for event in streamed:
+        assert event["type"] in _FIELDS_OF
+        assert set(event) == {"type", "sequence_number", *_FIELDS_OF[event["type"]]}
+
+
+_PLACE = {"item_id", "output_index"}
+_FIELDS_OF = {
+    "response.created": {"response"},
+    "response.in_progress": {"response"},
+    "response.output_item.added": {"output_index", "item"},
+    "response.output_item.done": {"output_index", "item"},
+    "response.content_part.added": {*_PLACE, "content_index", "part"},
+    "response.content_part.done": {*_PLACE, "content_index", "part"},
+    "response.output_text.delta": {*_PLACE, "content_index", "delta", "logprobs"},
+    "response.output_text.done": {*_PLACE, "content_index", "text", "logprobs"},
+    "response.reasoning_text.delta": {*_PLACE, "content_index", "delta"},
+    "response.reasoning_text.done": {*_PLACE, "content_index", "text"},
+    "response.refusal.delta": {*_PLACE, "content_index", "delta"},
+    "response.refusal.done": {*_PLACE, "content_index", "refusal"},
+    "response.function_call_arguments.delta": {*_PLACE, "delta"},
+    "response.function_call_arguments.done": {*_PLACE, "name", "arguments"},
+    "response.completed": {"response"},
+    "response.incomplete": {"response"},
+}
+
+
+# ---------------------------------------------------------------- chunks -> Anthropic events
+
+
+def message_of(events: list[Json]) -> Json:
+    """What Anthropic's client puts together, and our own fields beside it."""
+    message = json.loads(json.dumps(events[0]["message"]))
+    partial: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(json.loads(json.dumps(event["content_block"])))
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "input_json_delta":
+                        partial[event["index"]] = partial.get(event["index"], "") + delta["partial_json"]
+            case "content_block_stop":
+                if event["index"] in partial:
+                    message["content"][event["index"]]["input"] = json.loads(partial[event["index"]])
+                message["content"][event["index"]] |= {"ng": event["ng"]} if "ng" in event else {}
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] = event["usage"]
+                message["content"][-1] |= {name: event[name] for name in TOKEN_FIELDS if name in event}
+                message |= {"ng": event["ng"]} if "ng" in event else {}
+    return message
+
+
+@given(answers())
+def test_the_events_of_a_streamed_message_add_up_to_the_message(
+    answer: tuple[ReasoningStyle, Json, list[Json]],
+) -> None:
+    style, completion, chunks = answer
+    events = all_of(MessagesStream(style=style), chunks)
+    assert message_of(events) == messages_api_from_chat(completion, style=style)
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert "ng" not in completion or events[-2]["ng"] == completion["ng"]
+    starts = [event["index"] for event in events if event["type"] == "content_block_start"]
+    assert starts == [event["index"] for event in events if event["type"] == "content_block_stop"]
+
+
+# ---------------------------------------------------------------- Responses events -> chunks
+
+
+def completion_of(chunks: list[Json]) -> Json:
+    """What OpenAI's client puts together, and our own fields beside it."""
+    message: Json = {"content": None, "refusal": None}
+    whole: Json = {}
+    for chunk in chunks:
+        whole |= {name: chunk[name] for name in ("id", "created", "model", "ng") if name in chunk}
+        whole["usage"] = chunk.get("usage")
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "refusal", "reasoning_content", "thinking_blocks"):
+                if delta.get(name):
+                    message[name] = (message.get(name) or type(delta[name])()) + delta[name]
+            for call in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    calls.append({k: v for k, v in call.items() if k != "index"} | {"function": dict(call["function"])})
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            message |= {name: choice[name] for name in TOKEN_FIELDS if name in choice}
+            whole["finish_reason"] = choice["finish_reason"] or whole.get("finish_reason")
+    return whole | {"message": message}
+
+
+def expected(completion: Json) -> Json:
+    choice = completion["choices"][0]
+    message = {k: v for k, v in choice["message"].items() if k != "role"}
+    message = {k: v for k, v in message.items() if v not in ("", []) or k not in ("content", "reasoning_content")}
+    whole = {k: v for k, v in completion.items() if k not in ("choices", "object")}
+    return whole | {"finish_reason": choice["finish_reason"], "message": {"content": None, **message}}
+
+
+@given(answers(), st.booleans())
+def test_the_chunks_made_of_events_add_up_to_the_completion(
+    answer: tuple[ReasoningStyle, Json, list[Json]], synthetic: bool
+) -> None:
+    style, _, chunks = answer
+    events = all_of(ResponseStream({}, style=style), chunks)
+    response = events[-1]["response"]
+    if synthetic:  # as servers do that make their stream from a finished answer
+        kept = ("response.created", "response.output_item.done", events[-1]["type"])
+        events = [event for event in events if event["type"] in kept]
+    whole = chat_from_response(response)
+    assert completion_of(all_of(ChunkStream(include_usage=True), events)) == expected(whole)
+
+
+# ---------------------------------------------------------------- what back ends do
+
+HEAD: Json = {"id": "chatcmpl-7", "object": "chat.completion.chunk", "created": 5, "model": "m"}
+
+
+def chunk(delta: Json, finish: str | None = None, **beside: Any) -> Json:
+    return {**HEAD, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **beside}]}
+
+
+def piece_of_call(arguments: str, **more: Any) -> Json:
+    return chunk({"tool_calls": [{**more, "function": {**more.pop("function", {}), "arguments": arguments}}]})
+
+
+def test_the_first_events_can_be_told_before_the_back_end_says_anything() -> None:
+    stream = ResponseStream({"model": "m"}, "resp_1")
+    assert [event["type"] for event in stream.start()] == ["response.created", "response.in_progress"]
+    first, *_ = stream.take(chunk({"content": "a"}))
+    assert first["type"] == "response.output_item.added"
+    assert list(stream.start()) == []
+    last = list(stream.take(chunk({}, "stop"))) + list(stream.end())
+    assert last[-1]["response"]["output"][0]["id"] == "msg_1"
+    messages = MessagesStream("m")
+    assert [event["type"] for event in messages.start()] == ["message_start", "ping"]
+    first, *_ = messages.take(chunk({"content": "a"}))
+    assert first["type"] == "content_block_start"
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ([], "ended its stream before"),
+        ([{"error": {"message": "out of memory", "code": 500}}], "out of memory"),
+        ([chunk({}, "abort")], "gave up (abort)"),
+    ],
+)
+def test_an_answer_that_breaks_off_is_told_as_an_error_by_every_api(last: list[Json], told: str) -> None:
+    chunks = [chunk({"content": "hal"}), *last]
+    events = all_of(ResponseStream({}), chunks)
+    assert events[-1]["type"] == "response.failed"
+    assert told in events[-1]["response"]["error"]["message"]
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "hal"
+    message = all_of(MessagesStream(), chunks)[-1]
+    assert (message["type"], message["error"]["type"]) == ("error", "api_error")
+    assert told in message["error"]["message"]
+    (error,) = [one for one in all_of(ChunkStream(), events) if "error" in one]
+    assert told in error["error"]["message"]
+
+
+def test_a_response_stream_without_an_end_is_an_error() -> None:
+    events = all_of(ResponseStream({}), [chunk({"content": "hal"}), chunk({}, "stop")])[:-1]
+    assert "error" in all_of(ChunkStream(), events)[-1]
+
+
+def test_an_error_of_anthropic_goes_through_to_every_client() -> None:
+    error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
+    (told,) = MessageChunks().take(error)
+    assert all_of(ResponseStream({}), [told])[-1]["response"]["error"]["message"] == "Overloaded"
+
+
+@pytest.mark.parametrize("index", [{}, {"index": 0}])
+def test_calls_that_a_back_end_does_not_number_are_told_apart_by_their_ids(index: Json) -> None:
+    chunks = [
+        piece_of_call("{}", id="a", function={"name": "f"}, **index),
+        piece_of_call('{"x"', id="b", function={"name": "g"}, **index),
+        piece_of_call(": 1}", **index),
+        chunk({}, "tool_calls"),
+    ]
+    output = all_of(ResponseStream({}), chunks)[-1]["response"]["output"]
+    assert [(one["call_id"], one["name"], one["arguments"]) for one in output] == [
+        ("a", "f", "{}"),
+        ("b", "g", '{"x": 1}'),
+    ]
+
+
+def test_parallel_calls_may_come_at_once_and_repeat_their_names() -> None:
+    def part(index: int, text: str) -> Json:
+        return piece_of_call(text, index=index, id=f"c{index}", function={"name": "f"})
+
+    chunks = [part(0, '{"a"'), part(1, '{"b"'), part(0, ": 0}"), part(1, ": 1}"), chunk({}, "tool_calls")]
+    output = all_of(ResponseStream({}), chunks)[-1]["response"]["output"]
+    assert [one["arguments"] for one in output] == ['{"a": 0}', '{"b": 1}']
+    assert [one["name"] for one in output] == ["f", "f"]
+
+
+def test_reasoning_between_texts_stays_where_it_was_said() -> None:
+    chunks = [chunk({"reasoning_content": "1"}), chunk({"content": "a"}), chunk({"reasoning_content": "2"})]
+    chunks += [chunk({"content": "b"}), chunk({}, "stop")]
+    output = all_of(ResponseStream({}), chunks)[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "reasoning", "message"]
+    assert len({item["id"] for item in output}) == 4
+
+
+def test_logprobs_come_with_the_text_only_where_they_were_asked_for() -> None:
+    def spoken(text: str) -> Json:
+        return chunk({"content": text}, logprobs={"content": [{"token": text, "logprob": -1.0}]})
+
+    chunks = [spoken("a"), spoken("b"), chunk({}, "stop")]
+    events = all_of(ResponseStream({"top_logprobs": 1}), chunks)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [[entry["token"] for entry in delta["logprobs"]] for delta in deltas] == [["a"], ["b"]]
+    assert len(events[-1]["response"]["output"][0]["content"][0]["logprobs"]) == 2
+    assert [event for event in all_of(ResponseStream({}), chunks) if event.get("logprobs")] == []
+
+
+def test_tokens_as_vllm_streams_them_become_token_data() -> None:
+    def sampled(text: str, token: int, finish: str | None = None) -> Json:
+        logprobs = {"content": [{"token": text, "logprob": -float(token)}]}
+        return chunk({"content": text}, finish, logprobs=logprobs, token_ids=[token])
+
+    chunks = [chunk({"role": "assistant"}) | {"prompt_token_ids": [1, 2]}, sampled("a", 3), sampled("b", 4, "stop")]
+    item = all_of(ResponseStream({}), chunks)[-1]["response"]["output"][-1]
+    assert [item[name] for name in TOKEN_FIELDS] == [[1, 2], [3, 4], [-3.0, -4.0]]
+    with pytest.raises(UpstreamError, match="2 token ids but 1 logprobs"):
+        all_of(ResponseStream({}), [*chunks[:2], chunk({}, "stop", token_ids=[4])])
+
+
+def test_a_tool_of_anthropics_api_gets_its_input_as_one_object() -> None:
+    chunks = [piece_of_call('{"x"', index=0, id="a", function={"name": "f"}), piece_of_call(": 1", index=0)]
+    events = all_of(MessagesStream(), [*chunks, piece_of_call("}", index=0), chunk({}, "tool_calls")])
+    (delta,) = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert delta == {"type": "input_json_delta", "partial_json": '{"x": 1}'}
+    cut_off = all_of(MessagesStream(), [*chunks, chunk({}, "length")])
+    assert message_of(cut_off)["content"][0]["input"] == {"INVALID_JSON": '{"x": 1'}
+
+
+def test_each_part_of_an_item_that_came_whole_is_told() -> None:
+    parts = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in "ab"]
+    item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": parts}
+    response = response_from_chat({**HEAD, "choices": [{"message": {"content": "ab"}, "finish_reason": "stop"}]}, {})
+    events = [{"type": "response.created", "response": response}]
+    events.append({"type": "response.output_item.done", "output_index": 0, "item": item})
+    events.append({"type": "response.completed", "response": response | {"output": [item]}})
+    assert completion_of(all_of(ChunkStream(), events))["message"]["content"] == "ab"
+
+
+def test_a_summary_of_reasoning_is_told_once() -> None:
+    events: list[Json] = [{"type": "response.created", "response": {"id": "resp_1", "created_at": 5, "model": "m"}}]
+    place = {"output_index": 0, "summary_index": 0}
+    events += [{"type": "response.reasoning_summary_text.delta", "delta": text, **place} for text in ("in ", "short")]
+    events.append(
+        {"type": "response.reasoning_text.delta", "delta": "at length", "output_index": 0, "content_index": 0}
+    )
+    stream = ChunkStream()
+    told = [one["choices"][0]["delta"] for event in events for one in stream.take(event)]
+    assert told[1:] == [{"reasoning_content": "in "}, {"reasoning_content": "short"}]

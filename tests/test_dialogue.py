@@ -1,0 +1,135 @@
+"""ngym.dialogue: text from ids, reasoning and calls in text, however it comes; prompts that go on from what was seen."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from minded import tokenizer
+
+from ngym.dialogue import Template, turn_ends
+from ngym.dialogue.spoken import Piece, Spoken
+from ngym.dialogue.text import Detokenizer, Stops
+from ngym.errors import BadRequest
+from ngym.schema import TOKEN_FIELDS
+from ngym.services.seen import take_seen
+
+TOKENS = tokenizer()
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+ADDED = Piece("call", '{"a": 2}', "add")
+
+
+def said(parts: list[str], *, in_thought: bool = False, tools: bool = True) -> list[Piece]:
+    """The pieces, neighbours of one kind put together."""
+    spoken = Spoken(in_thought=in_thought, tools=tools)
+    result: list[Piece] = []
+    for piece in [piece for part in parts for piece in spoken.take(part)] + list(spoken.end()):
+        if result and piece.kind == result[-1].kind != "call":
+            result[-1] = Piece(piece.kind, result[-1].text + piece.text)
+        else:
+            result.append(piece)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("hello", [Piece("text", "hello")]),
+        ("\n\nhello \n", [Piece("text", "\n\nhello \n")]),
+        ("<think>\nhm\n</think>\n\n4", [Piece("reasoning", "\nhm\n"), Piece("text", "\n\n4")]),
+        ("<think>cut off", [Piece("reasoning", "cut off")]),
+        (f"<think>hm</think>\n{CALL}", [Piece("reasoning", "hm"), ADDED]),
+        (f"I add.\n{CALL}\n{CALL}", [Piece("text", "I add."), ADDED, ADDED]),
+        (f"{CALL}\n", [ADDED]),
+        ("<tool_call>{oops</tool_call>", [Piece("text", "<tool_call>{oops</tool_call>")]),
+        ('<tool_call>{"name": "add"', [Piece("text", '<tool_call>{"name": "add"')]),
+        (
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>!',
+            [Piece("text", '<tool_call>{"name": 3, "arguments": {}}</tool_call>!')],
+        ),
+        ("a < b <thin", [Piece("text", "a < b <thin")]),
+        ("code: <think> no", [Piece("text", "code: <think> no")]),
+        ("", []),
+    ],
+)
+def test_what_a_text_is_made_of_does_not_depend_on_how_it_is_cut(text: str, pieces: list[Piece]):
+    draw = random.Random(0)
+    assert said([text]) == pieces
+    assert said(list(text)) == pieces
+    for _ in range(20):
+        cuts = [0, *sorted(draw.randrange(len(text) + 1) for _ in range(3)), len(text)]
+        assert said([text[start:end] for start, end in pairwise(cuts)]) == pieces
+
+
+def test_a_thought_that_the_template_opened_is_reasoning_from_the_start():
+    assert said(["hm", "</thi", "nk>4"], in_thought=True) == [Piece("reasoning", "hm"), Piece("text", "4")]
+
+
+def test_without_tools_a_call_is_text():
+    assert said([CALL, " "], tools=False) == [Piece("text", CALL + " ")]
+
+
+@given(st.text(), st.integers(0, 5))
+def test_text_is_told_in_whole_characters_and_completely(text: str, step: int):
+    ids = TOKENS.encode(text, add_special_tokens=False)
+    detokenizer = Detokenizer(TOKENS)
+    parts = [detokenizer.take(ids[at : at + step + 1]) for at in range(0, len(ids), step + 1)]
+    assert "".join(parts) + detokenizer.end() == TOKENS.decode(ids)
+    whole = "\N{REPLACEMENT CHARACTER}" not in text
+    assert not whole or not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+
+
+@given(st.text("abc"), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3), st.integers(1, 3))
+def test_nothing_is_told_from_the_first_stop_string_on(text: str, stops: list[str], step: int):
+    one = Stops(tuple(stops))
+    told = "".join(one.take(text[at : at + step]) for at in range(0, len(text), step)) + one.end()
+    places = [text.find(stop) for stop in stops if stop in text]
+    assert (one.met is not None) == bool(places)
+    assert text.startswith(told)
+    assert told == text if not places else not any(stop in told for stop in stops)
+
+
+def prompt(messages: list[dict[str, Any]], **more: Any) -> list[int]:
+    messages = [dict(message) for message in messages]
+    seen = take_seen(messages)
+    return Template(TOKENS, turn_ends(TOKENS, 2)).prompt({"messages": messages} | more, seen)
+
+
+def test_a_prompt_goes_on_from_the_ids_that_were_seen_though_the_template_would_write_them_anew():
+    user = {"role": "user", "content": "hi"}
+    first = prompt([user])
+    sampled = TOKENS.encode(f"<think>hm</think>\n{CALL}<|im_end|>", add_special_tokens=False)
+    arguments = {"name": "add", "arguments": '{"a": 2}'}
+    call = {"id": "c", "type": "function", "function": arguments}
+    answer = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    tool = {"role": "tool", "tool_call_id": "c", "content": "5"}
+    anew = prompt([user, answer, tool])
+    tokens = dict(zip(TOKEN_FIELDS, (first, sampled, [0.0] * len(sampled)), strict=True))
+    spliced = prompt([user, answer | tokens, tool])
+    assert spliced[: len(first) + len(sampled)] == first + sampled
+    assert anew[: len(first) + len(sampled)] != first + sampled
+    rest = TOKENS.decode(spliced[len(first) + len(sampled) :])
+    assert rest == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    edited = [{"role": "user", "content": "something else"}, answer | tokens, tool]
+    assert prompt(edited) == prompt([edited[0], answer, tool])
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        ({"tool_choice": "required"}, "field 'tool_choice': this back end cannot force a call"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+    ],
+)
+def test_what_a_template_cannot_say_is_refused(request_: dict[str, Any], told: str):
+    with pytest.raises(BadRequest, match=told):
+        prompt(request_.pop("messages", [{"role": "user", "content": "hi"}]), **request_)
+
+
+def test_what_a_template_refuses_is_the_callers_fault():
+    broken = tokenizer()
+    broken.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(BadRequest, match="chat template refuses the conversation: roles must alternate"):
+        Template(broken, turn_ends(broken, 2)).prompt({"messages": [{"role": "user", "content": "hi"}]}, None)

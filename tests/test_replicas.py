@@ -1,0 +1,82 @@
+"""Several replicas of one service: who is asked, who stands in for one that is down, and who is left alone for a while."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from aiohttp import web
+from machine import reserved_port
+from stub_agents import problem, serving
+
+from ngym.errors import Unreachable
+from ngym.peers import Peers
+from ngym.replicas import Replicas, Sticky
+from ngym.schema import Json
+
+URLS = [f"http://replica-{number}" for number in range(4)]
+
+
+def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_more_than_its_share():
+    replicas = Replicas()
+    first = replicas.of(Sticky("same"), URLS)
+    assert {replicas.of(Sticky("same"), URLS) for _ in range(20)} == {first}
+    got: Counter[str] = Counter()
+    for _ in range(400):
+        url = replicas.of(Sticky("same"), URLS)
+        replicas.in_flight[url] += 1
+        got[url] += 1
+    assert got[first] == max(got.values()) <= 1.25 * 100 + 1
+    assert len(got) == 4
+
+
+def test_a_conversation_stays_where_it_is_however_busy_that_is():
+    replicas, conversation = Replicas(), Sticky("same")
+    home = replicas.of(conversation, URLS)
+    replicas.in_flight[home] = 1000
+    assert replicas.of(conversation, URLS) == home
+    assert replicas.of(Sticky("same"), URLS) != home
+
+
+def test_a_replica_that_failed_is_left_alone_and_its_conversations_move():
+    replicas, conversation = Replicas(), Sticky("same")
+    home = replicas.of(conversation, URLS)
+    replicas.failed(home)
+    away = replicas.of(conversation, URLS)
+    assert away != home
+    assert home not in {replicas.any(URLS) for _ in range(100)}
+    replicas.answered(home)
+    assert replicas.of(conversation, URLS) == away
+    for url in URLS:
+        replicas.failed(url)
+    assert replicas.any(URLS) in URLS  # somebody has to be asked
+
+
+async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():
+    refused = 0
+
+    def refuse(body: Json) -> web.Response:
+        nonlocal refused
+        refused += 1
+        return problem(503)
+
+    async with serving(refuse) as broken, serving(lambda body: {"ok": True}) as good:
+        with reserved_port() as port:
+            peers = Peers({"policy": [broken, good, f"http://127.0.0.1:{port}"]})
+            try:
+                for number in range(40):
+                    assert await peers["policy"].conversation(str(number)).post("/run", {}) == {"ok": True}
+                answers = await asyncio.gather(*(peers["policy"].post("/run", {}) for _ in range(40)))
+            finally:
+                await peers.close()
+    assert answers == [{"ok": True}] * 40
+    assert 0 < refused < 40  # it is asked again only now and then
+
+
+async def test_where_no_replica_can_be_reached_the_error_says_so():
+    with reserved_port() as one, reserved_port() as other:
+        peers = Peers({"policy": [f"http://127.0.0.1:{one}", f"http://127.0.0.1:{other}"]})
+        try:
+            with pytest.raises(Unreachable, match="policy cannot be reached"):
+                await peers["policy"].conversation("x").post("/x", {})
+        finally:
+            await peers.close()

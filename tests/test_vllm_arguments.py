@@ -1,0 +1,144 @@
+"""What a stanza of models/vllm may say: all that `vllm serve` takes, checked against its own list, without a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngym.errors import ConfigError
+from ngym.services.loader import load
+
+with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def test_a_model_that_is_not_there_is_one_line_with_the_remedy(root: Path, tmp_path: Path) -> None:
+    module = load(root / "models" / "vllm" / "app.py")
+    environment = importlib.import_module(f"{module.__name__}.environment")
+    assert not environment.find_model("Qwen/Qwen3-0.6B", tmp_path, "policy").local
+    with pytest.raises(ConfigError, match=r"^service 'policy': model 'runs/x/policy': there is no folder /.*policy"):
+        environment.find_model("runs/x/policy", tmp_path, "policy")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        environment.find_model("empty", tmp_path, "policy")
+
+
+async def test_a_model_may_still_be_written_while_its_server_starts(root: Path, tmp_path: Path) -> None:
+    module = load(root / "models" / "vllm" / "app.py")
+    environment = importlib.import_module(f"{module.__name__}.environment")
+    waiting = asyncio.create_task(environment.written("new", tmp_path, "policy", 60))
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside" / "config.json").write_text("{}")
+    (tmp_path / "aside").rename(tmp_path / "new")
+    assert (await waiting).name == str(tmp_path / "new")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        await environment.written("never", tmp_path, "policy", 0.1)
+
+
+# In a process of its own, for to import vLLM changes what a process does.
+PARSE = """
+import importlib, json, sys
+from pathlib import Path
+from ngym.errors import ConfigError
+from ngym.services.loader import load
+app = load(Path(sys.argv[1]))
+part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
+model = part("environment").Model(sys.argv[3], local=True)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+
+told = []
+for options in json.loads(sys.argv[2]):
+    on_cpu = not options.pop("gpu", False)
+    options = app.Options(model="m", **{"tool_call_parser": None, "reasoning_parser": None, **options})
+    try:
+        arguments = part("arguments").parse_arguments("policy", options, model, on_cpu=on_cpu)
+    except ConfigError as error:
+        told.append(str(error))
+        continue
+    known = vars(AsyncEngineArgs.from_cli_args(arguments))
+    told.append({name: str(known[name]) for name in sorted(options.engine) if name in known})
+families = part("families")
+unknown = {sign.parser for sign in families.TOOLS} - set(ToolParserManager.list_registered())
+unknown |= {sign.parser for sign in families.REASONING} - set(ReasoningParserManager.list_registered())
+print(json.dumps([told, sorted(unknown)]))
+"""
+FEW = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": False, "dtype": "bfloat16", "seed": 7}
+FULL = {
+    "attention_backend": "FLASH_ATTN",
+    "async_scheduling": True,
+    "block_size": 32,
+    "cpu_offload_gb": 2.0,
+    "data_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "enable_chunked_prefill": True,
+    "enable_expert_parallel": True,
+    "enable_lora": True,
+    "enable_prefix_caching": False,
+    "enable_sleep_mode": True,
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_dtype": "fp8",
+    "max_lora_rank": 32,
+    "max_loras": 2,
+    "max_num_batched_tokens": 4096,
+    "pipeline_parallel_size": 2,
+    "quantization": "fp8",
+    "scheduling_policy": "priority",
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+    "tensor_parallel_size": 2,
+    "trust_remote_code": True,
+}
+GRAMMAR = {"backend": "guidance", "disable_any_whitespace": True}
+
+
+def shown(engine: dict[str, Any]) -> str:
+    return json.dumps({name: str(value) for name, value in sorted(engine.items())})
+
+
+@with_vllm
+def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Path) -> None:
+    cases: dict[str, Any] = {
+        shown(FEW): {"engine": FEW},
+        shown(FULL): {"engine": FULL, "gpu": True},
+        shown({"quantization": "awq"}): {"engine": {"quantization": "awq"}, "gpu": True},
+        shown({"quantization": "compressed-tensors"}): {"engine": {"quantization": "compressed-tensors"}, "gpu": True},
+        "StructuredOutputsConfig(backend='guidance', disable_any_whitespace=True": {
+            "engine": {"structured_outputs_config": GRAMMAR}
+        },
+        "engine.max_model_lenn: vLLM has no argument 'max_model_lenn' (did you mean 'max_model_len'?)": {
+            "engine": {"max_model_lenn": 512}
+        },
+        "engine.port: ngym decides this itself; remove it": {"engine": {"port": 80}},
+        "engine.ssl-keyfile: ngym decides this itself; remove it": {"engine": {"ssl-keyfile": "key.pem"}},
+        "engine.weight_transfer_config: nccl moves weights between GPUs, and this vLLM runs on a CPU": {
+            "engine": {"weight_transfer_config": {"backend": "nccl"}}
+        },
+        "engine.max_loras: with lora_rank, all requests use the adapter that is pushed": {
+            "lora_rank": 8,
+            "engine": {"max_loras": 2},
+        },
+        "engine.served-model-name: this is the service's own option 'served_name'; set it there": {
+            "engine": {"served-model-name": "x"}
+        },
+        "argument --max-num-seqs: ": {"engine": {"max_num_seqs": "many"}},
+        "engine.enable_chunked_prefill: on a CPU, vLLM dies": {"engine": {"enable-chunked-prefill": True}},
+        "tool_call_parser: vLLM has no parser 'hermess' (did you mean 'hermes'?)": {"tool_call_parser": "hermess"},
+    }
+    app = str(root / "models" / "vllm" / "app.py")
+    command = [sys.executable, "-c", PARSE, app, json.dumps(list(cases.values())), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert result.returncode == 0, result.stderr
+    lines, unknown_parsers = json.loads(result.stdout.splitlines()[-1])
+    for expected, told in zip(cases, lines, strict=True):
+        line = told if isinstance(told, str) else json.dumps(told)
+        assert expected in line and "\n" not in line
+    assert unknown_parsers == [], "of families.py; vLLM has no such parsers"
