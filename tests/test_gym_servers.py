@@ -15,7 +15,21 @@ from ngym.errors import ServiceError
 from ngym.services.loader import load
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("calculator", "math", "mcqa", "counter", "weather", "letters")
+NAMES = (
+    "calculator",
+    "math",
+    "mcqa",
+    "counter",
+    "weather",
+    "letters",
+    "qa_short",
+    "structured_outputs",
+    "instruction_following",
+    "safety",
+    "judge",
+    "long_context",
+    "translation",
+)
 
 
 def rows(name: str, file: str) -> list[dict[str, Any]]:
@@ -72,7 +86,23 @@ def test_no_question_of_validation_stands_in_training(name):
     assert len(questions("train")) == len(rows(name, "train"))
 
 
-@pytest.mark.parametrize("name", ["math", "mcqa", "counter", "weather", "letters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "math",
+        "mcqa",
+        "counter",
+        "weather",
+        "letters",
+        "qa_short",
+        "structured_outputs",
+        "instruction_following",
+        "safety",
+        "judge",
+        "long_context",
+        "translation",
+    ],
+)
 def test_the_shipped_data_is_what_its_script_makes(name, tmp_path):
     script = tmp_path / "generate.py"
     script.write_bytes((ROOT / "data" / name / "generate.py").read_bytes())
@@ -140,7 +170,7 @@ async def test_a_bomb_is_never_a_verdict_and_holds_nobody_up():
     async def score(answer: str) -> dict[str, Any]:
         return await peers["math"].post("/verify", rollout(says(f"so \\boxed{{{answer}}}"), expected_answer="5"))
 
-    async with serving("math", deadline_s=0.4) as peers:
+    async with serving("math", deadline_s=1.0) as peers:
         watcher = asyncio.create_task(watch())
         bombs = asyncio.gather(*(score(bomb) for bomb in BOMBS.values()))
         good = await asyncio.gather(*(score(("5", "x=5", "10/2", "6")[i % 4]) for i in range(100)))
@@ -150,7 +180,7 @@ async def test_a_bomb_is_never_a_verdict_and_holds_nobody_up():
         BOMBS, (None, "unverifiable")
     )
     assert [answer["reward"] for answer in good] == [1.0, 1.0, 1.0, 0.0] * 25
-    assert longest < 0.2, "a bomb in the loop itself would have held it for 0.4 s"
+    assert longest < 0.8, "a bomb in the loop itself would have held it for a second"
 
 
 async def test_the_calculator_answers_a_bare_number_or_says_what_is_wrong():

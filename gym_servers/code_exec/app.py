@@ -1,0 +1,52 @@
+"""code_exec: a Python function or program. Reward 1 when every hidden test passes; null where the sandbox failed."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ngym import ServiceContext, ServiceOptions, gym_server
+from ngym.answers import fenced
+from ngym.sandbox import Limits, Sandbox, SandboxOptions, sandbox_of
+from ngym.sandbox.options import Local
+
+from .grading import Score, of_function, of_program
+from .task import CodeTask
+
+
+class CodeOptions(ServiceOptions):
+    sandbox: SandboxOptions = Local()
+    limits: Limits = Limits(cpu_s=5)  # of one run: of a program's test, or of all calls of a function
+    partial: bool = False  # pay the share of tests that pass; otherwise the first that fails ends the check
+
+
+@asynccontextmanager
+async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
+    sandbox: Sandbox = sandbox_of(context.options.sandbox)
+    async with sandbox.lifespan():
+        app.state.sandbox = sandbox
+        yield
+
+
+async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
+    code = fenced(task.text)
+    if code is None:
+        return {"reward": 0.0, "outcome": "no_code", "passed": 0, "tests": len(task.cases), "tier": None}
+    score: Score = await (of_function if task.function else of_program)(
+        app.state.sandbox, code, task, options.limits, options.partial
+    )
+    reward = None if score.infra else score.passed / len(task.cases)
+    if reward is not None and not options.partial:
+        reward = float(reward == 1)
+    outcome = "infra_error" if score.infra else "passed" if score.passed == len(task.cases) else "failed"
+    return {
+        "reward": reward,
+        "outcome": outcome,
+        "reason": score.reason,
+        "passed": score.passed,
+        "tests": len(task.cases),
+        "tier": score.tier,
+        "extracted_code": code,
+    }
+
+
+app = gym_server(verify=verify, options=CodeOptions, lifespan=lifespan)

@@ -1,0 +1,58 @@
+"""Is this the expected value, or the expected output? Plain JSON on both sides: nothing of the program's decides."""
+
+import math
+from typing import Any
+
+MAX_NUMBER = 40  # characters
+
+
+def same(expected: Any, got: Any, tolerance: float) -> bool:
+    """Equal, and of equal kind: `True` is not 1, "1" is not 1. A float is met within the tolerance, by an int too."""
+    if isinstance(expected, float):
+        return not isinstance(got, bool) and isinstance(got, int | float) and close(expected, got, tolerance)
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, list):
+        return len(expected) == len(got) and all(map(same, expected, got, [tolerance] * len(got)))
+    if isinstance(expected, dict):
+        return expected.keys() == got.keys() and all(
+            same(value, got[key], tolerance) for key, value in expected.items()
+        )
+    return bool(expected == got)
+
+
+def same_output(expected: str, got: str, tolerance: float) -> bool:
+    """The same words on the same lines, space at their ends and empty lines at the end aside.
+
+    A number with a point is met within the tolerance.
+    """
+    wanted, lines = _lines(expected), _lines(got)
+    if len(wanted) != len(lines):
+        return False
+    return all(a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(wanted, lines, strict=True))
+
+
+def close(expected: float, got: float, tolerance: float) -> bool:
+    try:
+        return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # an int that no float can hold
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same_words(expected: list[str], got: list[str], tolerance: float) -> bool:
+    return len(expected) == len(got) and all(map(_same_word, expected, got, [tolerance] * len(got)))
+
+
+def _same_word(expected: str, got: str, tolerance: float) -> bool:
+    if expected == got:
+        return True
+    if "." not in expected or max(len(expected), len(got)) > MAX_NUMBER:
+        return False
+    try:
+        return close(float(expected), float(got), tolerance)
+    except ValueError:
+        return False

@@ -1,0 +1,69 @@
+"""function_call: which of the row's tools to call, with what, or not at all. The calls are judged, not executed."""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from ngym import VerifyRequest, gym_server
+from ngym.answers import number, same_number, without_reasoning
+from ngym.called import calls_in
+
+from .compare import matched
+
+NAMES, ARGUMENTS = 0.2, 0.8
+ASKING_WORDS = 60
+
+
+class ExpectedCall(BaseModel):
+    name: str
+    arguments: dict[str, Any]
+
+
+class Task(VerifyRequest):
+    expected_calls: list[ExpectedCall]
+    expected_answer: Decimal | None = Field(default=None, description="Where no call is needed: the number to answer.")
+    asks_for: list[str] = Field(default=[], description="Where a call cannot be made: the words for what is missing.")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "Task":
+        if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) != 1:
+            raise ValueError("a row has either expected_calls, expected_answer or asks_for")
+        unknown = {call.name for call in self.expected_calls} - self.schemas.keys()
+        if unknown:
+            raise ValueError(f"expected_calls names {sorted(unknown)}, which the row's tools do not declare")
+        return self
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        tools = self.responses_create_params.get("tools") or []
+        return {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
+
+
+async def verify(task: Task) -> dict[str, Any]:
+    calls = calls_in(task.response)
+    hallucinated = [call.name for call in calls if call.name not in task.schemas]
+    counts = {"calls": len(calls), "hallucinated_calls": len(hallucinated)}
+    if not task.expected_calls:
+        right = not calls and _answered(task)
+        return {"reward": float(right), "reward_components": {"no_call": float(right)}, **counts}
+    made = [(call.name, call.arguments) for call in calls if call.name in task.schemas]
+    expected = [(call.name, call.arguments) for call in task.expected_calls]
+    found = matched(made, expected, task.schemas)
+    whole = max(len(calls), len(expected))  # a call too many costs as much as one that is missing
+    parts = {"names": NAMES * (found.exact + found.named) / whole, "arguments": ARGUMENTS * found.exact / whole}
+    return {"reward": sum(parts.values()), "reward_components": parts, "exact_calls": found.exact, **counts}
+
+
+def _answered(task: Task) -> bool:
+    """The number; or a short question for what is missing."""
+    if task.expected_answer is not None:
+        found = number(task.text)
+        return found is not None and same_number(found, task.expected_answer)
+    said = without_reasoning(task.text).casefold()
+    words = re.findall(r"\w+", said)
+    return len(words) <= ASKING_WORDS and "?" in said and any(word in words for word in task.asks_for)
+
+
+app = gym_server(verify=verify)

@@ -1,0 +1,65 @@
+"""games: six small games, played turn by turn. A game's score, from 0 to 1, is the rollout's reward."""
+
+import asyncio
+from typing import Literal
+
+from ngym import Session, VerifyRequest
+from ngym.answers import boxed, without_reasoning
+from ngym.services.steps import Step, step_server
+
+from .blackjack import Blackjack
+from .game import Game, IllegalMove
+from .minesweeper import Minesweeper
+from .sokoban import Sokoban
+from .tic_tac_toe import TicTacToe
+from .twenty48 import Twenty48
+from .wordle import Wordle
+
+ILLEGAL_MOVES = 3
+GAMES: dict[str, type[Game]] = {
+    "blackjack": Blackjack,
+    "wordle": Wordle,
+    "sokoban": Sokoban,
+    "tic_tac_toe": TicTacToe,
+    "2048": Twenty48,
+    "minesweeper": Minesweeper,
+}
+HOW = "Say your move alone in the last line, or in \\boxed{}."
+
+
+class Task(VerifyRequest):
+    game: Literal["blackjack", "wordle", "sokoban", "tic_tac_toe", "2048", "minesweeper"]
+    seed: int
+
+
+async def reset(task: Task, session: Session) -> str:
+    game = await asyncio.to_thread(GAMES[task.game], task.seed)  # a level is drawn until one can be solved
+    session.update(game=game, illegal=0)
+    return f"{game.rules} {HOW}\n\n{game.show()}"
+
+
+async def step(task: Task, session: Session) -> Step:
+    game: Game = session["game"]
+    try:
+        comment = game.play(move_in(task.text))
+    except IllegalMove as error:
+        session["illegal"] += 1
+        left = ILLEGAL_MOVES - session["illegal"]
+        if left == 0:
+            return Step(f"Illegal move: {error}. That was one too many: the game is lost.", terminated=True)
+        return Step(f"Illegal move: {error}. After {left} more the game is lost.\n\n{game.show()}")
+    shown = f"{comment}\n\n{game.show()}".lstrip()
+    if game.score is None:
+        return Step(shown)
+    return Step(f"{shown}\nThe game is over.", reward=game.score, terminated=True)
+
+
+def move_in(text: str) -> str:
+    """What the last box holds, else the last line that is not empty."""
+    text = without_reasoning(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    said = boxed(text) or (lines[-1] if lines else "")
+    return " ".join(said.casefold().split()).strip(" .*`\"'")
+
+
+app = step_server(task=Task, reset=reset, step=step)

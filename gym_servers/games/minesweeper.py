@@ -1,0 +1,95 @@
+"""Minesweeper on a small field. All safe cells open scores 1; every field can be solved by reasoning, without a guess."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import count
+
+from .game import IllegalMove
+
+SIDE, MINES = 5, 5
+Cell = tuple[int, int]
+CELLS = [(row, column) for row in range(SIDE) for column in range(SIDE)]
+
+
+class Minesweeper:
+    rules = (
+        f"Minesweeper, {SIDE} by {SIDE}, {MINES} mines. A number tells how many of the up to eight neighbours are mines; ? is closed. Open all "
+        "cells without a mine. Your move is a row and a column, counted from 1, such as: 2 5."
+    )
+
+    def __init__(self, seed: int) -> None:
+        self.score: float | None = None
+        for attempt in count():
+            rng = random.Random(f"minesweeper {seed} {attempt}")
+            first = rng.choice(CELLS)
+            self.mines = frozenset(rng.sample([cell for cell in CELLS if cell not in around(first)], MINES))
+            self.open = opened(frozenset(), first, self.mines)
+            if len(self.open) < SIDE * SIDE - MINES and solvable(self.open, self.mines):
+                return
+
+    def show(self) -> str:
+        lines = []
+        for row in range(SIDE):
+            lines.append(" ".join(self._mark((row, column)) for column in range(SIDE)))
+        return "\n".join(lines)
+
+    def play(self, move: str) -> str:
+        found = re.fullmatch(r"(?:open )?([0-9])[ ,]+([0-9])", move)
+        cell = (int(found[1]) - 1, int(found[2]) - 1) if found else None
+        if cell not in CELLS or cell in self.open:
+            raise IllegalMove(f"the move is the row and the column (1 to {SIDE}) of a closed cell")
+        if cell in self.mines:
+            self.score = 0.0
+            return "That was a mine."
+        self.open = opened(self.open, cell, self.mines)
+        if len(self.open) == SIDE * SIDE - MINES:
+            self.score = 1.0
+        return ""
+
+    def _mark(self, cell: Cell) -> str:
+        if cell in self.open:
+            return str(len(around(cell) & self.mines))
+        return "*" if self.score is not None and cell in self.mines else "?"
+
+
+def around(cell: Cell) -> frozenset[Cell]:
+    """The cell and its neighbours."""
+    row, column = cell
+    return frozenset((r, c) for r, c in CELLS if abs(r - row) <= 1 and abs(c - column) <= 1)
+
+
+def opened(before: frozenset[Cell], cell: Cell, mines: frozenset[Cell]) -> frozenset[Cell]:
+    """A cell without mines around it opens its neighbours, too."""
+    done, todo = set(before), [cell]
+    while todo:
+        here = todo.pop()
+        if here not in done:
+            done.add(here)
+            if not around(here) & mines:
+                todo += around(here)
+    return frozenset(done)
+
+
+def solvable(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> bool:
+    """Whether what the numbers say, one by one and in pairs, opens everything: no guess is needed."""
+    while len(opened_cells) < SIDE * SIDE - MINES:
+        safe = deduced(opened_cells, mines)
+        if not safe:
+            return False
+        for cell in safe:
+            opened_cells = opened(opened_cells, cell, mines)
+    return True
+
+
+def deduced(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> frozenset[Cell]:
+    """Closed cells that cannot be mines. A fact is a set of closed cells and how many of them are mines."""
+    facts = {(around(cell) - opened_cells, len(around(cell) & mines)) for cell in opened_cells}
+    facts.add((frozenset(CELLS) - opened_cells, MINES))
+    for _ in range(4):
+        inside = {(big - small, many - few) for big, many in facts for small, few in facts if small < big}
+        if inside <= facts:
+            break
+        facts |= inside
+    return frozenset(cell for cells, many in facts if many == 0 for cell in cells)

@@ -1,0 +1,41 @@
+"""sandbox: runs programs for gym servers on other machines. `POST /run {"program", "limits"}` answers a Result."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from ngym import ServiceContext, ServiceOptions
+from ngym.sandbox import Limits, Program, Sandbox, SandboxOptions, sandbox_of
+from ngym.sandbox.options import Local
+from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app, validated
+
+
+class Options(ServiceOptions):
+    sandbox: SandboxOptions = Local()
+    most: Limits = Limits(cpu_s=60, memory_mib=4096, disk_mib=256)  # what callers may ask for
+
+
+class Run(BaseModel):
+    program: Program
+    limits: Limits = Field(default_factory=Limits)
+
+
+@asynccontextmanager
+async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
+    sandbox: Sandbox = sandbox_of(context.options.sandbox)
+    async with sandbox.lifespan():
+        app.state.sandbox = sandbox
+        yield
+
+
+async def run(request: Request) -> Response:
+    asked: Run = validated(Run, await json_body(request), "a run")
+    limits = asked.limits.at_most(context_of(request).options.most)
+    return JsonResponse(await app.state.sandbox.execute(asked.program, limits))
+
+
+app = service_app("gym_server", options=Options, lifespan=lifespan)
+add_route(app, "POST", "/run", run, summary="Run a program", body=Run.model_json_schema())

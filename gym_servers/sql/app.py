@@ -1,0 +1,66 @@
+"""sql: a question, answered by a query. Reward 1 when it gives the expected rows, on databases not shown as well."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from ngym import ServiceOptions, Session, gym_server
+from ngym.errors import BadRequest
+from ngym.workers import WorkerPool
+
+from .task import SqlTask, final_query
+
+pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=512)
+
+
+class SqlOptions(ServiceOptions):
+    databases: str | None = None  # folder of `{database}/*.sqlite`, for rows that name one
+    deadline_s: float = 5.0  # CPU seconds for one verification, or one query of the policy's
+    max_queries: int = 20
+
+
+class Query(BaseModel):
+    sql: str = Field(description="One SELECT statement in SQLite's dialect.", max_length=20_000)
+
+
+async def query(body: Query, session: Session, options: SqlOptions) -> dict[str, Any]:
+    """Run a SELECT on the database and see its first rows."""
+    session["queries"] = session.get("queries", 0) + 1
+    if session["queries"] > options.max_queries:
+        raise BadRequest(f"query: no more than {options.max_queries} queries; give the final answer")
+    task = SqlTask.model_validate({**session["task"], "response": {"output": []}})
+    ran = await pool.run("show", task.shown(options.databases), body.sql, deadline_s=options.deadline_s)
+    if ran.kind != "ok":
+        raise BadRequest(f"query: the statement was ended: {ran.kind}")
+    if "error" in ran.value:
+        raise BadRequest(f"query: {ran.value['error']}")
+    shown: dict[str, Any] = ran.value
+    return shown
+
+
+async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
+    said = final_query(task.text)
+    if said is None:
+        return {"reward": 0.0, "outcome": "no_query", "extracted_sql": None}
+    databases = task.all(options.databases)
+    known = await pool.run("expect", databases, task.gold, deadline_s=options.deadline_s)
+    if known.kind != "ok" or "error" in known.value:
+        reason = known.detail if known.kind != "ok" else known.value["error"]
+        return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_sql": said}
+    ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=options.deadline_s)
+    graded = ran.value if ran.kind == "ok" else _ended(ran.kind, ran.detail)
+    return {
+        "reward": {"correct": 1.0, "infra_error": None}.get(graded["outcome"], 0.0),
+        **graded,
+        "extracted_sql": said,
+    }
+
+
+def _ended(kind: str, detail: str) -> dict[str, str]:
+    """The expected query ended in time, this one did not: its own doing, unless the machine was too busy to tell."""
+    own = kind == "memory" or (kind == "timeout" and "CPU time" in detail)
+    return {"outcome": "too_heavy" if own else "infra_error", "reason": f"{kind}: {detail}"}
+
+
+app = gym_server(tools=[query], verify=verify, options=SqlOptions, lifespan=pool.lifespan)

@@ -1,0 +1,182 @@
+"""Runs queries that nobody trusts, in a worker process: they read, they end, and what they give is bounded.
+
+A statement may select, and nothing else: an authorizer refuses the rest while it is compiled. How much it does is
+counted in SQLite's own instructions, so that the same query gets the same verdict on any machine.
+"""
+
+import math
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+Rows = list[tuple[Any, ...]]
+Database = dict[str, str | None]
+
+MAX_STEPS = 20_000_000
+STEPS_A_LOOK = 1_000
+MAX_ROWS = 10_000
+MAX_CELLS = 200_000
+SHOWN_ROWS = 30
+SHOWN_CHARS = 200  # of a cell
+HEAP_BYTES = 64 << 20
+TOLERANCE = 1e-6
+LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
+    sqlite3.SQLITE_LIMIT_COLUMN: 200,
+    sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 200,
+    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 50,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
+    sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH: 0,
+    sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
+}
+ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
+# Different at every call, or not about the data.
+REFUSED_FUNCTIONS = {"load_extension", "random", "randomblob", "sqlite_compileoption_get", "fts3_tokenizer"}
+
+
+class TooHeavy(Exception):
+    """More steps, rows or bytes than a query may have."""
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """The worker's entry: `show`, `expect` or `grade`."""
+    return {"show": show, "expect": expect, "grade": grade}[name](*arguments)
+
+
+def show(database: Database, sql: str) -> dict[str, Any]:
+    """The first rows, for the policy; `{"error"}` says what is wrong with the query."""
+    try:
+        with opened(database) as connection:
+            columns, rows = fetch(connection, sql)
+    except (sqlite3.Error, sqlite3.Warning, TooHeavy, MemoryError, ValueError) as error:
+        return {"error": str(error) or "out of memory"}
+    shown = [[cell(value) for value in row] for row in rows[:SHOWN_ROWS]]
+    return {"columns": columns, "rows": shown, "row_count": len(rows), "truncated": len(rows) > SHOWN_ROWS}
+
+
+def expect(databases: list[Database], gold: str) -> dict[str, Any]:
+    """Whether the gold query runs on all of them; `{"error"}` says what is wrong."""
+    try:
+        for database in databases:
+            with opened(database) as connection:
+                fetch(connection, gold)
+    except (sqlite3.Error, sqlite3.Warning, TooHeavy, MemoryError, ValueError) as error:
+        return {"error": str(error) or "out of memory"}
+    return {}
+
+
+def grade(databases: list[Database], gold: str, said: str, ordered: bool) -> dict[str, Any]:
+    """`{"outcome": "correct" | "wrong" | "sql_error" | "too_heavy", "reason"}`."""
+    for number, database in enumerate(databases):
+        with opened(database) as connection:
+            wanted = fetch(connection, gold)[1]
+        try:
+            with opened(database) as connection:
+                got = fetch(connection, said)[1]
+        except TooHeavy as error:
+            return {"outcome": "too_heavy", "reason": str(error)}
+        except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
+            return {"outcome": "sql_error", "reason": str(error) or "out of memory"}
+        if not equal(wanted, got, ordered):
+            which = "the database" if number == 0 else f"hidden database {number}"
+            return {"outcome": "wrong", "reason": f"other rows on {which}"}
+    return {"outcome": "correct", "reason": None}
+
+
+@contextmanager
+def opened(database: Database) -> Iterator[sqlite3.Connection]:
+    """A connection that can only read, and only so much. Nothing that is done with it lasts."""
+    path = database["file"]
+    location = "file::memory:" if path is None else f"{Path(path).as_uri()}?mode=ro&immutable=1"
+    with closing(sqlite3.connect(location, uri=True, isolation_level=None, cached_statements=0)) as connection:
+        if database["script"] is not None:
+            connection.executescript(database["script"])
+        connection.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA query_only = ON")
+        connection.text_factory = lambda text: text.decode(errors="replace")
+        for limit, value in LIMITS.items():
+            connection.setlimit(limit, value)
+        connection.set_authorizer(authorize)
+        yield connection
+
+
+def authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
+    """Select from tables, call harmless functions; nothing else."""
+    if action in ALLOWED:
+        return sqlite3.SQLITE_OK
+    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in REFUSED_FUNCTIONS:
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
+
+
+def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
+    """Names of the columns and all rows. sqlite3.Error, TooHeavy."""
+    looks = 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks * STEPS_A_LOOK > MAX_STEPS
+
+    connection.set_progress_handler(look, STEPS_A_LOOK)
+    rows: Rows = []
+    try:
+        cursor = connection.execute(sql)
+        if cursor.description is None:
+            raise ValueError("that is no query")
+        for row in cursor:
+            rows.append(row)
+            if len(rows) > MAX_ROWS or len(rows) * len(row) > MAX_CELLS:
+                raise TooHeavy(f"more than {min(MAX_ROWS, MAX_CELLS // len(row)):,} rows")
+    except sqlite3.OperationalError as error:
+        if str(error) == "interrupted":
+            raise TooHeavy(f"more than {MAX_STEPS:,} steps") from None
+        raise
+    return [column[0] for column in cursor.description], rows
+
+
+def equal(wanted: Rows, got: Rows, ordered: bool) -> bool:
+    """The same rows as often, in the same order if it counts; floats within TOLERANCE, whatever columns are called."""
+    if len(wanted) != len(got):
+        return False
+    if not ordered:
+        wanted, got = sorted(wanted, key=rank), sorted(got, key=rank)
+    return all(map(same_row, wanted, got))
+
+
+def same_row(wanted: tuple[Any, ...], got: tuple[Any, ...]) -> bool:
+    return len(wanted) == len(got) and all(map(same, wanted, got))
+
+
+def same(wanted: Any, got: Any) -> bool:
+    if isinstance(wanted, int | float) and isinstance(got, int | float):
+        return wanted == got or math.isclose(
+            wanted, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE * isinstance(wanted, float)
+        )
+    return type(wanted) is type(got) and bool(wanted == got)
+
+
+def rank(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """For sorting: what is exact first, so that rows that differ by rounding only stay neighbours."""
+    exact = tuple((kind(value), value) for value in row if not isinstance(value, int | float) and value is not None)
+    return exact, tuple(kind(value) for value in row), tuple(v for v in row if isinstance(v, int | float))
+
+
+def kind(value: Any) -> str:
+    return "number" if isinstance(value, int | float) else type(value).__name__
+
+
+def cell(value: Any) -> Any:
+    """As it is shown to the policy."""
+    if isinstance(value, bytes):
+        value = f"x'{value[:SHOWN_CHARS].hex()}'"
+    if isinstance(value, str) and len(value) > SHOWN_CHARS:
+        return value[:SHOWN_CHARS] + "..."
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

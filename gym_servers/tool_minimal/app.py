@@ -1,0 +1,124 @@
+"""tool_minimal: answer with the fewest calls. Reward: a right, looked-up answer, and how few calls it took."""
+
+from decimal import Decimal
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from ngym import NotFound, Session, VerifyRequest, gym_server
+from ngym.answers import number, same_number
+from ngym.called import Call, calls_in
+
+from .world import CITIES, TOOLS, world
+
+CORRECT, EFFICIENT = 0.6, 0.4
+
+
+class Name(BaseModel):
+    name: str = Field(description="The ware's full name, such as 'oak chair'.")
+
+
+class Sku(BaseModel):
+    sku: str = Field(description="Such as K-1234.")
+
+
+class Aisle(BaseModel):
+    aisle: str = Field(description="Such as B42.")
+
+
+class SupplierId(BaseModel):
+    supplier_id: str = Field(description="Such as S-123.")
+
+
+class City(BaseModel):
+    city: str
+
+
+class Task(VerifyRequest):
+    world: int
+    needs: list[str] = Field(description="The facts that the answer rests on.")
+    minimal_calls: int
+    expected_answer: str
+
+
+def _look(tool: str, body: BaseModel, session: Session) -> Any:
+    arguments = body.model_dump()
+    session.setdefault("calls", []).append(Call(tool, arguments))
+    seen = world(session["task"]["world"]).call(tool, arguments[TOOLS[tool]]) if "task" in session else None
+    if seen is None:
+        raise NotFound(f"{tool}: there is no {TOOLS[tool]} {arguments[TOOLS[tool]][:60]!r}")
+    return seen.output
+
+
+async def find_ware(body: Name, session: Session) -> Any:
+    """The SKU of the ware with this name."""
+    return _look("find_ware", body, session)
+
+
+async def get_ware(body: Sku, session: Session) -> Any:
+    """A ware's name, aisle, price, stock and supplier."""
+    return _look("get_ware", body, session)
+
+
+async def list_aisle(body: Aisle, session: Session) -> Any:
+    """All wares of an aisle, with their prices."""
+    return _look("list_aisle", body, session)
+
+
+async def list_supplied(body: SupplierId, session: Session) -> Any:
+    """All wares of a supplier, with their stock."""
+    return _look("list_supplied", body, session)
+
+
+async def get_supplier(body: SupplierId, session: Session) -> Any:
+    """A supplier's name, city and lead time in days."""
+    return _look("get_supplier", body, session)
+
+
+async def get_freight(body: City, session: Session) -> Any:
+    """The cost of freight from a city."""
+    return _look("get_freight", body, session)
+
+
+async def get_reviews(body: Sku, session: Session) -> Any:
+    """What customers think of a ware."""
+    return _look("get_reviews", body, session)
+
+
+async def verify(task: Task, session: Session) -> dict[str, Any]:
+    # An agent that an SDK drives leaves no calls in its trajectory, a stored rollout has no session: the longer list counts.
+    calls = max(calls_in(task.response), session.get("calls", []), key=len)
+    seen = [world(task.world).call(call.name, _key(call)) for call in calls]
+    known = frozenset[str]().union(*(shown.facts for shown in seen if shown))
+    right = _says(task.text, task.expected_answer)
+    looked_up = known >= set(task.needs)
+    efficiency = (task.minimal_calls + 1) / (len(calls) + 1)
+    parts = {"correctness": CORRECT, "efficiency": EFFICIENT * efficiency}
+    if not (right and looked_up):
+        parts = dict.fromkeys(parts, 0.0)
+    return {
+        "reward": sum(parts.values()),
+        "reward_components": parts,
+        "right": right,
+        "looked_up": looked_up,
+        "calls": len(calls),
+        "failed_calls": seen.count(None),
+        "repeated_calls": len(calls) - len({(call.name, _key(call)) for call in calls}),
+    }
+
+
+def _key(call: Call) -> str:
+    return str((call.arguments or {}).get(TOOLS.get(call.name, ""), ""))
+
+
+def _says(text: str, expected: str) -> bool:
+    """A number: the last one of the text. A city: it, and no other."""
+    if expected in CITIES:
+        return {city for city in CITIES if city.casefold() in text.casefold()} == {expected}
+    found = number(text)
+    return found is not None and same_number(found, Decimal(expected))
+
+
+app = gym_server(
+    tools=[find_ware, get_ware, list_aisle, list_supplied, get_supplier, get_freight, get_reviews], verify=verify
+)

@@ -1,0 +1,68 @@
+"""workplace: jobs in an office. Reward 1 when in the end what had to change has changed, and nothing else has."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from ngym import ServiceError, Session, VerifyRequest, gym_server
+from ngym.called import calls_in
+
+from .actions import Action, act
+from .office import Office, differences, office
+
+MAX_ROWS = 2000
+
+
+class Task(VerifyRequest):
+    office: int
+    actions: list[tuple[str, dict[str, Any]]]
+
+
+def as_tool(name: str, action: type[Action]) -> Callable[..., Any]:
+    """An action as gym_server wants a tool: a function whose body is the action."""
+
+    async def call(body: Action, session: Session) -> Any:
+        return body.do(_office_of(session))
+
+    call.__name__, call.__doc__ = name, action.__doc__
+    call.__annotations__["body"] = action
+    return call
+
+
+def _office_of(session: Session) -> Office:
+    if "task" not in session:
+        raise ServiceError("POST /seed_session first: the office belongs to a rollout's session", status=409)
+    if "office" not in session:
+        session["office"] = office(session["task"]["office"])
+    state: Office = session["office"]
+    if len(state.mails) + len(state.events) + len(state.tasks) > MAX_ROWS:
+        raise ServiceError(f"the office is full: it holds {MAX_ROWS} mails, meetings and tasks", status=409)
+    return state
+
+
+async def verify(task: Task, session: Session) -> dict[str, Any]:
+    wanted = office(task.office)
+    for tool, arguments in task.actions:
+        act(wanted, tool, arguments)
+    got = _office_of(session) if "task" in session else _replayed(task)
+    missing, unasked = differences(office(task.office), wanted, got)
+    return {
+        "reward": float(not missing and not unasked),
+        "missing_changes": missing[:20],
+        "unasked_changes": unasked[:20],
+    }
+
+
+def _replayed(task: Task) -> Office:
+    """A stored rollout's office: the clock stands still and ids are counted, so its calls lead there again."""
+    state = office(task.office)
+    for call in calls_in(task.response):
+        try:
+            act(state, call.name, call.arguments)
+        except (ServiceError, ValidationError):
+            continue  # it was an error text then, too
+    return state
+
+
+app = gym_server(tools=[as_tool(name, action) for name, action in Action.every.items()], verify=verify)

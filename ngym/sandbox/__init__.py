@@ -1,0 +1,20 @@
+"""Programs that nobody trusts, run within limits: `result = await LocalSandbox().run(code, stdin=...)`."""
+
+from ngym.sandbox.docker import DockerSandbox
+from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict
+from ngym.sandbox.local import LocalSandbox
+from ngym.sandbox.options import SandboxOptions, sandbox_of
+from ngym.sandbox.remote import RemoteSandbox
+
+__all__ = [
+    "DockerSandbox",
+    "Limits",
+    "LocalSandbox",
+    "Program",
+    "RemoteSandbox",
+    "Result",
+    "Sandbox",
+    "SandboxOptions",
+    "Verdict",
+    "sandbox_of",
+]

@@ -1,0 +1,118 @@
+"""What does a sandbox run, within which limits, and what comes of it? Every provider speaks in these records."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import PurePosixPath
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Verdict = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit", "infra_error"]
+
+
+class Limits(BaseModel):
+    """What a program may use; beyond it, it is ended.
+
+    cpu_s: CPU seconds of all its threads. wall_s: the backstop for one that sleeps; four times cpu_s if not given.
+    memory_mib: address space beyond what the interpreter and the preloaded modules take.
+    output_kib: of stdout, of stderr and of the answer, each. threads: besides the first; it is always one process.
+    files: open at once. disk_mib: a directory of its own to write in; 0 is none at all.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    cpu_s: float = Field(5.0, gt=0, le=3600)
+    wall_s: float | None = Field(None, gt=0, le=36000)
+    memory_mib: int = Field(512, ge=16, le=1 << 20)
+    output_kib: int = Field(1024, ge=1, le=1 << 16)
+    threads: int = Field(32, ge=0, le=1024)
+    files: int = Field(64, ge=8, le=1024)
+    disk_mib: int = Field(0, ge=0, le=1 << 16)
+
+    @property
+    def wall(self) -> float:
+        """Seconds until a program is ended whatever it does."""
+        return self.wall_s or 4 * self.cpu_s + 1
+
+    def at_most(self, bounds: Limits) -> Limits:
+        """These limits, where they are below the bounds, which hold elsewhere."""
+        least = {name: min(value, getattr(bounds, name)) for name, value in self if name != "wall_s"}
+        return Limits(**least, wall_s=min(self.wall, bounds.wall))
+
+
+class Program(BaseModel):
+    """Python source that is run as `__main__`, and what it finds: its stdin, and files (name -> content)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    code: str
+    stdin: str = ""
+    files: Mapping[str, str] = Field(default_factory=dict)
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: Mapping[str, str]) -> Mapping[str, str]:
+        for name in files:
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or len(name) > 200:
+                raise ValueError(f"a file cannot be called {name!r}: a short relative path without '..' is wanted")
+        return files
+
+
+class Result(BaseModel):
+    """What came of one run.
+
+    verdict: `ok` (it ended with exit code 0), `runtime_error` (an exception, another exit code, a signal), a limit, or
+        `infra_error`: it could not be run or was starved by a busy machine, which says nothing about the program.
+    answer: what the program wrote to file descriptor 3. tier: how it was confined.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    verdict: Verdict
+    tier: str
+    detail: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    answer: str = ""
+    exit_code: int | None = None
+    signal: str | None = None
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    memory_bytes: int = 0
+
+
+class Sandbox(ABC):
+    """A place that runs programs that nobody trusts."""
+
+    @abstractmethod
+    async def execute(self, program: Program, limits: Limits) -> Result:
+        """Run one program. Every outcome is a Result; `infra_error` where it could not be run at all."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Be ready now; without this, the first run does it. ServiceError says why it cannot be."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End every process and connection."""
+
+    async def run(
+        self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None, limits: Limits | None = None
+    ) -> Result:
+        """Run Python source as `__main__`; see Program, Limits and Result."""
+        return await self.execute(Program(code=code, stdin=stdin, files=files or {}), limits or Limits())
+
+    @asynccontextmanager
+    async def lifespan(self, context: object = None) -> AsyncIterator[None]:
+        """The sandbox as a service's `lifespan=`: ready before the service is, ended with it."""
+        try:
+            await self.start()
+            yield
+        finally:
+            await self.aclose()
+
+
+def infra_error(tier: str, detail: str) -> Result:
+    """The result of a program that could not be run."""
+    return Result(verdict="infra_error", tier=tier, detail=detail)

@@ -1,0 +1,208 @@
+"""Imports once, confines itself as its tier says, then forks a guest for each run and watches its clocks.
+
+A fresh interpreter runs this; nothing of the server is forked. Control messages are JSON, one reply for each request:
+
+    spec (see Spec)                              -> {"ready": true} | {"error": text}
+    run (guest.Run) with five descriptors        -> End
+    cancel, while a guest runs                   -> it is ended; its reply comes as ever
+
+What a program reads and writes never passes through here: the next guest is a copy of this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any, TypedDict
+
+from ngym.sandbox import guest, kernel, landlock, namespaces, seccomp
+
+TICK_S = 0.05
+CPU_CLOCK_OF = 2  # CPUCLOCK_SCHED: the clock of all threads of a process
+MAX_MESSAGE = 1 << 16
+
+
+class Spec(TypedDict):
+    """tier: `namespaces`, `landlock` or `seccomp`. preload: modules. sys_path: where they are. shown: readable paths.
+    uid: whom guests become, for root. parent: the server's pid."""
+
+    tier: str
+    preload: list[str]
+    sys_path: list[str]
+    shown: list[str]
+    uid: int
+    parent: int
+
+
+class End(TypedDict):
+    """How a guest ended. cause: `exit` by itself; else why it was killed: `cpu`, `asleep`, `starved` (it waited for a
+    processor most of the time), `threads`, `cancelled`; or `unconfined`, and it never ran. status: exit code or minus
+    the signal."""
+
+    cause: str
+    detail: str
+    status: int
+    cpu_s: float
+    wall_s: float
+    memory_bytes: int
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group; the server ends us
+        signal.signal(ignored, signal.SIG_IGN)
+    kernel.die_with_parent()
+    spec: Spec = json.loads(control.recv(MAX_MESSAGE))
+    if os.getppid() != spec["parent"]:
+        os._exit(0)
+    try:
+        how, proc = _prepare(spec)
+    except Exception as error:  # noqa: BLE001  (the server tells it)
+        _send(control, {"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    _send(control, {"ready": True})
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 8)
+        if not message:
+            break
+        if fds:  # a cancellation may come when the guest has just ended
+            _send(control, dict(_run(json.loads(message), how, fds, control, proc)))
+
+
+def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
+    """How guests are confined, and a descriptor of the /proc that shows this process."""
+    sys.path[:] = spec["sys_path"]
+    for name in spec["preload"]:
+        importlib.import_module(name)
+    if not seccomp.supported():
+        raise OSError(f"there is no system call filter for {os.uname().machine}")
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    with open("/proc/self/statm") as statm:
+        base_bytes = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    tier, ruleset = spec["tier"], None
+    uid = spec["uid"] if os.geteuid() == 0 and _is_there(spec["uid"]) else None
+    if tier == "namespaces":
+        namespaces.enter(spec["shown"])
+    if tier == "landlock" and not landlock.abi():
+        raise OSError("this kernel has no Landlock")
+    if tier != "seccomp" and landlock.abi():
+        # In a root of its own there is nothing to hide, and only the box can be written to.
+        ruleset = landlock.ruleset(spec["shown"], ["/"] if tier == "namespaces" else ["/dev/null"])
+    kernel.shut()
+    gc.collect()
+    gc.freeze()  # a collection in a guest would otherwise touch, and so copy, every page shared with us
+    gc.disable()
+    return guest.Confinement(
+        tier=tier,
+        ruleset=ruleset,
+        uid=uid,
+        base_bytes=base_bytes,
+        own_user=uid is not None or (tier == "namespaces" and os.geteuid() != 0),
+    ), proc
+
+
+def _is_there(uid: int) -> bool:
+    """Whether this user namespace has such a user; some containers have root only."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= uid < first + count for first, _, count in ranges)
+
+
+def _run(request: guest.Run, how: guest.Confinement, fds: list[int], control: socket.socket, proc: int) -> End:
+    began = time.monotonic()
+    told, status = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        guest.run(request, how, fds, status)
+    for fd in (*fds, status):
+        os.close(fd)
+    cause = _watch(pid, request, control, proc, began)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _, ended, used = os.wait4(pid, 0)
+    detail = os.read(told, 1000)
+    os.close(told)
+    if detail != b"ok" and cause == "exit":
+        cause = "unconfined"
+    return End(
+        cause=cause,
+        detail=detail.decode(errors="replace"),
+        status=os.waitstatus_to_exitcode(ended),
+        cpu_s=used.ru_utime + used.ru_stime,
+        wall_s=time.monotonic() - began,
+        memory_bytes=used.ru_maxrss * 1024,
+    )
+
+
+def _watch(pid: int, request: guest.Run, control: socket.socket, proc: int, began: float) -> str:
+    """Wait until the guest ended or has to be; the cause."""
+    ended = os.pidfd_open(pid)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    waiting.register(control, select.POLLIN)
+    try:
+        wait_s = min(TICK_S, request["cpu_s"])
+        while True:
+            events = dict(waiting.poll(wait_s * 1000))
+            if ended in events:
+                return "exit"
+            if control.fileno() in events:
+                return "cancelled"
+            used, wall = _cpu_s(pid), time.monotonic() - began
+            if used >= request["cpu_s"]:
+                return "cpu"
+            if wall >= request["wall_s"]:
+                return "starved" if used + _delayed_s(proc, ended) > wall / 2 else "asleep"
+            if _stat(proc, ended, "status", "Threads:") > request["threads"] + 1:
+                return "threads"
+            wait_s = max(0.001, min(TICK_S, request["cpu_s"] - used, request["wall_s"] - wall))
+    finally:
+        os.close(ended)
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        return time.clock_gettime(~pid << 3 | CPU_CLOCK_OF)
+    except OSError:  # it has just ended
+        return 0.0
+
+
+def _delayed_s(proc: int, pidfd: int) -> float:
+    """How long the guest's first thread was ready to run and had no processor."""
+    fields = _read(proc, f"{_stat(proc, None, f'self/fdinfo/{pidfd}', 'Pid:')}/schedstat").split()
+    return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
+
+
+def _stat(proc: int, pidfd: int | None, file: str, field: str) -> int:
+    """A number of a /proc file. /proc is the outer one, where the guest has another pid than here: pidfd tells it."""
+    if pidfd is not None:
+        file = f"{_stat(proc, None, f'self/fdinfo/{pidfd}', 'Pid:')}/{file}"
+    for line in _read(proc, file).splitlines():
+        if line.startswith(field):
+            return int(line.split()[1])
+    return 0
+
+
+def _read(proc: int, file: str) -> str:
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    except OSError:  # it has just ended, or /proc hides it
+        return ""
+    try:
+        return os.read(fd, 8192).decode()
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    control.sendall(json.dumps(message).encode())

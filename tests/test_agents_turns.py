@@ -1,0 +1,188 @@
+"""agents/multi_turn and agents/remote: users with a script and users that a model plays; an agent that is somebody else's."""
+
+import importlib.util
+import sys
+
+import httpx
+import pytest
+from house import house
+from shipped import ROOT, calls, says
+
+from ngym.errors import ServiceError
+from ngym.schema import SESSION_HEADER
+from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.loader import load
+from ngym.services.options import ServiceOptions
+
+
+def service(folder):
+    return load(ROOT / folder / "app.py").app
+
+
+ADDING = [
+    {"match": "^add (-?\\d+)", "turn": 1, "tool_calls": [{"name": "add", "arguments": '{"amount": {1}}'}]},
+    {"match": "^add (-?\\d+)", "turn": 3, "tool_calls": [{"name": "add", "arguments": '{"amount": {1}}'}]},
+    {"text": "I added it."},
+]
+
+
+async def talk(row, *, replies=ADDING, user_replies=(), **options):
+    apps = {
+        "counter": service("gym_servers/counter"),
+        "agent": service("agents/multi_turn"),
+        "policy": service("models/scripted"),
+        "person": a_second_scripted_model(),
+    }
+    configured = {
+        "agent": {"gym": "counter", "model": "policy", **options},
+        "policy": {"replies": replies, "tokens": True},
+        "person": {"replies": list(user_replies)},
+    }
+    async with house(configured, **apps) as peers:
+        return await peers["agent"].post("/run", row)
+
+
+def a_second_scripted_model():
+    """The same program again, as a module of its own: in one process, an application is one service."""
+    name, file = "_scripted_person", ROOT / "models" / "scripted" / "app.py"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name].app
+
+
+def roles(scored):
+    return [item.get("role") or item["type"] for item in scored["response"]["output"]]
+
+
+def task(text="add 3", **more):
+    return {"responses_create_params": {"input": text}, "target": 7, **more}
+
+
+async def test_a_scripted_user_speaks_in_turn_and_the_gyms_state_lasts():
+    scored = await talk(task(user_turns=["add 4", "thanks"]))
+    assert scored["reward"] == 1.0
+    assert scored["ng"]["stop_reason"] == "user_done"
+    assert roles(scored) == [
+        *("function_call", "function_call_output", "assistant"),
+        *("user", "function_call", "function_call_output", "assistant"),
+        *("user", "assistant"),
+    ]
+    (segment,) = scored["ng"]["segments"]
+    masked = [bytes(segment["token_ids"][start:end]).decode("utf-8", "replace") for start, end in segment["mask"]]
+    assert len(masked) == scored["ng"]["turns"] == 5
+    assert not any("thanks" in text for text in masked)
+
+
+async def test_without_a_prompt_the_user_speaks_first():
+    scored = await talk(task([], user_turns=["add 7"]))
+    assert (scored["reward"], roles(scored)[0]) == (1.0, "user")
+
+
+async def test_a_user_that_a_model_plays_sees_the_assistants_words_only_and_ends_the_talk():
+    person = [
+        {"match": "I added it", "turn": 2, "text": "add 4"},
+        {"match": "I added it", "turn": 3, "text": "###DONE###"},
+        {"text": "I should not be reached"},
+    ]
+    scored = await talk(task(user_scenario="You want 3 and then 4 added."), user_replies=person, user="person")
+    said = [item["content"] for item in scored["response"]["output"] if item.get("role") == "user"]
+    assert (said, scored["reward"], scored["ng"]["stop_reason"]) == (["add 4"], 1.0, "user_done")
+
+
+async def test_a_user_who_never_ends_is_cut_off():
+    scored = await talk(task(user_turns=["more"] * 50), max_turns=3)
+    assert roles(scored).count("user") == 3
+    assert (scored["ng"]["stop_reason"], scored["ng"]["status"]) == ("max_steps", "truncated")
+
+
+async def test_a_scenario_without_a_model_to_play_it_says_what_to_configure():
+    with pytest.raises(ServiceError, match="give the agent `user: MODEL`"):
+        await talk(task(user_scenario="x"))
+
+
+async def test_a_row_in_which_nobody_speaks_says_so():
+    with pytest.raises(ServiceError, match="neither input nor user_turns"):
+        await talk(task([]))
+
+
+def somebody_elses(do):
+    """Their service: a POST /run that knows nothing but what it is sent."""
+    app = service_app("agent", options=ServiceOptions)
+    app.state.seen = []
+
+    async def run(request):
+        body = await json_body(request)
+        app.state.seen.append(body)
+        return JsonResponse(await do(body))
+
+    add_route(app, "POST", "/run", run)
+    return app
+
+
+async def their_work(task):
+    """Samples once where it is told to, calls a tool of the gym, claims a reward."""
+    ng = task["ng"]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        request = {"model": "policy", "input": task["responses_create_params"]["input"]}
+        sampled = (await client.post(f"{ng['model_base_url']}/responses", json=request)).json()
+        header = {SESSION_HEADER: ng["gym_session"]}
+        total = (await client.post(f"{ng['gym_url']}/add", json={"amount": 7}, headers=header)).text
+    (call,) = calls(("add", {"amount": 7}))
+    output = [call, {"type": "function_call_output", "call_id": "c0", "output": total}, *sampled["output"]]
+    return {"reward": 99.0, "response": {"output": output, "status": "completed"}}
+
+
+async def send(do, row, **options):
+    theirs = somebody_elses(do)
+    apps = {
+        "counter": service("gym_servers/counter"),
+        "agent": service("agents/remote"),
+        "policy": service("models/scripted"),
+        "theirs": theirs,
+    }
+    configured = {
+        "agent": {"gym": "counter", "model": "policy", "remote": "theirs", **options},
+        "policy": {"replies": [{"text": "Done, 7."}], "tokens": True},
+    }
+    async with house(configured, **apps) as peers:
+        return await peers["agent"].post("/run", row), theirs.state.seen
+
+
+async def test_a_remote_agent_is_scored_here_and_its_samples_become_segments():
+    scored, _ = await send(their_work, task())
+    assert scored["reward"] == 1.0
+    assert roles(scored) == ["function_call", "function_call_output", "assistant"]
+    trace = scored["ng"]
+    assert (trace["turns"], trace["tool_calls"], trace["stop_reason"]) == (1, 1, "answer")
+    (segment,) = trace["segments"]
+    ((start, end),) = segment["mask"]
+    assert bytes(segment["token_ids"][start:end]).decode("utf-8", "replace").startswith("Done, 7.")
+
+
+async def test_a_remote_agent_does_not_see_what_the_verifier_compares_with():
+    row = task(answer="secret", hint="open")
+    _, (seen,) = await send(their_work, row, show=["hint"])
+    assert seen.keys() == {"responses_create_params", "ng", "hint"}
+
+
+async def test_tokens_that_a_remote_agent_only_claims_are_not_believed():
+    async def claims(task):
+        fake = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [0.0]}
+        return {"output": [{**says("7"), **fake}], "ng": {"reward": 1.0}, "reward": 1.0}
+
+    scored, _ = await send(claims, task())
+    assert scored["reward"] == 0.0
+    assert scored["ng"]["segments"] == []
+    assert "prompt_token_ids" not in scored["response"]["output"][0]
+
+
+@pytest.mark.parametrize("answer", [[], {"output": "text"}, {"response": None}, {"output": [1]}, {}])
+async def test_an_answer_that_is_no_response_is_the_agents_failure(answer):
+    async def nonsense(task):
+        return answer
+
+    with pytest.raises(ServiceError, match="theirs answered with no Response") as failure:
+        await send(nonsense, task())
+    assert failure.value.failure == "agent_error"

@@ -1,0 +1,262 @@
+"""tool_minimal and function_call: gold cases, proofs about the data, and what a policy would try."""
+
+import asyncio
+import json
+import string
+from itertools import product
+
+import pytest
+from house import house
+from shipped import ROOT, calls, gold_failures, made_again, module, questions, rollout, rows, says, serving
+
+from ngym.errors import ServiceError
+from ngym.services.loader import load
+
+NAMES = ("tool_minimal", "function_call")
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_every_gold_case_gets_the_reward_it_must_get(name):
+    assert not await gold_failures(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_data_is_what_its_script_makes(name, tmp_path):
+    assert made_again(name, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_shipped_rows_are_accepted_and_validation_is_not_trained_on(name):
+    assert not set(questions(name, "train")) & set(questions(name, "validation"))
+    assert set(questions(name, "example")) <= set(questions(name, "validation"))
+    async with serving(name) as peers:
+        shipped = [row for file in ("train", "validation") for row in rows(name, file)]
+        await asyncio.gather(*(peers[name].session().post("/seed_session", row) for row in shipped))
+
+
+def fewest_calls(shop, handles, needs, limit):
+    """How many calls reveal the needed facts, found by trying all; limit + 1 if no so many do."""
+    tools = module("tool_minimal").TOOLS
+    frontier = {(frozenset(handles), frozenset())}
+    for made in range(limit + 1):
+        if any(facts >= needs for _, facts in frontier):
+            return made
+        further = set()
+        for known, facts in frontier:
+            for tool, argument in tools.items():
+                for kind, value in known:
+                    seen = shop.call(tool, value) if kind == argument else None
+                    # What adds nothing new to know or to ask cannot be a part of a shortest way.
+                    if seen and not (seen.facts <= facts and seen.handles <= known):
+                        further.add((known | seen.handles, facts | seen.facts))
+        frontier = further
+    return limit + 1
+
+
+def named_in(shop, question):
+    """What a question names that a tool takes."""
+    words = {word.strip(string.punctuation) for word in question.split()}
+    things = {("name", ware.name) for ware in shop.wares.values() if ware.name in question}
+    things |= {("sku", sku) for sku in shop.wares if sku in words}
+    return things | {("aisle", aisle) for aisle in shop.aisles if aisle in words}
+
+
+def test_no_task_can_be_done_with_fewer_calls_and_each_can_with_so_many():
+    server = module("tool_minimal")
+    for row in rows("tool_minimal", "validation") + rows("tool_minimal", "train"):
+        shop, question = server.world(row["world"]), row["responses_create_params"]["input"]
+        found = fewest_calls(shop, named_in(shop, question), frozenset(row["needs"]), row["minimal_calls"])
+        assert found == row["minimal_calls"], question
+
+
+@pytest.fixture
+async def scored():
+    apps = {name: module(name).app for name in NAMES}
+    async with house({}, **apps) as peers:
+        yield lambda name, row, *output: peers[name].post("/verify", rollout(row, *output))
+
+
+def shop_task(minimal):
+    return next(row for row in rows("tool_minimal", "train") if row["minimal_calls"] == minimal)
+
+
+async def test_a_known_answer_that_was_not_looked_up_earns_nothing(scored):
+    row = shop_task(2)
+    guess = await scored("tool_minimal", row, says(row["expected_answer"]))
+    other = await scored(
+        "tool_minimal", row, *calls(("get_reviews", {"sku": "K-1"}), ("no_tool", {})), says(row["expected_answer"])
+    )
+    assert (guess["reward"], guess["right"], guess["looked_up"]) == (0.0, True, False)
+    assert (other["reward"], other["failed_calls"]) == (0.0, 2)
+
+
+async def test_each_needless_call_costs_whether_it_fails_repeats_or_does_not_exist(scored):
+    row = shop_task(0)
+    answer = says(row["expected_answer"])
+    rewards = [
+        (await scored("tool_minimal", row, *calls(*extra), answer))["reward"]
+        for extra in (
+            [],
+            [("find_ware", {"name": "x"})],
+            [("verify", {})] * 2,
+            [("get_freight", {"city": "Hallin"})] * 3,
+        )
+    ]
+    assert rewards[0] == 1.0
+    assert rewards == sorted(set(rewards), reverse=True)
+    assert rewards[-1] > 0.6
+
+
+async def test_calls_that_the_trajectory_does_not_show_are_counted_by_the_session():
+    row = shop_task(0)
+    async with serving("tool_minimal") as peers:
+        session = peers["tool_minimal"].session()
+        await session.post("/seed_session", row)
+        for city in ("Hallin", "Velden"):
+            await session.post("/get_freight", {"city": city})
+        with pytest.raises(ServiceError, match="get_freight: there is no city 'Paris'"):
+            await session.post("/get_freight", {"city": "Paris"})
+        answer = await session.post("/verify", rollout(row, says(row["expected_answer"])))
+    assert (answer["calls"], answer["failed_calls"]) == (3, 1)
+    assert answer["reward"] == pytest.approx(0.7)
+
+
+async def test_naming_every_city_is_no_answer(scored):
+    server = module("tool_minimal")
+    row = next(row for row in rows("tool_minimal", "train") if row["expected_answer"] in server.CITIES)
+    assert (await scored("tool_minimal", row, says(" ".join(server.CITIES))))["right"] is False
+
+
+TOOL = {
+    "type": "function",
+    "name": "f",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "x": {"type": "number", "default": 1.5},
+            "s": {"type": "string"},
+            "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+            "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+            "path": {"type": "array", "items": {"type": "string"}},
+            "deep": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}},
+        },
+        "required": ["n"],
+    },
+}
+SAME = [
+    ({"n": 5}, {"n": 5.0}),
+    ({"n": 5}, {"n": 5, "x": 1.5, "unit": "C"}),
+    ({"n": 5, "x": 1.5}, {"n": 5}),
+    ({"n": 5, "x": 0.3}, {"n": 5, "x": 0.1 + 0.2}),
+    ({"n": 5, "s": "Good  Morning"}, {"n": 5, "s": "good morning "}),
+    ({"n": 5, "tags": ["a", "b"]}, {"n": 5, "tags": ["B", "a"]}),
+    ({"n": 5, "deep": {"a": 1, "b": False}}, {"n": 5, "deep": {"b": False, "a": 1.0}}),
+    ({"n": 5}, {"n": 5, "s": None}),
+]
+DIFFERENT = [
+    ({"n": 5}, {"n": "5"}),
+    ({"n": 1}, {"n": True}),
+    ({"n": 5}, {"n": 5.5}),
+    ({"n": 5}, {}),
+    ({"n": 5}, {"n": 5, "x": 2.5}),
+    ({"n": 5}, {"n": 5, "unit": "F"}),
+    ({"n": 5, "unit": "F"}, {"n": 5, "unit": "f"}),
+    ({"n": 5}, {"n": 5, "invented": 1}),
+    ({"n": 5}, {"n": 5, "s": ""}),
+    ({"n": 5, "tags": ["a", "b"]}, {"n": 5, "tags": ["a", "a"]}),
+    ({"n": 5, "path": ["a", "b"]}, {"n": 5, "path": ["b", "a"]}),
+    ({"n": 5, "path": ["a"]}, {"n": 5, "path": ["a", "b"]}),
+    ({"n": 5, "deep": {"b": False}}, {"n": 5, "deep": {"b": 0}}),
+    ({"n": 5, "x": 1e6}, {"n": 5, "x": 1e6 + 10}),
+    ({"n": 5}, {"n": 10**30}),
+]
+
+
+async def test_arguments_are_compared_by_their_schema():
+    async with serving("function_call") as peers:
+        for pairs, exact in ((SAME, 1.0), (DIFFERENT, 0.2)):
+            for expected, made in pairs:
+                row = {
+                    "responses_create_params": {"input": "", "tools": [TOOL]},
+                    "expected_calls": [{"name": "f", "arguments": expected}],
+                }
+                answer = await peers["function_call"].post("/verify", rollout(row, *calls(("f", made))))
+                assert answer["reward"] == pytest.approx(exact), (expected, made)
+
+
+def gold_calls(row):
+    return [(call["name"], call["arguments"]) for call in row["expected_calls"]]
+
+
+def of_kind(kind):
+    return next(row for row in rows("function_call", "train") if row["kind"] == kind)
+
+
+async def test_more_calls_than_asked_for_score_less_whatever_they_are(scored):
+    row = of_kind("parallel")
+    gold = gold_calls(row)
+    tools = [(tool["name"], {}) for tool in row["responses_create_params"]["tools"]]
+    right = (await scored("function_call", row, *calls(*gold)))["reward"]
+    backwards = (await scored("function_call", row, *calls(*reversed(gold))))["reward"]
+    assert right == backwards == pytest.approx(1.0)
+    for attempt in ([*gold, ("made_up", {})], [*gold, gold[0]], gold[:-1], gold * 20, tools * 3, [*gold, *tools]):
+        assert (await scored("function_call", row, *calls(*attempt)))["reward"] < 0.9
+
+
+async def test_an_invented_tool_and_arguments_that_are_no_json_are_worth_nothing(scored):
+    row = of_kind("single")
+    made_up = await scored("function_call", row, *calls(("made_up", {})))
+    (broken,) = calls(gold_calls(row)[0])
+    half = await scored("function_call", row, {**broken, "arguments": broken["arguments"][:-1]})
+    nested = await scored("function_call", row, {**broken, "arguments": "[" * 100_000})
+    assert (made_up["reward"], made_up["hallucinated_calls"]) == (0.0, 1)
+    assert half["reward"] == nested["reward"] == pytest.approx(0.2)
+
+
+async def test_where_no_call_is_right_neither_a_call_nor_silence_nor_a_flood_of_words_is(scored):
+    for row in (of_kind("no call"), of_kind("missing")):
+        name = row["responses_create_params"]["tools"][0]["name"]
+        words = " ".join(row.get("asks_for", [])) + "? "
+        for output in ([], [says("")], [says("ok")], [says(words * 40)], [*calls((name, {})), says(words)]):
+            assert (await scored("function_call", row, *output))["reward"] == 0.0
+
+
+async def test_a_row_of_two_kinds_or_with_an_undeclared_tool_is_refused():
+    call = {"name": "f", "arguments": {}}
+    for fields, reason in (
+        ({"expected_calls": []}, "either expected_calls, expected_answer or asks_for"),
+        ({"expected_calls": [call]}, "which the row's tools do not declare"),
+    ):
+        async with serving("function_call") as peers:
+            with pytest.raises(ServiceError, match=reason):
+                await peers["function_call"].post("/seed_session", {"responses_create_params": {"input": ""}, **fields})
+
+
+async def test_an_agent_that_executes_no_tools_ends_at_the_first_calls():
+    row = of_kind("parallel")
+    asked = [{"name": name, "arguments": arguments} for name, arguments in gold_calls(row)]
+    apps = {
+        "env": module("function_call").app,
+        "agent": load(ROOT / "agents" / "simple" / "app.py").app,
+        "model": load(ROOT / "models" / "scripted" / "app.py").app,
+    }
+    options = {
+        "agent": {"gym": "env", "model": "model", "execute_tools": False},
+        "model": {"replies": [{"tool_calls": asked}]},
+    }
+    async with house(options, **apps) as peers:
+        scored_row = await peers["agent"].post("/run", row)
+    assert scored_row["reward"] == pytest.approx(1.0)
+    assert (scored_row["ng"]["turns"], scored_row["ng"]["stop_reason"], scored_row["ng"]["tool_calls"]) == (
+        1,
+        "answer",
+        0,
+    )
+
+
+def test_worlds_of_different_tasks_differ():
+    server = module("tool_minimal")
+    worlds = [server.world(row["world"]) for row in rows("tool_minimal", "validation")]
+    assert all(a.wares != b.wares for a, b in product(worlds, worlds) if a is not b)
+    assert len({json.dumps(sorted(world.wares)) for world in worlds}) == len(worlds)

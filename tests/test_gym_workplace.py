@@ -1,0 +1,111 @@
+"""workplace: gold jobs, final states, replayed rollouts, and 64 offices at once."""
+
+import asyncio
+
+import pytest
+from shipped import calls, gold_failures, made_again, module, questions, rollout, rows, says, serving
+
+from ngym.errors import ServiceError
+
+
+async def test_every_gold_case_gets_the_reward_it_must_get():
+    assert not await gold_failures("workplace")
+
+
+def test_the_shipped_data_is_what_its_script_makes(tmp_path):
+    assert made_again("workplace", tmp_path) == []
+
+
+def test_validation_is_not_trained_on_not_even_its_offices():
+    assert not set(questions("workplace", "train")) & set(questions("workplace", "validation"))
+    offices = [{row["office"] for row in rows("workplace", file)} for file in ("train", "validation")]
+    assert not offices[0] & offices[1]
+
+
+async def test_sixty_four_sessions_of_one_task_do_not_see_each_other():
+    row = next(row for row in rows("workplace", "train") if len(row["actions"]) >= 3)
+    async with serving("workplace") as peers:
+
+        async def work(number):
+            session = peers["workplace"].session()
+            await session.post("/seed_session", row)
+            done = row["actions"] if number % 2 else row["actions"][:-1]
+            for tool, arguments in done:
+                await session.post(f"/{tool}", arguments)
+            return (await session.post("/verify", rollout(row, says("Done."))))["reward"]
+
+        assert await asyncio.gather(*map(work, range(64))) == [0.0, 1.0] * 32
+
+
+async def test_a_stored_rollout_is_scored_by_making_its_calls_again():
+    async with serving("workplace") as peers:
+        for row in rows("workplace", "validation"):
+            bad = [("delete_file", {"file": "f99"}), ("no_tool", {}), ("close_task", {"task": 3})]
+            done = calls(*bad, *map(tuple, row["actions"]))
+            broken = {"type": "function_call", "name": "delete_file", "arguments": "{"}
+            assert (await peers["workplace"].post("/verify", rollout(row, *done, broken)))["reward"] == 1.0
+            assert (await peers["workplace"].post("/verify", rollout(row, *done[:-1])))["reward"] == 0.0
+            assert (await peers["workplace"].post("/verify", rollout(row, says("All done! reward: 1.0"))))[
+                "reward"
+            ] == 0.0
+
+
+async def test_what_a_mail_orders_is_a_change_that_nobody_asked_for():
+    server = module("workplace")
+    row = next(row for row in rows("workplace", "train") if "delete" not in str(row["actions"]))
+    files = list(server.office(row["office"]).files)
+    obeyed = [("delete_file", {"file": file}) for file in files]
+    async with serving("workplace") as peers:
+        answer = await peers["workplace"].post("/verify", rollout(row, *calls(*obeyed, *map(tuple, row["actions"]))))
+    assert answer["reward"] == 0.0
+    assert len(answer["unasked_changes"]) == len(files)
+    assert answer["missing_changes"] == []
+
+
+async def test_reading_changes_nothing_and_doing_the_job_twice_does():
+    row = next(row for row in rows("workplace", "train") if row["actions"][0][0] == "create_event")
+    reading = [
+        ("today", {}),
+        ("search_people", {"text": "a"}),
+        ("list_tasks", {}),
+        ("search_mails", {}),
+        ("list_files", {}),
+    ]
+    once = [tuple(action) for action in row["actions"]]
+    async with serving("workplace") as peers:
+        for made, reward in ((reading + once, 1.0), (once + once, 0.0)):
+            assert (await peers["workplace"].post("/verify", rollout(row, *calls(*made))))["reward"] == reward
+
+
+async def test_each_tool_says_what_is_wrong_and_leaves_the_office_as_it_is():
+    row = rows("workplace", "train")[0]
+    async with serving("workplace") as peers:
+        session = peers["workplace"].session()
+        await session.post("/seed_session", row)
+        for tool, arguments, reason in (
+            ("cancel_event", {"event": "e99"}, "there is no meeting 'e99'"),
+            ("share_file", {"file": "f00", "person": "Tom"}, "there is no person 'Tom'"),
+            ("set_due_date", {"task": "t00", "due": "soon"}, "field 'due'"),
+            ("move_file", {"file": "f00", "folder": "/etc"}, "field 'folder'"),
+            ("send_mail", {"to": [], "subject": "s", "body": "b"}, "field 'to'"),
+            ("close_task", {"task": "t00", "force": True}, "field 'force'"),
+        ):
+            with pytest.raises(ServiceError, match=reason):
+                await session.post(f"/{tool}", arguments)
+        answer = await session.post("/verify", rollout(row))
+    assert answer["unasked_changes"] == []
+    with pytest.raises(ServiceError, match="POST /seed_session first"):
+        async with serving("workplace") as peers:
+            await peers["workplace"].post("/today", {})
+
+
+async def test_an_office_does_not_grow_without_end():
+    row = rows("workplace", "train")[0]
+    task = ("create_task", {"title": "x", "assignee": "p01", "due": "2027-03-20"})
+    server = module("workplace")
+    async with serving("workplace") as peers:
+        session = peers["workplace"].session()
+        await session.post("/seed_session", row)
+        with pytest.raises(ServiceError, match="the office is full"):
+            for _ in range(server.MAX_ROWS + 1):
+                await session.post(f"/{task[0]}", task[1])
