@@ -45,6 +45,6 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY locks/core.txt /locks/
 COPY --from=wheel /wheels /wheels
-RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,openai]"
+RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,structured,translation]"
 COPY data /app/data
 USER ngym

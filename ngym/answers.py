@@ -75,6 +75,33 @@ def phrased(text: str) -> str | None:
     return "".join(found[-1]).strip() if found else None
 
 
+def fenced(text: str) -> str | None:
+    """What stands in the last closed code fence after the reasoning, without its info string; None if there is none."""
+    inside: list[str] | None = None
+    found = None
+    for line in without_reasoning(text).splitlines(keepends=True):
+        if not line.lstrip().startswith("```"):
+            if inside is not None:
+                inside.append(line)
+        elif inside is None:
+            inside = []
+        else:
+            found, inside = "".join(inside), None
+    return found
+
+
+def short(text: str) -> str | None:
+    """A short answer in words: the last box, else what the last "answer is" names, else the last line that has a word."""
+    text = _answering(text)
+    marked = boxed(text)
+    if marked is None:
+        marked = phrased(text)
+    if marked is None:
+        lines = [line for line in text[-WINDOW:].splitlines() if re.search(r"\w", line)]
+        marked = lines[-1] if lines else ""
+    return unwrapped(marked).strip(" \t*_`") or None
+
+
 def number(text: str) -> Decimal | None:
     """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers."""
     text = _answering(text)

@@ -114,6 +114,21 @@ class Config(BaseModel):
             raise ConfigError(f"{self.files[0].name}: no service named {name!r}{did_you_mean(name, self.services)}")
         return self.services[name]
 
+    def only(self, names: Iterable[str]) -> Config:
+        """The config with just these services, those that their options name, theirs, and so on.
+
+        Raises:
+            ConfigError: there is no service of such a name.
+        """
+        wanted, found = [self.stanza(name).name for name in names], set[str]()
+        while wanted:
+            name = wanted.pop()
+            found.add(name)
+            named = [value for value in self.services[name].options.values() if isinstance(value, str)]
+            wanted += [value for value in named if value in self.services and value not in found]
+        services = {name: stanza for name, stanza in self.services.items() if name in found}
+        return self.model_copy(update={"services": services})
+
 
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     """Read the global config. Files win over earlier files, then `key=value` overrides from left to right."""

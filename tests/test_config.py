@@ -40,6 +40,19 @@ def test_later_files_and_then_overrides_win(project: Path):
     assert load_config(files, ["+env.level=3"]).services["env"].options["level"] == 3
 
 
+def test_only_some_services_come_with_all_that_they_need(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    (tmp_path / "x.py").touch()
+    gyms = "".join(f"{name}: {{kind: gym_server, app: x}}\n" for name in ("a", "b"))
+    agents = "".join(f"{name}_agent: {{kind: agent, app: x, gym: {name}, model: policy}}\n" for name in ("a", "b"))
+    file.write_text(f"policy: {{kind: model, app: x}}\n{gyms}{agents}")
+    config = load_config([file])
+    assert list(config.only(["b_agent"]).services) == ["policy", "b", "b_agent"]
+    assert list(config.only(["a", "b_agent"]).services) == ["policy", "a", "b", "b_agent"]
+    with pytest.raises(ConfigError, match=r"no service named 'a_agnt' \(did you mean 'a_agent'"):
+        config.only(["a_agnt"])
+
+
 def test_interpolation_reaches_other_keys_and_the_environment(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NGYM_TEST_LEVEL", "deep")
     text = f"env:\n  {GYM}\n  level: ${{oc.env:NGYM_TEST_LEVEL}}\n  again: ${{env.level}}\n"

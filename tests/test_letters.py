@@ -45,3 +45,17 @@ def test_live_training_begins_with_random_weights(tmp_path: Path) -> None:
     first, last = (AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name) for name in ("initial", "policy"))
     assert first.config.vocab_size == 30
     assert not first.get_input_embeddings().weight.equal(last.get_input_embeddings().weight)
+
+
+def test_on_shared_gpus_servers_and_trainer_take_turns_and_learn_the_same(tmp_path: Path) -> None:
+    words = ["letters.yaml", "output=run", "max_steps=3", "rollouts.max_output_tokens=16", "engine.zero_stage=1"]
+    runs = []
+    for name, more in (("apart", []), ("colocated", ["rollouts.colocated=true"])):
+        (tmp_path / name).mkdir()
+        said, _ = (process := train(tmp_path / name, [*words, *more])).communicate(timeout=600)
+        assert process.returncode == 0, said
+        rows = metrics_of(tmp_path / name)
+        learned = [{key: value for key, value in row.items() if key.partition("/")[0] != "time"} for row in rows]
+        weights = (tmp_path / name / "run" / "policy" / "model.safetensors").read_bytes()
+        runs.append(([{**row, "tokens_per_s": 0} for row in learned], weights))
+    assert runs[0] == runs[1], "the same seed, the same services: every figure and every weight is the same"

@@ -84,7 +84,7 @@ def elsewhere(root: Path, tmp_path_factory: pytest.TempPathFactory, uv_environme
     into = ("--python", environment / "bin" / "python")
     uv("venv", "--no-project", "--python", sys.executable, environment)
     uv("pip", "install", "--no-config", *into, "--no-deps", "--requirement", root / "locks" / "core.txt", wheel)
-    uv("pip", "install", "--no-config", *into, "--constraint", root / "locks" / "core.txt", "openai-agents>=0.20")
+    uv("pip", "install", "--no-config", *into, "--constraint", root / "locks" / "cpu.txt", "openai-agents>=0.20")
     return Elsewhere(environment, users_folder(here / "project"))
 
 

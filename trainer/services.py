@@ -192,30 +192,16 @@ async def _never() -> None:
 
 def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
     """The config with only what these agents lead to: the services that their options name, theirs, and so on."""
-    found = set[str]()
     for agent in agents:
         stanza = config.stanza(agent)
         if stanza.kind != "agent":
             raise ConfigError(f"{stanza.where}: {agent!r} is a {stanza.kind}, not an agent")
-        leads_to = _reached_from(config, agent)
-        if policy not in leads_to:
+        if policy not in config.only([agent]).services:
             raise ConfigError(
                 f"{stanza.where}: {agent!r} does not lead to the model {policy!r}; set rollouts.policy to the one "
                 "that it uses"
             )
-        found |= leads_to
-    services = {name: stanza for name, stanza in config.services.items() if name in found}
-    return config.model_copy(update={"services": services})
-
-
-def _reached_from(config: Config, agent: str) -> set[str]:
-    wanted, found = [agent], set[str]()
-    while wanted:
-        name = wanted.pop()
-        found.add(name)
-        named = [value for value in config.services[name].options.values() if isinstance(value, str)]
-        wanted += [value for value in named if value in config.services and value not in found]
-    return found
+    return config.only(agents)
 
 
 def _failures(say: Callable[[str], None]) -> Callable[[State], None]:

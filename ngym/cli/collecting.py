@@ -146,7 +146,8 @@ class Session:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
         try:
-            async with self._peers(config, launcher) as peers:
+            needed = config and config.only(store.progress.agents)
+            async with self._peers(needed, launcher) as peers:
                 try:
                     await self._run(store, peers, task)
                 finally:

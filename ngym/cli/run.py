@@ -25,16 +25,26 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
 
 @command("ng_run", epilog=EXIT_CODES)
 @config_options
+@click.option(
+    "--only",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="This service and those that it needs; repeat it.  [default: all]",
+)
 @click.option("--dry-run", is_flag=True, help="Print the resolved config, secrets redacted, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
-def main(configs: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Start every service of the config and keep it running.
+def main(
+    configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
+    """Start every service of the config, or some with --only, and keep it running.
 
     Services get free ports, unless their stanza says otherwise; the head (http://127.0.0.1:11000, or a free port) says
     which. Logs are in .ngym/logs beside the config. Commands in another terminal, in the same folder, find the run.
 
     \b
     Examples: ng_run
+              ng_run --only math_agent
               ng_run --config global_config.yaml --config local.yaml policy.replicas=2
     """
     if dry_run:
@@ -47,6 +57,8 @@ def main(configs: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, a
         from ngym.config import load_config
 
         config = load_config(configs, overrides)
+        if names:
+            config = config.only(names)
         asyncio.run(_run(config, launcher, as_json))
     finally:
         launcher.close()

@@ -1,0 +1,82 @@
+"""Questions about documents that the server makes from a seed: any length at the same size of row. Seeded.
+
+python data/long_context/generate.py              # rewrites train.jsonl, validation.jsonl and example.jsonl beside this
+python data/long_context/generate.py --inline 200 64 out.jsonl    # 200 rows, 64 pages (9,000 words) each, in the prompt
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ngym.config import app_file
+from ngym.jsonl import write_whole
+from ngym.services.loader import load
+
+HERE = Path(__file__).resolve().parent
+SEED = 2026
+TRAIN, VALIDATION, EXAMPLES = 120, 32, 4
+
+APP = load(app_file("gym_servers/long_context", HERE))
+KINDS = ("needle", "variables", "counting", "state")
+FORMS = {
+    "needle": "the number",
+    "variables": "their names, with commas between them",
+    "counting": "the number",
+    "state": "the room",
+}
+READ_PAGE = {
+    "type": "function",
+    "name": "read_page",
+    "description": "Read one page of the document.",
+    "parameters": {
+        "type": "object",
+        "properties": {"page": {"description": "Which page, counted from 1.", "type": "integer"}},
+        "required": ["page"],
+        "additionalProperties": False,
+    },
+    "strict": False,
+}
+
+
+def task(rng: random.Random, kind: str, pages: int, inline: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"kind": kind, "seed": rng.randrange(10**9), "pages": pages, "facts": rng.randint(8, 24)}
+    document = APP.LongTask(responses_create_params={}, response={}, **row).document
+    asked = f'{document.question} End with a line "Answer: ..." that has {FORMS[kind]} only.'
+    if inline:
+        text = "\n\n".join(document.page(page) for page in range(1, pages + 1))
+        params: dict[str, Any] = {"input": f"{text}\n\n{asked}"}
+    else:
+        params = {"input": f"There is a document of {pages} pages, number {row['seed']}. {asked}", "tools": [READ_PAGE]}
+    return {
+        "responses_create_params": params,
+        "agent_ref": {"type": "responses_api_agents", "name": "long_context_agent"},
+        **row,
+    }
+
+
+def inline(count: int, pages: int, file: Path) -> None:
+    """Rows whose prompt holds the whole document."""
+    rng = random.Random(SEED)
+    rows = [task(rng, KINDS[i % len(KINDS)], pages, inline=True) for i in range(count)]
+    write_whole(file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def main() -> None:
+    rng = random.Random(SEED)
+    rows = [task(rng, KINDS[i % len(KINDS)], rng.randint(2, 12), inline=False) for i in range(TRAIN + VALIDATION)]
+    files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
+    for name, part in files.items():
+        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+
+
+if __name__ == "__main__":
+    if "--inline" in sys.argv:
+        count, pages, file = sys.argv[sys.argv.index("--inline") + 1 :]
+        inline(int(count), int(pages), Path(file))
+    else:
+        main()

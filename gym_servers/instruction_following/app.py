@@ -1,0 +1,67 @@
+"""instruction_following: instructions that code can check (IFEval's 25 and IFBench's kind). Reward for those followed."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError, model_validator
+
+from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym.answers import without_reasoning
+from ngym.rewards import Shaping, shaped, weighted
+from ngym.workers import WorkerPool
+
+from .following import CHECKS
+
+pool = WorkerPool(Path(__file__).with_name("following.py"), "followed", deadline_s=5.0, memory_mib=512)
+
+
+class FollowingOptions(ServiceOptions):
+    reading: Literal["strict", "loose"] = "strict"  # loose: also without asterisks, first line, last line
+    shaping: Shaping = Shaping()
+
+
+class FollowingTask(VerifyRequest):
+    instruction_id_list: list[str]  # as in IFEval's rows: ids, and the arguments of each
+    kwargs: list[dict[str, Any] | None]
+    grading_mode: Literal["binary", "fraction"] = "binary"  # all of them or nothing; the share that was followed
+
+    @property
+    def instructions(self) -> list[tuple[str, dict[str, Any]]]:
+        """Each id with its arguments; IFEval's rows name those of other instructions, too, as null."""
+        pairs = zip(self.instruction_id_list, self.kwargs, strict=True)
+        return [
+            (name, {key: value for key, value in (given or {}).items() if value is not None}) for name, given in pairs
+        ]
+
+    @model_validator(mode="after")
+    def _known(self) -> "FollowingTask":
+        if not self.instruction_id_list or len(self.instruction_id_list) != len(self.kwargs):
+            raise ValueError("instruction_id_list and kwargs need one entry for each instruction, at least one")
+        for name, given in self.instructions:
+            if name not in CHECKS:
+                raise ValueError(f"no instruction is called {name!r}; there are {', '.join(CHECKS)}")
+            try:
+                CHECKS[name]("", **given)
+            except ValidationError as error:
+                told = error.errors()[0]
+                raise ValueError(f"{name}: {'.'.join(map(str, told['loc']))}: {told['msg']}") from None
+        return self
+
+
+async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, Any]:
+    checked = await pool.run(without_reasoning(task.text), task.instructions)
+    if checked.kind != "ok":
+        outcome = "infra_error" if checked.kind == "crash" else "unverifiable"
+        return {"reward": None, "outcome": outcome, "reason": f"{checked.kind}: {checked.detail}"}
+    scores = {reading: score(found, task.grading_mode) for reading, found in checked.value.items()}
+    paid = weighted(scores, {reading: float(reading == options.reading) for reading in scores})
+    outcome = "followed" if scores[options.reading] == 1.0 else "not_followed"
+    told = {f"followed_{reading}": found for reading, found in checked.value.items()}
+    return shaped({**paid, **told, "outcome": outcome}, task.response, options.shaping)
+
+
+def score(found: list[bool], mode: str) -> float:
+    return float(all(found)) if mode == "binary" else sum(found) / len(found)
+
+
+app = gym_server(verify=verify, options=FollowingOptions, lifespan=pool.lifespan)

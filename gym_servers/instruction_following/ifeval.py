@@ -1,0 +1,188 @@
+"""IFEval's 25 instructions, written from their descriptions (arXiv 2311.07911, table 1): `text, its arguments -> followed?`
+
+Ids and arguments are those of its rows. Where a letter of the rule is open to a trick, the trick is not followed: empty
+titles, highlights and placeholders do not count, and neither do look-alikes of a comma.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from .languages import LANGUAGES, is_in, script_share
+from .reading import sentences, spoken, words
+
+Relation = Literal["at least", "less than"]
+Count = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Letter = Annotated[str, Field(min_length=1, max_length=1)]
+
+
+def _known(language: str) -> str:
+    if language not in LANGUAGES:
+        raise ValueError(f"language {language!r} cannot be told; there are {', '.join(sorted(LANGUAGES))}")
+    return language
+
+
+Language = Annotated[str, AfterValidator(_known)]
+ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+COMMAS = re.compile("[,\u060c\u3001\uff0c\ufe10\ufe50\u201a\u02cc\ufe45]")
+
+
+def holds(number: int, relation: Relation, bound: int) -> bool:
+    return number >= bound if relation == "at least" else number < bound
+
+
+def existence(text: str, keywords: list[Text]) -> bool:
+    return all(word.casefold() in text.casefold() for word in keywords)
+
+
+def frequency(text: str, keyword: Text, frequency: Count, relation: Relation = "at least") -> bool:
+    return holds(text.casefold().count(keyword.casefold()), relation, frequency)
+
+
+def forbidden_words(text: str, forbidden_words: list[Text]) -> bool:
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation = "at least") -> bool:
+    return holds(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def response_language(text: str, language: Language) -> bool:
+    return is_in(text, language)
+
+
+def number_sentences(text: str, num_sentences: Count, relation: Relation = "at least") -> bool:
+    return holds(len(sentences(text)), relation, num_sentences)
+
+
+def number_words(text: str, num_words: Count, relation: Relation = "at least") -> bool:
+    return holds(len(words(text)), relation, num_words)
+
+
+def number_paragraphs(text: str, num_paragraphs: Count) -> bool:
+    """Paragraphs parted by the divider `***`."""
+    parts = [part.strip() for part in text.split("***")]
+    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    return all(inner) and len(inner) == num_paragraphs
+
+
+def nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Count, first_word: Text) -> bool:
+    """Paragraphs parted by two line breaks; the nth, counted from 1, starts with the word."""
+    paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+        return False
+    first = paragraphs[nth_paragraph - 1].split()[0]
+    return re.split(r"[.,?!:;'\"]", first.lstrip("'\""), maxsplit=1)[0].lower() == first_word.lower()
+
+
+def number_placeholders(text: str, num_placeholders: Count) -> bool:
+    return len(re.findall(r"\[[^\[\]\n]*\w[^\[\]\n]*\]", text)) >= num_placeholders
+
+
+def postscript(text: str, postscript_marker: Text) -> bool:
+    """The marker, spaces in it aside, and something after it."""
+    letters = [re.escape(c) for c in postscript_marker.rstrip(".") if not c.isspace()]
+    found = re.search(r"(?:^|\s)[*_]*" + r"[ ]?".join(letters) + r"[.:]?[*_]*([^\n]*\S)", text, re.IGNORECASE)
+    return found is not None and any(c.isalnum() for c in found[1])
+
+
+def number_bullet_lists(text: str, num_bullets: Count) -> bool:
+    return sum(re.match(r"\s*(?:\*(?!\*)|-)[^\w\n]*\w", line) is not None for line in text.splitlines()) == num_bullets
+
+
+def constrained_response(text: str) -> bool:
+    """One of the three answers, and not two of them."""
+    return sum(answer in text for answer in ANSWERS) == 1
+
+
+def number_highlighted_sections(text: str, num_highlights: Count) -> bool:
+    return len(re.findall(r"\*[^\n*]*\w[^\n*]*\*", text)) >= num_highlights
+
+
+def multiple_sections(text: str, section_spliter: Text, num_sections: Count) -> bool:
+    """`SECTION 1`, `SECTION 2`, ...: the marker with a number, each with something after it."""
+    parts = re.split(re.escape(section_spliter) + r"[ \t]?\d{1,4}\b", text)[1:]
+    return sum(any(c.isalnum() for c in part) for part in parts) >= num_sections
+
+
+def json_format(text: str) -> bool:
+    """The whole text is one JSON object or array that is not empty; a code fence around it is allowed."""
+    inside = re.sub(r"^```(?:json|JSON|Json)?\s*|\s*```$", "", text.strip()).strip()
+    try:
+        found = json.loads(inside)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict | list) and bool(found)
+
+
+def title(text: str) -> bool:
+    return re.search(r"<<[^<>\n]*\w[^<>\n]*>>", text) is not None
+
+
+def two_responses(text: str) -> bool:
+    """Two different answers, parted by six asterisks."""
+    parts = [part.strip() for part in text.split("******")]
+    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
+
+
+def repeat_prompt(text: str, prompt_to_repeat: Text) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def end_checker(text: str, end_phrase: Text) -> bool:
+    return text.strip().strip('"').strip().lower().endswith(end_phrase.strip().lower())
+
+
+def capital_word_frequency(text: str, capital_frequency: Count, capital_relation: Relation = "at least") -> bool:
+    return holds(sum(word.isupper() for word in spoken(text)), capital_relation, capital_frequency)
+
+
+def english_capital(text: str) -> bool:
+    return text.isupper() and script_share(text, "LATIN") > 0.9
+
+
+def english_lowercase(text: str) -> bool:
+    return text.islower() and script_share(text, "LATIN") > 0.9
+
+
+def no_comma(text: str) -> bool:
+    return COMMAS.search(text) is None
+
+
+def quotation(text: str) -> bool:
+    inside = text.strip()
+    return len(inside) > 2 and inside[0] == inside[-1] == '"'
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": existence,
+    "keywords:frequency": frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": response_language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}

@@ -1,0 +1,97 @@
+"""judge: a model service judges the answer: by a rubric, against a reference in both orders, or in a ranked group."""
+
+import asyncio
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym.answers import without_reasoning
+from ngym.judging import Question, Verdict, ask, one_of, ranking, whole_number
+from ngym.peers import Peers
+from ngym.rewards import Shaping, shaped
+from ngym.services.options import ServiceName
+
+from .questions import criterion_question, pair_question, ranking_question
+
+
+class JudgeOptions(ServiceOptions):
+    judge: ServiceName = "policy"  # a model service; better another one than the policy that is trained
+    attempts: int = Field(default=2, ge=1)  # how often it is asked until its verdict can be read
+    timeout_s: float = Field(default=120.0, gt=0)
+    scale: int = Field(default=5, ge=1, le=100)  # a rubric's criteria are scored from 0 to this
+    shaping: Shaping = Shaping()
+
+
+class Criterion(BaseModel):
+    text: str
+    weight: float = Field(default=1.0, gt=0)
+
+
+class JudgeTask(VerifyRequest):
+    mode: Literal["rubric", "pairwise", "ranking"]
+    question: str  # what the policy was asked, as the judge is told it
+    rubric: list[Criterion] = Field(default_factory=list)
+    references: list[str] = Field(default_factory=list)  # pairwise: one; ranking: those that the answer is put among
+
+    @model_validator(mode="after")
+    def _fits_its_mode(self) -> "JudgeTask":
+        if self.mode == "rubric" and not self.rubric:
+            raise ValueError("mode rubric needs a rubric of at least one criterion")
+        if len({criterion.text for criterion in self.rubric}) < len(self.rubric):
+            raise ValueError("a criterion stands twice in rubric; give it twice the weight instead")
+        if self.mode == "pairwise" and len(self.references) != 1:
+            raise ValueError("mode pairwise needs exactly one text in references")
+        if self.mode == "ranking" and not 1 <= len(self.references) <= 15:
+            raise ValueError("mode ranking needs 1 to 15 texts in references")
+        return self
+
+
+async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[str, Any]:
+    answer = without_reasoning(task.text).strip()
+    if not answer:
+        return {"reward": 0.0, "outcome": "no_answer"}
+    names, asked = questions(task, answer, options, peers)
+    verdicts: list[Verdict[float]] = await asyncio.gather(*asked)
+    for verdict in verdicts:
+        if verdict.value is None:
+            return {"reward": None, "outcome": verdict.outcome, "reason": verdict.reason}
+    weights = [c.weight for c in task.rubric] if task.mode == "rubric" else [1.0] * len(verdicts)
+    values = [verdict.value or 0.0 for verdict in verdicts]
+    parts = {name: w * value / sum(weights) for name, w, value in zip(names, weights, values, strict=True)}
+    outcome = {"reward": sum(parts.values()), "reward_components": parts, "outcome": "judged"}
+    return shaped(outcome, task.response, options.shaping)
+
+
+def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers) -> tuple[list[str], list[Any]]:
+    """The questions of the mode: a name for each, and the call that asks it, whose value is 0 to 1."""
+
+    async def score(question: Question, read: Any, value: Any) -> Verdict[float]:
+        said = await ask(peers, options.judge, question, read, attempts=options.attempts, timeout_s=options.timeout_s)
+        return Verdict(said.outcome, None if said.value is None else value(said.value), said.reason)
+
+    if task.mode == "rubric":
+        forms = [criterion_question(task.question, answer, c.text, options.scale) for c in task.rubric]
+        read = whole_number(0, options.scale)
+        return [c.text for c in task.rubric], [score(form, read, lambda n: n / options.scale) for form in forms]
+    if task.mode == "pairwise":
+        [other] = task.references
+        first = score(pair_question(task.question, answer, other), PAIR, {"A": 1.0, "tie": 0.5, "B": 0.0}.get)
+        second = score(pair_question(task.question, other, answer), PAIR, {"A": 0.0, "tie": 0.5, "B": 1.0}.get)
+        return ["shown_first", "shown_second"], [first, second]
+    texts = [*task.references, answer]
+    count = len(texts)
+    ours_last = score(ranking_question(task.question, texts), ranking(count), lambda order: place(order, count))
+    ours_first = score(ranking_question(task.question, texts[::-1]), ranking(count), lambda order: place(order, 1))
+    return ["shown_last", "shown_first"], [ours_last, ours_first]
+
+
+PAIR = one_of("A", "B", "tie")
+
+
+def place(order: list[int], ours: int) -> float:
+    """1 for the best place, 0 for the last; order names the texts, best first, counted from 1."""
+    return 1.0 - order.index(ours) / (len(order) - 1)
+
+
+app = gym_server(verify=verify, options=JudgeOptions)

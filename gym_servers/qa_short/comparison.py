@@ -1,0 +1,66 @@
+"""How near is a short answer to the accepted ones? Exact match and F1; an answer that offers several is worth nothing."""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Literal, NamedTuple
+
+from ngym.quantities import day, quantity
+from ngym.words import exact, f1, normal
+
+Kind = Literal["text", "number", "date"]
+MAX_CHARS = 300
+MAX_EXTRA_WORDS = 8
+
+OFFERS = re.compile(r"[;|/&,\n]|\b(?:and|or|either|aka|alias|alternatively|also)\b", re.IGNORECASE)
+DENIAL = re.compile(r"\b(?:not|never|no|isn't|wasn't|neither|nor|except|unlike)\b", re.IGNORECASE)
+UNIT = re.compile(r"(?<=[\d,.])\s*(?:%|[A-Za-z][A-Za-z/\u00b0\u00b2\u00b3]*\.?)$")
+CURRENCY = re.compile(r"^(-?)[$\u20ac\u00a3\u00a5]\s*(?=\d)")
+
+
+class Measures(NamedTuple):
+    exact: float
+    f1: float
+
+
+def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float) -> Measures:
+    """Both are the best over the accepted answers, 0 to 1; F1 is 0 for a list, a denial and an essay."""
+    if len(answer) > MAX_CHARS:
+        return Measures(0.0, 0.0)
+    if any(same(answer, text, kind, tolerance) for text in accepted):
+        return Measures(1.0, 1.0)
+    if kind != "text" or hedged(answer, accepted):
+        return Measures(0.0, 0.0)
+    return Measures(0.0, max(f1(answer, text) for text in accepted))
+
+
+def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
+    if kind == "number":
+        found, wanted = number_of(answer), number_of(expected)
+        if found is not None and wanted is not None:
+            return abs(found - wanted) <= Decimal(repr(tolerance)) * abs(wanted)
+    if kind == "date":
+        found_day, wanted_day = day(answer), day(expected)
+        if found_day is not None and wanted_day is not None:
+            return found_day == wanted_day
+    return exact(answer, [expected])
+
+
+def number_of(text: str) -> Decimal | None:
+    """A number, with at most one currency sign before it or one unit word behind it: `$5`, `12 km`, `3 million`."""
+    text = text.strip(" .*_`")
+    bare = CURRENCY.sub(r"\1", text)
+    whole = quantity(bare)
+    return whole if whole is not None else quantity(UNIT.sub("", bare))
+
+
+def hedged(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether it offers more than one answer, denies one, or buries it in words; by signs that no accepted answer has."""
+    for signs in (OFFERS, DENIAL):
+        if set(signs.findall(answer.casefold())) - set(signs.findall("\v".join(accepted).casefold())):
+            return True
+    said = f" {normal(answer)} "
+    named = [text for text in {normal(text) for text in accepted} if text and f" {text} " in said]
+    several = [text for text in named if not any(text != other and f" {text} " in f" {other} " for other in named)]
+    longest = max(len(normal(text).split()) for text in accepted)
+    return len(several) > 1 or len(said.split()) > longest + MAX_EXTRA_WORDS

@@ -1,0 +1,44 @@
+"""structured_outputs: JSON, YAML, XML, CSV or TOML that fits a JSON Schema and says the values that were asked for."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, JsonValue
+
+from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym.answers import fenced, without_reasoning
+from ngym.rewards import Shaping, shaped, weighted
+from ngym.workers import WorkerPool
+
+from .checker import Format
+
+pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", deadline_s=5.0, memory_mib=1024)
+
+
+class StructuredOptions(ServiceOptions):
+    shape_weight: float = Field(default=0.2, ge=0, le=1)  # paid for a valid document where values are asked for, too
+    fences: bool = True  # whether the document may stand in a code fence, with prose around it
+    shaping: Shaping = Shaping()
+
+
+class StructuredTask(VerifyRequest):
+    schema_str: str  # the JSON Schema as text, as in NeMo Gym's rows
+    schema_type: Format = "json"
+    expected_values: dict[str, JsonValue] = Field(default_factory=dict)  # JSON pointer -> value; "" is the document
+
+
+async def verify(task: StructuredTask, options: StructuredOptions) -> dict[str, Any]:
+    text = without_reasoning(task.text)
+    document = (fenced(text) if options.fences else None) or text
+    checked = await pool.run(document, task.schema_type, task.schema_str, task.expected_values)
+    if checked.kind != "ok":
+        outcome = "infra_error" if checked.kind == "crash" else "unverifiable"
+        return {"reward": None, "outcome": outcome, "reason": f"{checked.kind}: {checked.detail}"}
+    verdict = checked.value
+    shape = options.shape_weight if task.expected_values else 1.0
+    weights = {"valid": shape, "values": 1.0 - shape}
+    paid = weighted({name: verdict[name] for name in weights}, weights, gate="valid")
+    return shaped({**verdict, **paid}, task.response, options.shaping)
+
+
+app = gym_server(verify=verify, options=StructuredOptions, lifespan=pool.lifespan)

@@ -1,0 +1,111 @@
+"""Which number or day does a short answer name? One, written as digits or words, or none at all.
+
+The whole text has to be the number or the date: `12 or 13` names none, and `3/4/2021`, which is two dates, names none.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from datetime import date
+from decimal import Decimal
+
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_SMALL = {word: value for value, word in enumerate(_ONES)} | {word: 10 * i for i, word in enumerate(_TENS, start=2)}
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MONTHS = [
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+]
+_MONTH = {form: number for number, name in enumerate(_MONTHS, start=1) for form in (name, name[:3])} | {"sept": 9}
+
+_DIGITS = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3}){1,20}|\d{1,60})(?:\.\d{1,60})?)(?:e([-+]?\d{1,3}))?\s*([a-z]*)")
+_ISO = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})")
+_DAY_FIRST = re.compile(r"(\d{1,2})(?:st|nd|rd|th)?(?: of)? ([a-z]+) (\d{4})")
+_MONTH_FIRST = re.compile(r"([a-z]+) (\d{1,2})(?:st|nd|rd|th)? (\d{4})")
+MAX_CHARS = 200
+
+
+def quantity(text: str) -> Decimal | None:
+    """The number that the text is: `1,234.5`, `-3e2`, `2.5 million`, `forty-two`; currency and unit are not part of it."""
+    said = _plain(text)
+    match = _DIGITS.fullmatch(said)
+    if match is None:
+        return _in_words(said)
+    digits, exponent, scale = match.groups()
+    if scale and scale not in _SCALES:
+        return None
+    return Decimal(digits.replace(",", "")).scaleb(int(exponent or 0)) * _SCALES.get(scale, 1)
+
+
+def _in_words(text: str) -> Decimal | None:
+    """`minus two hundred and five thousand one` -> -205001. Every word has to be part of a number, in order."""
+    words = text.replace("-", " ").replace(" and ", " ").split()
+    sign = -1 if words[:1] in (["minus"], ["negative"]) else 1
+    words = words[1:] if sign < 0 else words
+    total, below, last_scale, room = 0, 0, 10**15, 100
+    for word in words:
+        if word in _SMALL and _SMALL[word] < room:
+            below += _SMALL[word]
+            room = 10 if _SMALL[word] >= 20 else 0
+        elif word == "hundred" and 0 < below < 100 and below % 10**2 == below:
+            below, room = below * 100, 100
+        elif word in _SCALES and below > 0 and _SCALES[word] < last_scale:
+            total, last_scale, below, room = total + below * _SCALES[word], _SCALES[word], 0, 100
+        else:
+            return None
+    return Decimal(sign * (total + below)) if words else None
+
+
+def day(text: str) -> date | None:
+    """The day that the text is: `2021-03-04`, `4 March 2021`, `4th of March, 2021`, `Mar. 4, 2021`."""
+    said = " ".join(_plain(text).replace(",", " ").replace(". ", " ").split())
+    if match := _ISO.fullmatch(said):
+        year, month, number = map(int, match.groups())
+    elif (match := _DAY_FIRST.fullmatch(said)) and match[2] in _MONTH:
+        year, month, number = int(match[3]), _MONTH[match[2]], int(match[1])
+    elif (match := _MONTH_FIRST.fullmatch(said)) and match[1] in _MONTH:
+        year, month, number = int(match[3]), _MONTH[match[1]], int(match[2])
+    else:
+        return None
+    try:
+        return date(year, month, number)
+    except ValueError:
+        return None
+
+
+def _plain(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text[:MAX_CHARS]).replace("\N{MINUS SIGN}", "-").casefold()
+    return " ".join(text.split()).strip(" .,;:!*_`\"'")

@@ -1,0 +1,130 @@
+"""instruction_following: every reference follows its row, wrong rows are refused by name, and no text takes long."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import house
+
+from ngym.errors import ServiceError
+from ngym.services.loader import load
+
+ROOT = Path(__file__).parent.parent
+APP = load(ROOT / "gym_servers" / "instruction_following" / "app.py")
+
+
+def serving(**options: Any):
+    return house({"gym": options}, gym=APP.app)
+
+
+def rollout(text: str, **row: Any) -> dict[str, Any]:
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+    return {"responses_create_params": {"input": "q"}, "response": {"output": output}, **row}
+
+
+def shipped() -> list[dict[str, Any]]:
+    folder = ROOT / "data" / "instruction_following"
+    return [json.loads(line) for file in ("train", "validation") for line in (folder / f"{file}.jsonl").open()]
+
+
+async def test_every_reference_follows_its_row_and_a_stranger_to_it_does_not():
+    async with serving() as peers:
+
+        async def score(row: dict[str, Any], text: str) -> float | None:
+            own = {key: value for key, value in row.items() if key != "responses_create_params"}
+            return (await peers["gym"].post("/verify", rollout(text, **own)))["reward"]
+
+        rows = shipped()
+        references, empty = [], []
+        for row in rows:
+            references.append(await score(row, row["reference"]))
+            empty.append(await score(row, " \n"))
+    assert references == [1.0] * len(rows)
+    assert empty == [0.0] * len(rows)
+
+
+def test_all_of_ifevals_25_instructions_are_there_and_stand_in_the_data():
+    ifeval = {name for name in APP.CHECKS if name.split(":")[0] not in ("count", "words", "sentence", "format")}
+    assert len(ifeval) == 25
+    assert ifeval <= {name for row in shipped() for name in row["instruction_id_list"]}
+
+
+UNCHECKABLE = [
+    ({"instruction_id_list": ["a:b"], "kwargs": [{}]}, "no instruction is called 'a:b'"),
+    ({"instruction_id_list": [], "kwargs": []}, "at least one"),
+    ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "one entry for each instruction"),
+    ({"instruction_id_list": ["count:numbers"], "kwargs": [{}]}, "count:numbers: N"),
+    ({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": "many"}]}, "count:numbers: N"),
+    ({"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "xx"}]}, "'xx' cannot be told"),
+]
+
+
+async def test_a_row_that_cannot_be_checked_is_refused_before_a_model_is_asked():
+    async with serving() as peers:
+        for row, told in UNCHECKABLE:
+            with pytest.raises(ServiceError) as refusal:
+                await peers["gym"].session().post("/seed_session", {"responses_create_params": {"input": "q"}, **row})
+            assert refusal.value.status == 422
+            assert told in str(refusal.value)
+
+
+HOSTILE = {
+    "brackets": "a[" * 20_000,
+    "angles": "a<<" * 16_000,
+    "stars": "a*" * 20_000,
+    "dividers": "a***" * 13_000,
+    "stops": "a. " * 16_000,
+    "initials": "A." * 20_000,
+    "quotes": '"' * 50_000 + "a",
+    "lines": "a\n" * 20_000,
+    "spaces": "a" + " " * 50_000,
+    "P.S.": "P.S.\n" * 10_000,
+    "open JSON": '{"a":' * 10_000,
+    "apostrophes": "a'" * 20_000,
+    "digits": "1," * 20_000,
+    "accents": "e\u0301" * 20_000,
+    "too long": "a " * 101_000,
+}
+
+
+async def test_no_text_makes_the_checks_slow():
+    given = {
+        "keywords:existence": {"keywords": ["x"]},
+        "keywords:frequency": {"keyword": "a", "frequency": 1},
+        "keywords:forbidden_words": {"forbidden_words": ["x"]},
+        "keywords:letter_frequency": {"letter": "a", "let_frequency": 1},
+        "language:response_language": {"language": "en"},
+        "length_constraints:number_sentences": {"num_sentences": 1},
+        "length_constraints:number_paragraphs": {"num_paragraphs": 1},
+        "length_constraints:number_words": {"num_words": 1},
+        "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"},
+        "detectable_content:number_placeholders": {"num_placeholders": 1},
+        "detectable_content:postscript": {"postscript_marker": "P.S."},
+        "detectable_format:number_bullet_lists": {"num_bullets": 1},
+        "detectable_format:number_highlighted_sections": {"num_highlights": 1},
+        "detectable_format:multiple_sections": {"section_spliter": "a", "num_sections": 1},
+        "combination:repeat_prompt": {"prompt_to_repeat": "a"},
+        "startend:end_checker": {"end_phrase": "a"},
+        "change_case:capital_word_frequency": {"capital_frequency": 1},
+        "count:word_count_range": {"min_words": 1, "max_words": 2},
+        **{name: {"N": 1} for name in ("count:unique_word_count", "count:numbers", "count:lines")},
+        **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment")},
+    }
+    row = {"instruction_id_list": list(APP.CHECKS), "kwargs": [given.get(name, {}) for name in APP.CHECKS]}
+    async with serving() as peers:
+        scored = await asyncio.gather(
+            *(peers["gym"].post("/verify", rollout(text, **row)) for text in HOSTILE.values())
+        )
+    assert {name: (answer["outcome"], answer["reward"]) for name, answer in zip(HOSTILE, scored, strict=True)} == (
+        dict.fromkeys(HOSTILE, ("not_followed", 0.0))
+    )
+
+
+async def test_the_stanza_decides_which_reading_is_paid():
+    row = {"instruction_id_list": ["startend:quotation"], "kwargs": [{}]}
+    for reading, reward in (("strict", 0.0), ("loose", 1.0)):
+        async with serving(reading=reading) as peers:
+            answer = await peers["gym"].post("/verify", rollout('Sure!\n"Tea."', **row))
+        assert (answer["reward"], answer["parts"]) == (reward, {"strict": 0.0, "loose": 1.0})
