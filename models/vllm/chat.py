@@ -87,6 +87,7 @@ class Chat:
             message["reasoning_content"] = message.pop("reasoning")
         message.setdefault("content", None)  # which the API has in any case
         message |= tokens.fields
+        completion["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})  # as in a stream
         return completion | tokens.trace
 
     async def stream(self, request: Json, call: ModelCall) -> AsyncGenerator[Json]:

@@ -90,12 +90,11 @@ def _said(
 
 def _usage(result: RequestOutput, sampled: list[int], thinking: Parser | None) -> Json:
     prompt = len(result.prompt_token_ids or ()) + len(result.encoder_prompt_token_ids or ())
-    usage: Json = {
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": len(sampled),
         "total_tokens": prompt + len(sampled),
         "prompt_tokens_details": {"cached_tokens": result.num_cached_tokens},
+        # without a parser nothing is told apart as reasoning
+        "completion_tokens_details": {"reasoning_tokens": thinking.count_reasoning_tokens(sampled) if thinking else 0},
     }
-    if thinking is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": thinking.count_reasoning_tokens(sampled)}
-    return usage

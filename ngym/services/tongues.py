@@ -213,7 +213,7 @@ _OF_CHAT = (
         request=lambda body, style: chat_request(body, style=style, tokens=True),
         answer=lambda completion, body, style: response_from_chat(completion, body, style=style),
         events=lambda completion, body, style: response_events(response_from_chat(completion, body, style=style)),
-        converter=lambda body, model, style: ResponseStream(body, f"resp_{secrets.token_hex(12)}", model, style),
+        converter=lambda body, model, style: ResponseStream(body, f"resp_{secrets.token_hex(12)}", None, style),
     ),
     _chat(
         request=lambda body, style: body,
