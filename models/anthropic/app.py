@@ -19,7 +19,7 @@ from ngym.convert import (
     overflow_response,
 )
 from ngym.errors import UpstreamError
-from ngym.remote import ContextOverflow, RemoteOptions, Upstream, UpstreamMetrics, shapes
+from ngym.remote import ContextOverflow, RemoteOptions, Upstream, shapes, watched
 from ngym.services.model import ModelOptions
 
 Json = dict[str, Any]
@@ -108,14 +108,8 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     async def headers() -> dict[str, str]:
         return said
 
-    upstream = Upstream(options, options.model, headers)
-    metrics = UpstreamMetrics(upstream)
-    app.state.registry.register(metrics)
-    try:
+    async with watched(Upstream(options, options.model, headers), app.state.registry) as upstream:
         yield Backend(options, upstream)
-    finally:
-        app.state.registry.unregister(metrics)
-        await upstream.close()
 
 
 async def respond(request: Json, call: ModelCall) -> Json:

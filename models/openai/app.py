@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.convert import MaxTokensField, ReasoningStyle
-from ngym.remote import RemoteOptions, Upstream, UpstreamMetrics
+from ngym.remote import RemoteOptions, Upstream, watched
 from ngym.services.model import ModelOptions
 
 from .access import Azure, address, headers
@@ -56,14 +56,9 @@ class Options(RemoteOptions, ModelOptions):
 async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     options: Options = context.options
     async with headers(options.azure, options.key) as credentials:
-        upstream = Upstream(options, options.model, credentials, address(options.base_url, options.azure))
-        metrics = UpstreamMetrics(upstream)
-        app.state.registry.register(metrics)
-        try:
+        endpoint = Upstream(options, options.model, credentials, address(options.base_url, options.azure))
+        async with watched(endpoint, app.state.registry) as upstream:
             yield Backend(options, upstream)
-        finally:
-            app.state.registry.unregister(metrics)
-            await upstream.close()
 
 
 async def respond(request: Json, call: ModelCall) -> Json:

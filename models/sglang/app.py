@@ -14,7 +14,7 @@ from ngym import ModelCall, ServiceContext, model_server
 from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.dialogue import Dialogue, Template, turn_ends
 from ngym.errors import ConfigError
-from ngym.remote import ContextOverflow, RemoteOptions, Upstream, UpstreamMetrics
+from ngym.remote import ContextOverflow, RemoteOptions, Upstream, watched
 from ngym.services.model import ModelOptions
 
 from .engine import CAN, Engine
@@ -54,9 +54,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
     async def headers() -> dict[str, str]:
         return {"authorization": f"Bearer {options.key}"} if options.key else {}
 
-    upstream = Upstream(options, options.model, headers)
-    metrics = UpstreamMetrics(upstream)
-    try:
+    async with watched(Upstream(options, options.model, headers), app.state.registry) as upstream:
         engine = Engine(upstream, options.base_url.rstrip("/"))
         await engine.ask()
         tokenizer = _tokenizer(options.tokenizer, engine.model_path, context)
@@ -67,13 +65,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
             )
         template = Template(tokenizer, turn_ends(tokenizer, None))
         weights = Weights(engine, options.push_token or context.admin_token)
-        app.state.registry.register(metrics)
-        try:
-            yield Backend(Dialogue(template, engine.generate, options.model, limit, CAN), weights, options.model)
-        finally:
-            app.state.registry.unregister(metrics)
-    finally:
-        await upstream.close()
+        yield Backend(Dialogue(template, engine.generate, options.model, limit, CAN), weights, options.model)
 
 
 def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -31,6 +33,18 @@ class UpstreamMetrics(Collector):
         tokens.add_metric(["output"], caps.used.output)
         yield tokens
         yield _count("ngym_upstream_spend", "Money spent, by price_input and price_output", caps.spend)
+
+
+@asynccontextmanager
+async def watched(upstream: Upstream, registry: CollectorRegistry) -> AsyncIterator[Upstream]:
+    """An upstream whose metrics stand in the service's registry as long as the block lasts; it is closed at its end."""
+    metrics = UpstreamMetrics(upstream)
+    registry.register(metrics)
+    try:
+        yield upstream
+    finally:
+        registry.unregister(metrics)
+        await upstream.close()
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:
