@@ -195,6 +195,27 @@ def test_a_family_calls_tools_in_its_own_form_and_goes_on_from_its_own_ids_under
         assert [version for _, _, version in segment["policy_version"]] == [0, 1, 1]
 
 
+@with_vllm
+def test_gpt_oss_takes_new_experts_and_sinks(tmp_path: Path, root: Path) -> None:
+    import transformers
+
+    size = write_tokenizer(tmp_path / "policy", TEMPLATE, QWEN, TAGS)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "tie_word_embeddings": False}
+    config = transformers.GptOssConfig(vocab_size=size, **(SIZE | {"head_dim": 64}), eos_token_id=2, **experts)
+    network = transformers.GptOssForCausalLM(config).eval()
+    network.save_pretrained(tmp_path / "policy")
+    options = {"model": str(tmp_path / "policy"), "engine": {"max_model_len": CONTEXT}}
+    with Servers(tmp_path, root, {"policy": {"options": options, "admin_token": TOKEN}}) as servers:
+        pusher = trainer("push").Pusher([servers["policy"].url], TOKEN)
+        ids = list(range(5, 105))  # more than the sliding window
+        assert pusher.prove(trainer("push").Proof(ids, logprobs(network, ids, 1))) < 1e-4
+        first, weights = logprobs(network, ids, 1), changed(network)
+        proof = trainer("push").Proof(ids, logprobs(network, ids, 1))
+        assert sum(abs(new - old) for new, old in zip(proof.logprobs, first, strict=True)) > 10
+        assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
+        pusher.finish()
+
+
 # How a family is known
 
 

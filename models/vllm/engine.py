@@ -117,8 +117,8 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        # vLLM's reloading leaves out the experts and sinks of this family: it would compute with old and new ones.
-        left_out = config.model_config.hf_text_config.model_type == "gpt_oss"
+        # vLLM's reloading leaves out the experts and sinks of this family; gptoss.py helps our own worker only.
+        left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not current_platform.is_cpu()
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None
         where = {"model_name_or_path": config.model_config.model, "revision": config.model_config.revision}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from . import gptoss
 
 if TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -19,7 +22,9 @@ class Repacking:
         """Reload so that every kernel multiplies with the new weights; without this, logprobs are off by nats."""
         model = self.model_runner.get_model()
         _have_experts_packed(model)
-        self.reload_weights(weights_path=weights_path)
+        with gptoss.copies_seen(model):
+            self.reload_weights(weights_path=weights_path)
+        gptoss.load_sinks(model, Path(weights_path))
         with set_current_vllm_config(self.vllm_config):
             _pack_tied_heads(model)
 
