@@ -93,3 +93,12 @@ def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forw
 def test_soft_capped_logits_are_refused() -> None:
     with pytest.raises(ConfigError, match="gemma2: its logits are soft-capped"):
         model.Policy(network("gemma2", attention.NAME, final_logit_softcapping=3.0))
+
+
+def test_attention_sinks_are_refused_where_ranks_share_the_tokens() -> None:
+    layout = attention.Layout.of([torch.arange(9)], CPU)
+    query = torch.zeros(1, 4, 9, 8)
+    with pytest.raises(NotImplementedError, match="sinks are not cut"):
+        attention.packed_attention(
+            torch.nn.Identity(), query, query, query, None, layout=layout, s_aux=torch.zeros(4), group=object()
+        )

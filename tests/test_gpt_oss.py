@@ -117,15 +117,14 @@ def test_it_calls_a_tool_and_goes_on_from_its_own_ids(tmp_path: Path, root: Path
     stanzas = {"policy": {"options": options, "admin_token": TOKEN}}
     history = [user("what is 1 + 2?")]
     with Servers(tmp_path, root, stanzas) as servers:
-        prompt = ask(servers["policy"], "r-0", history, 1)["prompt_token_ids"]
-        pusher = trainer("push").Pusher([servers["policy"].url], TOKEN)
-        with pytest.raises(trainer("push").PushFailed, match="vLLM cannot be given other weights here"):
-            pusher.push(1, dict(network.state_dict()), trainer("push").Proof(prompt, logprobs(network, prompt, 1)))
-    answer = harmony().encode(CALL, allowed_special="all")
-    learn(network, prompt, answer)
-    network.save_pretrained(tmp_path / "policy")
-    with Servers(tmp_path, root, stanzas) as servers:
         server = servers["policy"]
+        prompt = ask(server, "r-0", history, 1)["prompt_token_ids"]
+        answer = harmony().encode(CALL, allowed_special="all")
+        learn(network, prompt, answer)
+        pusher = trainer("push").Pusher([server.url], TOKEN)
+        proof = trainer("push").Proof(prompt, logprobs(network, prompt, 1))
+        assert pusher.push(1, dict(network.state_dict()), proof).difference < 1e-4
+        pusher.finish()
         first = ask(server, "r-1", history, 60)
         assert first["generation_token_ids"] == answer
         [call] = first["tool_calls"]

@@ -77,6 +77,7 @@ def test_each_kind_of_service_may_die_and_so_may_the_trainer(
         f"max_steps={STEPS}",
         "checkpoint.every=2",
         "evaluation=null",
+        "optimizer.lr=3e-5",  # so that with a lag, too, the policy is nearly the one that sampled
     ]
     process = train(tmp_path, words)
     for step, name in ((1, "calculator"), (3, "calculator_agent"), (5, "engine")):
@@ -96,8 +97,7 @@ def test_each_kind_of_service_may_die_and_so_may_the_trainer(
         assert row["num_valid_samples"] + row["num_unscored"] + row["num_failed"] == TASKS * GROUP
         # the policy can call its calculator: a step of zeros would be failures in disguise
         assert row["reward/mean"] > 0 and row["num_unscored"] == 0
-        # what the engine computes is what the trainer does; with a lag, the policy has learned in between
-        assert row["token_mult_prob_error"] < (1.05 if lag == 0 else 1.5)
+        assert row["token_mult_prob_error"] < 1.05
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     assert len({row["ng"]["rollout_id"] for row in rows}) == len(rows)
     assert all("failure" not in row and row["reward"] is not None for row in rows)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,20 @@ def test_a_server_sleeps_takes_weights_half_awake_and_goes_on_with_them(
     assert after["ng"] == {"policy_version": [[0, 20, version]]}
     engine, reference = sampled_logprobs(policy, after)
     assert engine == pytest.approx(reference, abs=1e-4)
+
+
+def test_after_a_sleep_that_drops_the_weights_nothing_is_generated_before_a_push(
+    server: Server, policy: Policy, pusher: Any
+) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    version = pusher.prepare() + 1
+    assert httpx.post(server.url + "/weights/sleep", json={"level": 3}, headers=headers).status_code == 422
+    httpx.post(server.url + "/weights/sleep", json={"level": 2}, headers=headers, timeout=60).raise_for_status()
+    pusher.wake("weights")
+    with pytest.raises(push.PushFailed, match="push first"):
+        pusher.wake("kv_cache")
+    done = pusher.push(version, policy.change(version), policy.proof(), lambda: pusher.wake("kv_cache"))
+    assert done.difference < 1e-5 and server.get("/ready").status_code == 200
 
 
 def test_sleep_and_wake_want_the_token_and_twice_is_once(server: Server, pusher: Any) -> None:
@@ -608,11 +622,15 @@ def test_an_engine_that_was_killed_fails_the_push_in_words_and_stops_the_server(
     pusher = push.Pusher([server.url], TOKEN, patience_s=3)
     version = pusher.prepare() + 1
     before = stages()
-    Session(server, policy.change(version)).begin()
+    session = Session(server, policy.change(version))
+    session.begin()
     staged = stages() - before
     assert staged
     [engine] = psutil.Process(server.process.pid).children()
     os.kill(engine.pid, signal.SIGKILL)
+    with suppress(httpx.TransportError):  # on a slow machine the server may be gone, too
+        reply = session.http.post("/weights/proof", json={"prompt_token_ids": PROMPT})
+        assert (reply.status_code, reply.json()["retryable"]) == (503, True), "a trainer is to come again, not to end"
     with pytest.raises(push.PushFailed, match=server.url):
         pusher.push(version, policy.change(version), policy.proof())
     assert server.process.wait(PATIENCE_S) == 1

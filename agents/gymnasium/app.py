@@ -30,9 +30,9 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
             return rollout.finish(acted.response, output, acted.stop_reason)
         turn = {**acted.response, "output": without_tokens(output[begin:])}
         state = await _post(rollout, "/step", {**rollout.row, "response": turn})
-        if state["terminated"] or state["truncated"]:
+        if state["terminated"]:
             return rollout.finish(acted.response, output, "answer")
-        if rollout.turns >= options.max_steps:
+        if state["truncated"] or rollout.turns >= options.max_steps:
             return rollout.finish(acted.response, output, "max_steps")
 
 

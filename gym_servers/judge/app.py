@@ -53,11 +53,12 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
         return {"reward": 0.0, "outcome": "no_answer"}
     names, asked = questions(task, answer, options, peers)
     verdicts: list[Verdict[float]] = await asyncio.gather(*asked)
+    values: list[float] = []
     for verdict in verdicts:
         if verdict.value is None:
             return {"reward": None, "outcome": verdict.outcome, "reason": verdict.reason}
+        values.append(verdict.value)
     weights = [c.weight for c in task.rubric] if task.mode == "rubric" else [1.0] * len(verdicts)
-    values = [verdict.value or 0.0 for verdict in verdicts]
     parts = {name: w * value / sum(weights) for name, w, value in zip(names, weights, values, strict=True)}
     outcome = {"reward": sum(parts.values()), "reward_components": parts, "outcome": "judged"}
     return shaped(outcome, task.response, options.shaping)

@@ -79,6 +79,8 @@ class Engine(AsyncLLM):
     """What all generations use beside the weights; None: adapters are off."""
     asleep: frozenset[str] = frozenset()
     """What of its MEMORY is lent (sleep.py); nothing is generated before all of it is back."""
+    weights_dropped: bool = False
+    """Whether there are none before the next push."""
     base_version: int = 0
     """Of the weights under the adapter: the version that they were pushed as; 0: the checkpoint."""
 
@@ -160,6 +162,7 @@ class Engine(AsyncLLM):
             await self.adapter.clear()  # vLLM has forgotten it, and it belonged to the old weights
         await self.update_weight_version(str(version))
         self.base_version = version
+        self.weights_dropped = False
         await self.resume_generation()
 
     async def switch_adapter(self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float) -> Seconds:

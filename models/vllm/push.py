@@ -26,8 +26,9 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from ngym.errors import BadRequest, NotFound, ServiceError, Unauthorized
+from ngym.errors import BadRequest, NotFound, NotReady, ServiceError, Unauthorized
 from ngym.services.app import JsonResponse, json_body, validated
 
 from .adapter import AdapterFiles, AdapterShape
@@ -63,7 +64,7 @@ class WeightPush:
     @property
     def routes(self) -> list[tuple[str, str, Route, str]]:
         """(method, path, handler, summary)."""
-        return [
+        routes = [
             ("GET", "/weights", self._tell, "The policy version that is served, and how to push another"),
             ("POST", "/weights", self._guarded(self._begin), "Begin a weight push"),
             ("PUT", "/weights/files", self._guarded(self._add_file), "Send one safetensors file of a push"),
@@ -76,6 +77,7 @@ class WeightPush:
             ("POST", "/weights/wake", self._guarded(self._sleep.wake), "Take it back, and go on generating"),
             ("POST", "/weights/proof", self._guarded(self._prove), "Logprobs of a prompt under the served weights"),
         ]
+        return [(method, path, _while_alive(handler), summary) for method, path, handler, summary in routes]
 
     async def _tell(self, request: Request) -> Response:
         if "authorization" in request.headers:
@@ -299,6 +301,18 @@ class WeightPush:
             self._transfer.broken("the push was not brought to its end")
         if self._current is push:
             self._current = None
+
+
+def _while_alive(route: Route) -> Route:
+    """An engine that dies meanwhile is started again, with this server: a pusher may come back."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await route(request)
+        except EngineDeadError:
+            raise NotReady("vLLM's engine process died; the server restarts") from None
+
+    return told
 
 
 def _conflict(detail: str, *, retryable: bool = False) -> ServiceError:

@@ -59,6 +59,12 @@ class Received(BaseModel):
     info: dict[str, Any]
 
 
+class Rest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    level: Literal[1, 2] = 1
+
+
 class Wake(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

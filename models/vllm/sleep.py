@@ -1,6 +1,7 @@
 """Sleep and wake: a policy's server lends its GPU memory to the trainer on the same GPU, and takes it back.
 
-    POST /weights/sleep           generations in flight end; then the weights go to the host, and the KV cache is dropped
+    POST /weights/sleep  {level}  generations in flight end; then the weights go to the host, and the KV cache is dropped;
+                                  with level 2 the weights are dropped, too, and nothing is generated before a push
     POST /weights/wake  {parts}   ["weights"]: new ones can be pushed; all of it (the default): generation goes on
 
 Requests that come meanwhile wait. On a CPU nothing is lent, and sleep is a pause: the same calls, the same order.
@@ -19,9 +20,11 @@ from ngym.errors import ServiceError
 from ngym.services.app import JsonResponse, json_body, validated
 
 from .engine import MEMORY, Engine
-from .pushed import Wake
+from .pushed import Rest, Wake
 
-KEPT_ON_HOST = 1  # vLLM's level of sleep that keeps the weights: a server whose trainer is gone can still wake
+WEIGHTS_DROPPED = (
+    2  # vLLM's level of sleep; 1 keeps them on the host, so that a server whose trainer is gone can still wake
+)
 
 
 class Sleep:
@@ -41,17 +44,23 @@ class Sleep:
         if not current_platform.is_cpu() and not engine.model_config.enable_sleep_mode:
             problem = "this server cannot lend its memory; set engine.enable_sleep_mode: true in its stanza"
             raise ServiceError(problem, status=409)
+        body: Rest = validated(Rest, await json_body(request), "a sleep")
         async with self._one_at_a_time:
             if not engine.asleep:
                 await engine.pause_for_push("wait", self._patience_s)
-                await self._or_broken(engine.sleep(KEPT_ON_HOST, "keep"))
-                engine.asleep = MEMORY
+                engine.asleep = MEMORY  # before it is: who asked may go away meanwhile
+                engine.weights_dropped = body.level == WEIGHTS_DROPPED
+                await self._or_broken(engine.sleep(body.level, "keep"))
         return self._told()
 
     async def wake(self, request: Request) -> Response:
         engine = self._engine
         body: Wake = validated(Wake, await json_body(request), "a waking")
         async with self._one_at_a_time:
+            if engine.weights_dropped and "kv_cache" in body.parts:
+                raise ServiceError(
+                    "its weights were dropped (sleep of level 2); wake `weights`, and push first", status=409
+                )
             parts = [part for part in body.parts if part in engine.asleep]
             if parts:
                 await self._or_broken(engine.wake_up(parts))  # with the last of them, generation goes on
