@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ngym.errors import NgymError
@@ -63,13 +64,24 @@ class Launcher:
         return cls(process, ours)
 
     async def fork(
-        self, action: str, title: str, spec: dict[str, Any], log: int, sockets: Sequence[socket.socket] = ()
+        self,
+        action: str,
+        title: str,
+        spec: dict[str, Any],
+        log: int,
+        sockets: Sequence[socket.socket] = (),
+        python: Path | None = None,
     ) -> Child:
-        """Have a service forked; returns when it has its pid. `log` is the descriptor for its output, closed here."""
+        """Have a service forked; returns when it has its pid. `log` is the descriptor for its output, closed here.
+
+        python: that of the service's own environment, which the forked process then becomes.
+        """
         self._listen()
         self._count += 1
         child = self._children[self._count] = Child(self, self._count)
         request = {"action": action, "number": self._count, "title": title, "spec": spec}
+        if python is not None:
+            request["python"] = str(python)
         try:
             self._send(request, [log, *(sock.fileno() for sock in sockets)])
         finally:

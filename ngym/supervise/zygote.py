@@ -17,50 +17,26 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from ngym.errors import UsageError
-from ngym.process import leave
+from ngym.supervise.job import RUNNER, Job, perform
 from ngym.supervise.wire import receive, send
 
-RUNNER = "ngym.services.runner"  # a program that this one becomes, not a library that it uses
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 LAST_SWEEP_S = 8.0  # under the 10 s after which we are killed ourselves
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a freshly forked child has to do."""
-
-    request: dict[str, Any]
-    sockets: list[socket.socket]
 
 
 def main() -> None:
     """Preload, then fork on request until the socket closes; in a child, run its service."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    runner = importlib.import_module(RUNNER)  # the heavy part: fastapi, uvicorn
+    importlib.import_module(RUNNER)  # the heavy part: fastapi, uvicorn
     gc.collect()
     gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page shared with us
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # daemons that a service leaves behind become ours, to be ended with us
     job = Zygote(control).serve()
-    if job is None:
-        return
-    spec = runner.spec_from(job.request["spec"])
-    leave(runner.run(spec, job.sockets) if job.request["action"] == "run" else _check(runner, spec))
-
-
-def _check(runner: ModuleType, spec: Any) -> int:
-    """Load the service's file and its options, serve nothing; like `run`, an exit code after a line on stderr."""
-    try:
-        runner.check(spec, runner.load(Path(spec.app_file)))
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return int(runner.EXIT_CONFIG)
-    return 0
+    if job is not None:
+        perform(job)
 
 
 class Zygote:

@@ -1,0 +1,148 @@
+"""gymnasium_env: any environment of gymnasium whose spaces can be said in text, played turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import registry
+from pydantic import Field
+
+from ngym import ServiceError, ServiceOptions, Session, VerifyRequest
+from ngym.answers import boxed, without_reasoning
+from ngym.services.steps import Step, step_server, turns_of
+from ngym.tree import did_you_mean
+
+from .spaces import NoAction, action_in, described, written
+
+TOLD = 3  # answers in an episode that are no action, and are told so; each further one plays at random
+HOW = "Say your action alone in the last line, or in \\boxed{}."
+
+
+class Options(ServiceOptions):
+    allowed: list[str] | None = None  # ids; without it, those that gymnasium itself registers
+    max_turns: int = Field(default=200, ge=1)  # actions in an episode, where the environment's own limit is not lower
+
+
+class Task(VerifyRequest):
+    env_id: str
+    seed: int = Field(ge=0)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Episode:
+    """One environment, from its seed on. `total`: the rewards so far."""
+
+    def __init__(self, task: Task, options: Options) -> None:
+        self.env = made(task, options)
+        self.env.action_space.seed(task.seed)  # for random play
+        self.left = options.max_turns
+        self.told = 0
+        self.total = 0.0
+        self.over = False
+        observation, _ = self.env.reset(seed=task.seed)
+        self.shown = self.picture(observation)
+
+    def picture(self, observation: Any) -> str:
+        text = f"Observation: {written(self.env.observation_space, observation)}"
+        drawn = self.env.render() if self.env.render_mode == "ansi" else None
+        return f"{text}\n\n{drawn.strip()}" if drawn else text
+
+    def play(self, action: Any, comment: str = "") -> Step:
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        self.left -= 1
+        self.total += float(reward)
+        truncated = bool(truncated or self.left == 0)
+        self.over = bool(terminated or truncated)
+        self.shown = self.picture(observation)
+        shown = f"{comment}Reward: {float(reward):g}\n{self.shown}" + ("\nThe episode is over." if self.over else "")
+        return Step(shown, reward=float(reward), terminated=bool(terminated), truncated=truncated)
+
+    def say(self, text: str) -> Step:
+        """A turn of the model."""
+        try:
+            action = action_in(self.env.action_space, text)
+        except NoAction as error:
+            self.told += 1
+            if self.told <= TOLD:
+                return Step(f"No action: {error}. Nothing has changed ({self.told} of {TOLD}).\n\n{self.shown}")
+            return self.play(self.env.action_space.sample(), f"No action: {error}. A random one was played.\n")
+        return self.play(action)
+
+    def rest(self) -> float:
+        """What random play to the end adds to the total."""
+        before = self.total
+        while not self.over:
+            self.play(self.env.action_space.sample())
+        return self.total - before
+
+
+def made(task: Task, options: Options) -> Any:
+    known = options.allowed if options.allowed is not None else own_ids()
+    if task.env_id not in known:
+        raise ServiceError(f"env_id: {task.env_id!r} is not allowed here{did_you_mean(task.env_id, known)}", status=422)
+    try:
+        spec = gymnasium.spec(task.env_id)
+        drawing = {"render_mode": "ansi"} if "ansi" in modes(spec) else {}
+        env = gymnasium.make(task.env_id, **task.kwargs, **drawing)
+        described(env.action_space)
+    except Exception as error:  # the row's kwargs, packages that are not installed, spaces without a text
+        why = " ".join(str(error).split())[:300]
+        raise ServiceError(f"{task.env_id} cannot be made: {type(error).__name__}: {why}", status=422) from error
+    return env
+
+
+def modes(spec: Any) -> list[str]:
+    entry = spec.entry_point
+    env = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+    return list(getattr(env, "metadata", {}).get("render_modes") or [])
+
+
+def own_ids() -> list[str]:
+    """What gymnasium registers; not what another package, or `module:Env` in a row, would load."""
+    return [name for name, spec in registry.items() if str(spec.entry_point).startswith("gymnasium.envs.")]
+
+
+def begun(task: Task) -> Episode:
+    return Episode(task, app.state.context.options)
+
+
+async def reset(task: Task, session: Session) -> str:
+    episode = session["episode"] = await asyncio.to_thread(begun, task)
+    env = episode.env
+    return (
+        f"You act in {task.env_id} of gymnasium. An action is {described(env.action_space)}. {HOW}\n\n{episode.shown}"
+    )
+
+
+async def step(task: Task, session: Session) -> Step:
+    return await asyncio.to_thread(session["episode"].say, said_in(task.text))
+
+
+def said_in(text: str) -> str:
+    """What the last box holds, else the last line that is not empty."""
+    text = without_reasoning(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (boxed(text) or (lines[-1] if lines else "")).strip()
+
+
+async def verify(task: Task, session: Session) -> dict[str, Any]:
+    """The sum of the rewards. Giving up must not pay where steps cost: the rest is played at random, and what it loses counts."""
+    episode = session.get("episode") or await replayed(task)
+    over, total = episode.over, episode.total
+    lost = 0.0 if over else min(0.0, await asyncio.to_thread(episode.rest))
+    return {"reward": total + lost, "reward_components": {"return": total, "unfinished": lost}, "over": over}
+
+
+async def replayed(task: Task) -> Episode:
+    """A stored rollout, played again from its seed."""
+    episode = await asyncio.to_thread(begun, task)
+    for turn in turns_of(task.response.get("output") or []):
+        if not episode.over:
+            said = task.model_copy(update={"response": {"output": turn}}).text
+            await asyncio.to_thread(episode.say, said_in(said))
+    return episode
+
+
+app = step_server(task=Task, reset=reset, step=step, verify=verify, options=Options)

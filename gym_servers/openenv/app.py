@@ -1,0 +1,192 @@
+"""openenv: an OpenEnv environment server as a gym server: turn by turn, or its MCP tools as ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from ngym import ServiceOptions, Session, VerifyRequest
+from ngym.answers import fenced
+from ngym.called import calls_in
+from ngym.errors import ConfigError, Overloaded, boundary
+from ngym.schema import Json
+from ngym.services.options import ServiceContext
+from ngym.services.steps import Step, step_server, turns_of
+from ngym.services.tools import RESERVED, Tool, offer
+
+from .episode import Episode, Refused, shown
+from .server import Server, asked
+
+OVER = "The episode is over."
+
+
+class Options(ServiceOptions):
+    server: str = Field(description="Where the environment serves: http://host:port.")
+    headers: dict[str, str] = Field(default={}, description='Sent along: {Authorization: "Bearer ${oc.env:HF_TOKEN}"}.')
+    episodes: int = Field(
+        default=1, ge=1, description="Episodes at once; its max_concurrent_envs, which is 1 unless set."
+    )
+    wait_s: float = Field(default=600.0, gt=0, description="How long a rollout waits for its episode to begin.")
+    timeout_s: float = Field(default=60.0, gt=0, description="For one answer of the environment.")
+    idle_s: float = Field(default=900.0, gt=0, description="An episode that nobody steps for so long is closed.")
+
+
+class Task(VerifyRequest):
+    reset: dict[str, Any] = Field(default={}, description="What the environment's reset() is given, such as a seed.")
+
+
+@asynccontextmanager
+async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
+    options: Options = context.options
+    server = await asked(Server(options.server, options.timeout_s, options.headers))
+    app.state.server = server
+    app.state.places = asyncio.Semaphore(options.episodes)
+    for described in server.tools:
+        if described["name"] in RESERVED:
+            raise ConfigError(f"{options.server} has a tool called {described['name']!r}, a route of every gym server")
+        offer(app, Tool(described, partial(call_tool, described["name"])))
+    yield
+
+
+async def reset(task: Task, session: Session) -> str:
+    session["beginning"] = asyncio.create_task(begin(task.reset, session))
+    observation = shown(await session["beginning"])
+    server: Server = app.state.server
+    return observation if server.tools else f"{server.manual}\n\n{observation}"
+
+
+async def step(turn: Task, session: Session) -> Step:
+    episode: Episode = session["episode"]
+    server: Server = app.state.server
+    stay(session)
+    if server.tools or episode.done:  # its tools were called already; what the model says now is its last word
+        return Step(OVER, terminated=True)
+    try:
+        observation = await episode.act(read_action(turn.text, server))
+    except Refused as problem:
+        return Step(f"{problem} {server.manual}")
+    return Step(shown(observation), episode.rewards[-1] or 0.0, terminated=episode.done)
+
+
+async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
+    with boundary("tool_error", f"{name} failed"):
+        return Response(await called(name, arguments, session), media_type="text/plain")
+
+
+async def called(name: str, arguments: Json, session: Session) -> str:
+    """A tool's answer, as the text that the model sees."""
+    if "beginning" not in session:
+        session["beginning"] = asyncio.create_task(begin(session["task"].get("reset") or {}, session))
+    await asyncio.shield(session["beginning"])  # the first calls may come several at once
+    episode: Episode = session["episode"]
+    stay(session)
+    try:
+        async with session["turn"]:  # one question at a time goes over a connection
+            observation = await episode.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
+    except Refused as problem:
+        return str(problem)
+    if observation.get("error"):
+        return f"Error: {observation['error'].get('message', 'the tool failed')}"
+    result = observation.get("result")
+    said = result["data"] if isinstance(result, dict) and result.get("data") is not None else result
+    return said if isinstance(said, str) else orjson.dumps(said).decode()
+
+
+async def verify(task: Task, session: Session) -> Json:
+    try:
+        if "episode" not in session:
+            await replay(task, session)
+        episode: Episode = session["episode"]
+        played = {"steps": len(episode.rewards), "over": episode.done}
+        if episode.reward is None:
+            return {"reward": None, "outcome": "unverifiable", "reason": "the environment gave no reward", **played}
+        return {
+            "reward": episode.reward,
+            "reward_components": {"return": episode.reward},
+            "outcome": "scored",
+            **played,
+        }
+    finally:
+        session.over()
+
+
+async def replay(task: Task, session: Session) -> None:
+    """A stored rollout, whose session is gone: its turns, or its calls of tools, are done again."""
+    session["task"] = {"reset": task.reset}
+    await reset(task, session)
+    if app.state.server.tools:
+        names = {tool["name"] for tool in app.state.server.tools}
+        for call in calls_in(task.response):
+            if call.name in names and call.arguments is not None:
+                await called(call.name, call.arguments, session)
+        return
+    for turn in turns_of(task.response.get("output") or []):
+        if session["episode"].done:
+            break
+        await step(task.model_copy(update={"response": {"output": turn}}), session)
+
+
+async def begin(arguments: Json, session: Session) -> Json:
+    """An episode of the session's own, as soon as there is a place -> the first observation. Overloaded if none came free."""
+    options: Options = app.state.context.options
+    places: asyncio.Semaphore = app.state.places
+    session.over()  # one that was begun before ends here
+    try:
+        await asyncio.wait_for(places.acquire(), options.wait_s)
+    except TimeoutError:
+        raise Overloaded(
+            f"no place became free within {options.wait_s:g} s; `episodes` is {options.episodes}"
+        ) from None
+    episode = Episode(app.state.server)
+    session.when_over(lambda: endings.add(asyncio.create_task(end(episode, places))))
+    session.when_over(lambda: session["idle"].cancel())
+    stay(session)
+    try:
+        observation = await episode.reset(arguments)
+    except BaseException:
+        session.over()
+        raise
+    session.update(episode=episode, turn=asyncio.Lock())
+    return observation
+
+
+def stay(session: Session) -> None:
+    """The episode goes on: a rollout that failed elsewhere says nothing more, and must not keep its place."""
+    if "idle" in session:
+        session["idle"].cancel()
+    options: Options = app.state.context.options
+    session["idle"] = asyncio.get_running_loop().call_later(options.idle_s, session.over)
+
+
+async def end(episode: Episode, places: asyncio.Semaphore) -> None:
+    try:
+        await episode.close()
+    finally:
+        places.release()
+        endings.discard(asyncio.current_task())
+
+
+def read_action(text: str, server: Server) -> Json:
+    """The JSON object in an answer; for an action of one plain field, its value alone will do. Refused if it is neither."""
+    said = (fenced(text) or text).strip()
+    try:
+        action = orjson.loads(said)
+    except orjson.JSONDecodeError:
+        action = said
+    if isinstance(action, dict):
+        return action
+    if server.single and said:
+        return {server.single: said if server.is_text(server.single) else action}
+    raise Refused("Your answer is no JSON object.")
+
+
+endings: set[Any] = set()  # closings under way: the loop itself holds no task
+app = step_server(task=Task, reset=reset, step=step, verify=verify, options=Options, lifespan=lifespan)

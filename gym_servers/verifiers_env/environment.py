@@ -1,0 +1,139 @@
+"""An environment of the `verifiers` package by its id, refused at once where it needs what a gym server does not have.
+
+The id comes from the stanza, never from a row. A row carries the data of its task, read by the environment's own record.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import BaseModel, ValidationError
+from verifiers.v1.configs.agent import WireAgentConfig, agent_config_fields
+from verifiers.v1.state import State, state_cls
+from verifiers.v1.utils.decorators import discover_decorated, invoke
+from verifiers.v1.utils.loaders import environment_class
+
+from ngym.errors import BadRequest, ConfigError
+from ngym.schema import Json
+
+from .transcript import prompt_of, record_prompt
+
+HOOKS = ("setup", "finalize", "stage_verifier")
+
+
+class Source(BaseModel):
+    """What the stanza says: which environment, where it lies if it is not installed, and its taskset's own options."""
+
+    environment: str
+    path: str | None = None
+    taskset: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A loaded environment. by_turns: its package has an `Env` of its own, whose `run` is the model's counterpart."""
+
+    env: vf.Env[Any]
+    task_type: type[vf.Task[Any, Any, Any]]
+    by_turns: bool
+
+    @property
+    def state_type(self) -> type[State]:
+        return state_cls(self.task_type)
+
+    @property
+    def tasks(self) -> vf.Taskset[Any, Any]:
+        return self.env.taskset
+
+    def task(self, data: Json) -> vf.Task[Any, Any, Any]:
+        """A row's task. BadRequest for data that this environment does not have."""
+        try:
+            record = self.task_type.data_type().model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            raise BadRequest(
+                f"field 'task_data': {self.task_type.__name__} has no such task: {field}: {first['msg']}"
+            ) from None
+        return self.task_type(record, self.tasks.config.task)
+
+    async def begin(self, task: vf.Task[Any, Any, Any]) -> vf.Trace[Any, Any, Any]:
+        """The record of a rollout that begins: its prompt, and what the task's own setup() makes of it."""
+        described = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        trace = vf.Trace(task=described, agent=vf.AgentInfo(config=vf.AgentConfig()), state=self.state_type())
+        await self.hook(task, "setup", trace)
+        record_prompt(trace, prompt_of(task.data))
+        return trace
+
+    async def hook(self, task: vf.Task[Any, Any, Any], name: str, trace: vf.Trace[Any, Any, Any]) -> None:
+        """Call the task's own setup or finalize, where it has one."""
+        if _own(task, name):
+            await invoke(getattr(task, name), {"trace": trace})
+
+    def trace_from(self, record: Json, state: Json) -> vf.Trace[Any, Any, Any]:
+        """The record of a rollout that crossed a process boundary; the state crosses beside it."""
+        kind = vf.Trace[self.task_type.data_type(), self.state_type, WireAgentConfig]  # type: ignore[misc]
+        trace: vf.Trace[Any, Any, Any] = kind.model_validate(record)
+        trace.state = self.state_type.model_validate(state)
+        return trace
+
+
+@functools.cache
+def _loaded(source: str) -> Environment:
+    wanted = Source.model_validate_json(source)
+    if wanted.path and wanted.path not in sys.path:
+        sys.path.append(wanted.path)  # last: a folder of environments must not stand before what is installed
+    config = vf.resolve_env_config({"taskset": {**wanted.taskset, "id": wanted.environment}})
+    env = environment_class(wanted.environment)(config)
+    return Environment(env, type(env.taskset).task_type(), not isinstance(env, vf.SingleAgentEnv))
+
+
+def load(source: Source) -> Environment:
+    """The environment, once per process.
+
+    Raises:
+        ConfigError: it is not installed, its options are wrong, or it needs what a gym server does not have.
+    """
+    try:
+        environment = _loaded(source.model_dump_json())
+        first = next(iter(environment.tasks.take(1)), None)
+        problem = "it has no tasks" if first is None else next(_problems(environment, first), None)
+    except Exception as error:  # the code of an environment's author runs here: whatever it raises is told in one line
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"environment {source.environment!r} cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+    if problem is not None:
+        raise ConfigError(f"environment {source.environment!r} cannot be served: {problem}")
+    return environment
+
+
+def _problems(environment: Environment, task: vf.Task[Any, Any, Any]) -> Iterator[str]:
+    """What verifiers would do in a container, between two model calls or with several models, is not done here."""
+    roles = agent_config_fields(environment.env.config)
+    if len(roles) != 1:
+        yield f"its roles are {', '.join(roles)}; one model plays here"
+    if type(task).NEEDS_CONTAINER or task.data.image is not None or task.data.agent_user is not None:
+        yield "its tasks need a container"
+    hooks = [*task.hooks("reward"), *task.hooks("metric"), *(getattr(task, name) for name in HOOKS if _own(task, name))]
+    for hook in hooks:
+        parameter = inspect.signature(hook).parameters.get("runtime")
+        if parameter is not None and parameter.default is inspect.Parameter.empty:
+            yield f"{hook.__name__}() asks for the runtime that the agent worked in; there is none"
+    for hook in (*task.hooks("stop"), *discover_decorated(task, "intercept")):
+        yield f"{hook.__name__}() watches each model call (@stop or @intercept); the model's calls do not pass here"
+    for toolset in (*type(task).toolsets(task.config), *type(environment.tasks).toolsets(environment.tasks.config)):
+        if toolset.config.url:
+            yield f"its tools are served at {toolset.config.url}; the bridge for MCP servers offers those"
+        if not issubclass(environment.state_type, state_cls(type(toolset))):
+            yield f"the state of {type(toolset).__name__} is not that of {type(task).__name__}"
+
+
+def _own(task: vf.Task[Any, Any, Any], name: str) -> bool:
+    return getattr(type(task), name) is not getattr(vf.Task, name)

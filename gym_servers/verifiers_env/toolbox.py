@@ -1,0 +1,103 @@
+"""An environment's toolsets, in this process: verifiers would start a server for each of them and for each rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+from ngym.errors import ConfigError, ServiceError
+from ngym.schema import Json
+from ngym.services.tools import RESERVED
+
+from .environment import Environment
+
+_state: ContextVar[vf.State] = ContextVar("state")  # of the rollout whose tool is being called
+Toolsets = Sequence[vf.Toolset[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Toolsets that are ready: the tools by the names that verifiers gives them, `<server>_<tool>`."""
+
+    tools: dict[str, tuple[MCPServer, str]]
+    described: list[Json]
+    stack: AsyncExitStack
+
+    @classmethod
+    async def open(cls, toolsets: Toolsets, data: vf.TaskData | None = None) -> Toolbox:
+        """data: of the task, for the toolsets of one rollout; None for those that all rollouts share."""
+        box = cls({}, [], AsyncExitStack())
+        for toolset in toolsets:
+            _bind(toolset)
+            await box.stack.enter_async_context(toolset._exit_stack)
+            await toolset.setup()
+            if data is not None:
+                await toolset.setup_task(data)
+            server = MCPServer(toolset.server_name or type(toolset).__name__)
+            toolset.register(server)
+            for tool in await server.list_tools():
+                box._add(f"{toolset.server_name}_{tool.name}".removeprefix("_"), server, tool)
+        return box
+
+    async def call(self, name: str, arguments: Json, state: vf.State) -> str:
+        """What the tool answers, as the text that the model sees; its errors are such a text as well.
+
+        Raises:
+            ServiceError: the answer is no text.
+        """
+        server, own_name = self.tools[name]
+        token = _state.set(state)
+        try:
+            result = await server.call_tool(own_name, arguments)
+        except ToolError as error:
+            return str(error)
+        finally:
+            _state.reset(token)
+        texts = [getattr(block, "text", None) for block in getattr(result, "content", [])]
+        if not all(isinstance(text, str) for text in texts):
+            raise ServiceError(f"tool {name!r} answered with more than text", failure="tool_error")
+        return "\n".join(str(text) for text in texts)
+
+    def _add(self, name: str, server: MCPServer, tool: Any) -> None:
+        if name in RESERVED or name in self.tools:
+            raise ConfigError(f"a tool cannot be called {name!r}: that is a route of every gym server, or another tool")
+        self.tools[name] = (server, tool.name)
+        self.described.append(
+            {
+                "type": "function",
+                "name": name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+                "strict": False,
+            }
+        )
+
+
+def toolsets_of(environment: Environment) -> Toolsets:
+    """New toolsets for one rollout."""
+    return environment.task_type.toolsets(environment.tasks.config.task)
+
+
+def shared_toolsets_of(environment: Environment) -> Toolsets:
+    """New toolsets that all rollouts share."""
+    return type(environment.tasks).toolsets(environment.tasks.config)
+
+
+def _bind(toolset: vf.Toolset[Any, Any]) -> None:
+    """The rollout's state itself, where verifiers would fetch a copy before each call and send it back after it."""
+
+    async def pull() -> vf.State:
+        return _state.get()
+
+    async def push(before: bytes) -> None:
+        return None
+
+    toolset._pull_state = pull
+    toolset._push_state = push

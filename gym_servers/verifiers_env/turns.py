@@ -1,0 +1,140 @@
+"""A verifiers `Env` played turn by turn: its `run` goes on in a task of its own, and the model's turns come from outside.
+
+run(task, agents)    agents.player.interaction(task).turn("your move")  ->  observation ─┐
+                                                 Segment(...)           <-  the turn   <─┘  /reset, /step
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.types import content_text
+
+from ngym.schema import Json
+
+from .environment import Environment
+from .transcript import record_prompt, record_turn
+
+Trace = vf.Trace[Any, Any, Any]
+Score = Callable[[Trace], Awaitable[None]]
+
+
+class Game:
+    """One episode."""
+
+    def __init__(self, environment: Environment, task: vf.Task[Any, Any, Any], score: Score) -> None:
+        self.environment = environment
+        self.task = task
+        self.score = score
+        self.traces: list[Trace] = []
+        self._shown: asyncio.Queue[str | None] = asyncio.Queue()
+        self._said: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._run = asyncio.create_task(self._play())
+
+    async def observe(self) -> str | None:
+        """What the model is to see, None when `run` is over, for whatever reason: `finish` tells it."""
+        shown = await self._shown.get()
+        if shown is None:
+            self._shown.put_nowait(None)  # over is over
+        return shown
+
+    @property
+    def problem(self) -> str:
+        """Why `run` ended early."""
+        error = self._run.exception() if self._run.done() else None
+        return "it made no move" if error is None else f"{type(error).__name__}: {error}"
+
+    async def say(self, response: Json) -> str | None:
+        """The model's turn -> the next observation."""
+        self._said.put_nowait(response)
+        return await self.observe()
+
+    async def finish(self) -> Trace:
+        """The trace with its rewards. A run that is not over sees its turn `terminated`, as at any limit of verifiers."""
+        self._said.put_nowait(None)
+        await self._run
+        return self.traces[0]
+
+    def abandon(self) -> None:
+        self._run.cancel()
+
+    async def _play(self) -> None:
+        env = self.environment.env
+        agents: Any = vf.Agents(env.config, lambda name, spec: _Player(self))  # type: ignore[arg-type,return-value]
+        try:
+            await env.setup(agents)
+            await env.run(self.task, agents)
+            if not self.traces:
+                raise ValueError(f"{type(env).__name__}.run() ran no agent")
+            trace = self.traces[0]
+            await env.finalize(self.task, vf.Episode(task=trace.task, traces=[trace], ok=True))
+        finally:
+            self._shown.put_nowait(None)
+
+    async def turn(self, observation: str) -> Json | None:
+        self._shown.put_nowait(observation)
+        return await self._said.get()
+
+
+class _Player:
+    """What `run` takes for the agent of a role."""
+
+    trainable = True
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+
+    async def run(self, task: vf.Task[Any, Any, Any]) -> Trace:
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: vf.Task[Any, Any, Any]) -> AsyncIterator[_Interaction]:
+        if self._game.traces:
+            raise ValueError("run() begins a second conversation with its agent; a rollout is one")
+        interaction = _Interaction(self._game, await self._game.environment.begin(task))
+        self._game.traces.append(interaction.trace)
+        yield interaction
+        interaction.trace.stop("user_closed")
+        interaction.trace.ok = True
+        await self._game.score(interaction.trace)
+
+
+class _Interaction:
+    """What `run` takes for a conversation; the same calls are right and wrong as in verifiers."""
+
+    def __init__(self, game: Game, trace: Trace) -> None:
+        self.trace = trace
+        self._game = game
+        self._prompted = trace.task.data.prompt is not None
+        self._over = False
+
+    async def turn(self, message: str | vf.Messages | None = None) -> vf.Segment:
+        if self._over:
+            raise RuntimeError("the exchange is over (the run ended); read interaction.trace")
+        if (message is None) != self._prompted:
+            raise ValueError("a prompted task opens with a bare turn(); every other turn takes a message")
+        said = await self._game.turn(self._observation(message))
+        if said is None:
+            self._over = True
+            self.trace.stop("max_turns")
+            return vf.Segment(messages=[], terminated=True)
+        return vf.Segment(messages=record_turn(self.trace, said))
+
+    def _observation(self, message: str | vf.Messages | None) -> str:
+        """What the model is shown: the message, or the last word of the prompt."""
+        if message is None:
+            self._prompted = False
+            return content_text(self.trace.messages[-1].content)
+        if isinstance(message, str):
+            messages: vf.Messages = [vf.UserMessage(content=message)]
+        else:
+            messages = [parse_message(each) if isinstance(each, dict) else each for each in message]
+        record_prompt(self.trace, messages)
+        return "\n\n".join(content_text(each.content) for each in messages)

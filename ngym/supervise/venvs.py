@@ -1,0 +1,145 @@
+"""A service with packages of its own runs in a Python of its own: a virtual environment, made once, that holds ngym's core too.
+
+    .ngym/venvs/<folder of the requirements>-<hash>/      made under another name, renamed when it is whole
+
+The hash is over the requirements, Python and ngym's core: what changes gets a new environment, and no run changes one that
+another run uses. The core is not installed a second time. The environment links to the package that is running, and gets
+what that package requires; so a checkout stays editable there as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ngym.config import Config, Stanza, shipped_file
+from ngym.errors import ConfigError, UsageError
+from ngym.supervise.headfile import FOLDER
+from ngym.supervise.job import own_environment
+
+LOCK_POLL_S = 0.2
+SHOWN_LINES = 8
+CORE = Path(__file__).resolve().parents[1]  # the package `ngym`
+
+
+@dataclass(frozen=True)
+class Venv:
+    """The virtual environment of a service; it is there once `make` has returned."""
+
+    owner: str
+    where: str  # the line of the config that asks for it
+    requirements: Path
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+
+def venv_of(config: Config, stanza: Stanza) -> Venv | None:
+    """The environment that a stanza asks for with `requirements`, made or not; None where it runs by our own packages."""
+    if stanza.requirements is None:
+        return None
+    where = stanza.key_where.get("requirements", stanza.where)
+    file = shipped_file(stanza.requirements, config.root, where)
+    identity = "\n".join([file.read_text(), sys.version, sys.base_prefix, str(CORE), *_core_requirements()])
+    name = f"{file.parent.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return Venv(stanza.name, where, file, config.root / FOLDER / "venvs" / name)
+
+
+async def make(venv: Venv, say: Callable[[str], None], uv: str | None = None) -> Path:
+    """The environment's Python, after the packages were installed if they were not yet. Cancelling ends the installation.
+
+    say: told, in one line, what is being installed. uv: the program; without it `venv` and pip do the work.
+
+    Raises:
+        ConfigError: a package cannot be installed; with the installer's last lines.
+        UsageError: the folder cannot be written.
+    """
+    if venv.folder.is_dir():
+        return venv.python
+    try:
+        venv.folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{venv.folder.parent}: cannot be made ({error.strerror}); packages are put there") from None
+    async with _locked(venv.folder.with_suffix(".lock")):
+        if not venv.folder.is_dir():  # nobody made it while we waited
+            say(f"installing {venv.requirements} into {venv.folder}")
+            unfinished = venv.folder.with_suffix(".new")  # under the lock nobody else writes there
+            shutil.rmtree(unfinished, ignore_errors=True)
+            await _install(venv, unfinished, uv)
+            unfinished.rename(venv.folder)
+    return venv.python
+
+
+def find_uv() -> str | None:
+    """The program uv: beside our own Python, or on the path."""
+    return shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+@contextlib.asynccontextmanager
+async def _locked(path: Path) -> AsyncIterator[None]:
+    """One process at a time; the kernel gives the lock back when its holder ends, however it ends."""
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOCK_POLL_S)
+        yield
+
+
+async def _install(venv: Venv, folder: Path, uv: str | None) -> None:
+    python = str(folder / "bin" / "python")
+    wanted = ["-r", str(venv.requirements), *_core_requirements()]
+    if uv:
+        await _run(venv, [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(folder)])
+        await _run(venv, [uv, "pip", "install", "--quiet", "--no-progress", "--python", python, *wanted])
+    else:
+        await _run(venv, [sys.executable, "-m", "venv", str(folder)])
+        await _run(venv, [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    (site_packages / "ngym").symlink_to(CORE, target_is_directory=True)
+
+
+async def _run(venv: Venv, command: Sequence[str]) -> None:
+    installer = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env=own_environment() | {"NO_COLOR": "1"},
+    )  # fmt: skip
+    try:
+        output, _ = await installer.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            installer.kill()
+        await installer.wait()
+        raise
+    if installer.returncode:
+        lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
+        program = "uv" if Path(command[0]).name == "uv" else "pip"
+        raise ConfigError(
+            f"{venv.where}: the packages of {venv.owner!r} ({venv.requirements}) cannot be installed; {program} says:"
+            f" {' '.join(lines[-SHOWN_LINES:]) or f'nothing (exit code {installer.returncode})'}"
+        )
+
+
+def _core_requirements() -> list[str]:
+    """What the running ngym requires, without its extras."""
+    try:
+        declared = importlib.metadata.requires("ngym") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(
+            "ngym runs without being installed, so what it requires is unknown; install it: pip install -e ."
+        ) from None
+    return [each for each in declared if not re.search(r"\bextra\s*==", each)]
