@@ -1,0 +1,173 @@
+"""What the model may call: functions of the author's, or whatever else answers; each is a route and a tool over MCP."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, get_type_hints
+
+from anyio.to_thread import run_sync
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from ngym.errors import boundary
+from ngym.peers import Peers
+from ngym.schema import Json
+from ngym.services.app import JsonResponse, add_route, context_of, json_body, validated
+from ngym.services.options import ServiceOptions
+from ngym.services.sessions import Session, session_id_of, with_session
+
+RESERVED = frozenset(
+    [
+        "verify",
+        "verify_group",
+        "seed_session",
+        "aggregate_metrics",
+        "tools",
+        "session",
+        "mcp",
+        "reset",
+        "step",
+        "health",
+        "ready",
+        "metrics",
+        "openapi.json",
+        "docs",
+        "redoc",
+    ]
+)
+
+
+class Tool(NamedTuple):
+    """A tool. described: as the Responses API wants it. call: what it answers, whose body is the text that the model sees."""
+
+    described: Json
+    call: Callable[[Json, Session, Request], Awaitable[Response]]
+
+
+class Author(NamedTuple):
+    """A function of the author's and where each of its parameters comes from."""
+
+    call: Callable[..., Any]
+    body: type[BaseModel]
+    body_name: str
+    session: str | None
+    options: str | None
+    peers: str | None
+    is_async: bool
+
+    async def run(self, body: BaseModel, session: Session, request: Request) -> Any:
+        context = context_of(request)
+        given: dict[str, Any] = {self.body_name: body}
+        for name, value in ((self.session, session), (self.options, context.options), (self.peers, context.peers)):
+            if name:
+                given[name] = value
+        if self.is_async:
+            return await self.call(**given)
+        return await run_sync(lambda: self.call(**given))  # a plain function may block; the event loop may not
+
+
+def offer(app: FastAPI, tool: Tool) -> None:
+    """A tool of a gym server: in GET /tools, at POST /<its name> and over MCP."""
+    name = tool.described["name"]
+    app.state.tools.append(tool.described)
+    app.state.callable[name] = tool
+    add_route(
+        app,
+        "POST",
+        f"/{name}",
+        app.state.repeats.once(_route(tool, app)),
+        summary=f"Tool {name}",
+        body=tool.described["parameters"],
+    )
+
+
+def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
+    async def call(request: Request) -> Response:
+        arguments = await json_body(request)
+        session_id = session_id_of(request)
+        if session_id is not None:
+            return await tool.call(arguments, app.state.sessions.get(session_id), request)
+        session: Session = app.state.sessions.start()
+        try:
+            return with_session(await tool.call(arguments, session, request), session)
+        except BaseException:
+            app.state.sessions.end(session.id)  # nobody learns its id
+            raise
+
+    call.__name__ = tool.described["name"]
+    return call
+
+
+def of_function(function: Callable[..., Any]) -> Tool:
+    """A tool from a function of the author's. TypeError for one that cannot be a tool."""
+    name = _tool_name(function)
+    author = inspected(function, BaseModel)
+
+    async def call(arguments: Json, session: Session, request: Request) -> Response:
+        body = validated(author.body, arguments, name)
+        with boundary("tool_error", f"{name} failed"):
+            return JsonResponse(await author.run(body, session, request))
+
+    return Tool(_describe(name, author), call)
+
+
+def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:
+    """Which parameter is the body, the session, the options, the peers: told by their annotations."""
+    name = getattr(function, "__name__", repr(function))
+    hints = get_type_hints(function)
+    hints.pop("return", None)
+    found: dict[str, str] = {}
+    body: tuple[str, type[BaseModel]] | None = None
+    for parameter in inspect.signature(function).parameters:
+        kind = hints.get(parameter)
+        if not isinstance(kind, type):
+            raise TypeError(
+                f"{name}: parameter {parameter!r} needs a type: a pydantic model, Session, ServiceOptions or Peers"
+            )
+        role = next(
+            (
+                r
+                for r, t in (("session", Session), ("options", ServiceOptions), ("peers", Peers))
+                if issubclass(kind, t)
+            ),
+            None,
+        )
+        if role:
+            found[role] = parameter
+        elif issubclass(kind, base) and body is None:
+            body = (parameter, kind)
+        else:
+            raise TypeError(
+                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, Session, ServiceOptions or Peers"
+            )
+    if body is None:
+        raise TypeError(f"{name}: no parameter is a {base.__name__}; its body is where the arguments arrive")
+    return Author(
+        function,
+        body[1],
+        body[0],
+        found.get("session"),
+        found.get("options"),
+        found.get("peers"),
+        inspect.iscoroutinefunction(function),
+    )
+
+
+def _tool_name(tool: Callable[..., Any]) -> str:
+    name = getattr(tool, "__name__", "")
+    if name in RESERVED or not name.isidentifier():
+        raise TypeError(f"a tool cannot be called {name!r}: that is a route of every gym server, or no name")
+    return name
+
+
+def _describe(name: str, tool: Author) -> Json:
+    """The tool as the Responses API wants it."""
+    schema = tool.body.model_json_schema()
+    schema.pop("title", None)
+    for field in schema.get("properties", {}).values():
+        field.pop("title", None)
+    schema["additionalProperties"] = False
+    description = inspect.getdoc(tool.call) or ""
+    return {"type": "function", "name": name, "description": description, "parameters": schema, "strict": False}

@@ -1,0 +1,280 @@
+"""A gym server for TRL: its rows as a dataset, its tools as methods of an environment, its /verify as the reward.
+
+    gym = TrlGym("calculator")  # of the run in this folder; or a URL
+    GRPOTrainer(
+        ...,
+        train_dataset=Dataset.from_list(gym.tasks("data/calculator/train.jsonl")),
+        environment_factory=gym.environment,
+        reward_funcs=gym.verify,
+    )
+
+Nothing of TRL is imported: GRPOTrainer takes functions and a class. What it does with them (TRL 1.16): of each generation
+it resets one environment, makes tools of the class's public methods, shows an exception of theirs to the model as a
+result, and leaves a rollout without a reward (None) out of its group's mean and out of the gradient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from inspect import Parameter, Signature
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+from ngym.client import Reply
+from ngym.collect.discovery import discover
+from ngym.config import load_config
+from ngym.convert import items_from_messages, messages_from_items
+from ngym.errors import ServiceError, UsageError
+from ngym.locks import RUN_TOKEN, token_from
+from ngym.jsonl import checked
+from ngym.peers import Peer, Peers, PeerSession
+from ngym.schema import Json
+from ngym.services.agents import MAX_TOOL_ERROR_CHARS
+from ngym.signatures import docstring_of, parameters_of
+from ngym.supervise.headfile import find_running
+
+MODELS_FAULT = frozenset({400, 404, 422})
+OVER = "The episode is over."
+MOVE: Json = {
+    "name": "move",
+    "description": "Make your move. The answer shows what came of it.",
+    "parameters": {
+        "properties": {"text": {"type": "string", "description": "The move, as the environment asks for it."}},
+        "required": ["text"],
+    },
+}
+
+
+class Episode:
+    """One rollout at a time. Its subclasses have a method for each tool; whatever else is public would be taken for one."""
+
+    _gym: ClassVar[TrlGym]
+
+    def __init__(self) -> None:
+        self._row: Json = {}
+        self._session: PeerSession | None = None
+        self._over = False  # what is played turn by turn
+        self._failure: ServiceError | None = None  # of the environment: what happened then is nobody's merit or fault
+
+    def reset(self, row: str | None = None, **columns: Any) -> str | None:
+        """Begin the task of a row of the dataset; what the model is to see of it beside the prompt."""
+        if row is None:
+            raise UsageError("the dataset has no column 'row'; make it with Dataset.from_list(gym.tasks(FILE))")
+        self._row, self._failure, self._over = json.loads(row), None, False
+        self._session = self._gym.peer.session()
+        try:
+            begun = self._post("/reset" if self._gym.has_steps else "/seed_session", self._row)
+        except ServiceError as error:
+            if not error.retryable and error.status in MODELS_FAULT:
+                raise  # no model has spoken: the row is wrong
+            self._failure = error
+            return None
+        return begun["observation"] if self._gym.has_steps else None
+
+    def _use(self, tool: str, arguments: Json) -> str:
+        """What a tool answers, as the model sees it."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if self._gym.has_steps:
+                return self._step(arguments)
+            return self._request(f"/{tool}", arguments).decode("utf-8", "replace")
+        except ServiceError as error:
+            if not error.retryable and (error.status in MODELS_FAULT or error.failure == "tool_error"):
+                return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS]
+            self._failure = error
+            raise
+
+    def _step(self, arguments: Json) -> str:
+        if self._over:
+            return OVER
+        move = items_from_messages([{"role": "assistant", "content": str(arguments.get("text", ""))}])
+        came = self._post("/step", {**self._row, "response": {"output": move}})
+        self._over = came["terminated"] or came["truncated"]
+        return f"{came['observation']}\n{OVER}" if self._over else str(came["observation"])
+
+    async def _verified(self, completion: list[Json] | str) -> float | None:
+        """None: it could not be scored."""
+        if self._failure is None and self._session is not None:
+            body = {**self._row, "response": {"output": _items(completion)}}
+            try:
+                reward: float | None = (await self._session.post("/verify", body))["reward"]
+                return reward
+            except ServiceError as error:
+                self._failure = error
+        return None
+
+    def _post(self, path: str, body: Json) -> Any:
+        return json.loads(self._request(path, body))
+
+    def _request(self, path: str, body: Json) -> bytes:
+        assert self._session is not None
+        reply: Reply = self._gym.call(self._session.request, path, body)
+        return reply.body
+
+
+class TrlGym:
+    """A running gym server.
+
+    Args:
+        service: its URL, or its name in the config whose services `ng_run` has started (or whose stanza has a `url`).
+        config: that config's file; the run is looked for in its folder.
+
+    Attributes:
+        environment: the class for `environment_factory`; in a dict of several, under `name`.
+        name: of the service; `tasks` puts it into the column `environment`, by which TRL chooses from several.
+
+    Raises:
+        UsageError: there is no such service, it does not run, or a tool of it cannot be a Python function.
+        ServiceError: it cannot be reached.
+    """
+
+    def __init__(self, service: str, config: str | Path = "global_config.yaml") -> None:
+        self._loop = asyncio.new_event_loop()  # of the connections; its thread ends with the process
+        Thread(target=self._loop.run_forever, name="gym", daemon=True).start()
+        is_url = service.startswith(("http://", "https://"))
+        self.name = "gym" if is_url else service
+        given = token_from(RUN_TOKEN)
+        urls, token = ([service.rstrip("/")], given) if is_url else self._find(service, Path(config), given)
+        self.peer: Peer = Peers({self.name: urls}, token=token, owner="TRL")[self.name]
+        self.has_steps = "/reset" in self.call(self.peer.get, "/openapi.json")["paths"]
+        self._tools: list[Json] = [MOVE] if self.has_steps else self.call(self.peer.get, "/tools")
+        methods: dict[str, Any] = {tool["name"]: _method(tool) for tool in self._tools}
+        if hidden := {
+            name for name in methods if name.startswith("_") or hasattr(Episode, name) or name == "get_reward"
+        }:
+            raise UsageError(f"{self.name}: TRL cannot call a tool {min(hidden)!r}; give it another name")
+        self.environment: type[Episode] = type(self.name, (Episode,), {**methods, "_gym": self})
+
+    def tasks(self, path: str | Path) -> list[dict[str, Any]]:
+        """The rows of a JSONL file for `Dataset.from_list`: `prompt` (chat messages), `row` (JSON), `environment`.
+
+        A row as JSON, because a dataset's columns have one type each, and rows do not.
+
+        Raises:
+            UsageError: a line is no row, or declares tools that the gym server does not offer.
+        """
+        lines = checked(Path(path), self._problem)
+        return [{"prompt": _prompt(line.row), "row": json.dumps(line.row), "environment": self.name} for line in lines]
+
+    def verify(
+        self,
+        completions: Sequence[list[Json] | str],
+        environments: Sequence[Any] | None = None,
+        row: Sequence[str] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """The reward function: /verify's reward of each completion, None for one that could not be scored.
+
+        Rollouts of other environments are None, too. Without `environment_factory`, for a gym server without tools, each
+        completion is verified with its `row`. The share without a reward is logged as `unscored`.
+
+        Raises:
+            ServiceError: no rollout of a batch could be scored, because the gym server failed in each.
+        """
+        if environments is None:
+            environments = list(self._begun(row or ()))
+        mine = [episode if isinstance(episode, self.environment) else None for episode in environments]
+        rewards: list[float | None] = self.call(_all_verified, mine, completions)
+        own = [episode for episode in mine if episode is not None]
+        failures = [episode._failure for episode in own if episode._failure is not None]
+        if failures and len(failures) == len(own):
+            raise failures[0]  # training on would be training on nothing
+        if log_metric is not None and own:
+            log_metric("unscored", 1 - sum(reward is not None for reward in rewards) / len(own))
+        return rewards
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What an async function returns; it runs in the thread that has the connections."""
+        return asyncio.run_coroutine_threadsafe(function(*arguments), self._loop).result()
+
+    def _find(self, name: str, config: Path, token: str | None) -> tuple[list[str], str | None]:
+        """Its addresses, and what opens it."""
+        read = load_config([config])
+        stanza = read.stanza(name)
+        if stanza.kind != "gym_server":
+            raise UsageError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a gym_server")
+        if stanza.external:
+            return stanza.external_urls, read.others.get(name, token)
+        running = find_running(config.resolve().parent)
+        token = running.run_token if running else token
+        urls: dict[str, list[str]] = self.call(discover, running.url, token).urls if running else {}
+        if name not in urls:
+            raise UsageError(
+                f"{name!r} does not run: start it beside {config} with `ng_run --only {name}`, or give a URL"
+            )
+        return urls[name], token
+
+    def _problem(self, row: Json) -> str | None:
+        params = row.get("responses_create_params")
+        if not isinstance(params, dict):
+            return "no responses_create_params"
+        offered = {tool["name"] for tool in self._tools}
+        others = sorted({str(tool.get("name")) for tool in params.get("tools") or ()} - offered)
+        return f"TRL takes tools from the gym server only, and it has no {', '.join(others)}" if others else None
+
+    def _begun(self, rows: Sequence[str]) -> Iterator[Episode]:
+        for row in rows:
+            episode = self.environment()
+            episode.reset(row)
+            yield episode
+
+
+async def _all_verified(
+    episodes: Sequence[Episode | None], completions: Sequence[list[Json] | str]
+) -> list[float | None]:
+    async def verified(episode: Episode | None, completion: list[Json] | str) -> float | None:
+        return None if episode is None else await episode._verified(completion)
+
+    return list(await asyncio.gather(*map(verified, episodes, completions)))
+
+
+def _method(tool: Json) -> Callable[..., str]:
+    """A tool as a method. It takes any arguments: what is wrong with them, the gym server tells the model."""
+    name, parameters = tool["name"], parameters_of(tool)
+
+    def call(self: Episode, **arguments: Any) -> str:
+        return self._use(name, arguments)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = docstring_of(tool)
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__signature__ = Signature([Parameter("self", Parameter.POSITIONAL_ONLY), *parameters])  # type: ignore[attr-defined]
+    return call
+
+
+def _prompt(row: Json) -> list[Json]:
+    """The row's input as chat messages that end with the user's, to which TRL adds what `reset` shows."""
+    params = row["responses_create_params"]
+    messages = messages_from_items(params.get("input") or [], params.get("instructions"))
+    if not messages or messages[-1]["role"] != "user":
+        messages.append({"role": "user", "content": ""})
+    return messages
+
+
+def _items(completion: list[Json] | str) -> list[Json]:
+    """TRL's completion as the items of a response. Its calls have no ids; results follow in the order of the calls."""
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    messages: list[Json] = []
+    open_ids: list[str] = []
+    for number, message in enumerate(completion):
+        if message["role"] == "tool":
+            messages.append({**message, "tool_call_id": open_ids.pop(0)})
+            continue
+        calls = [_with_id(call, f"call_{number}_{index}") for index, call in enumerate(message.get("tool_calls") or ())]
+        open_ids = [call["id"] for call in calls]
+        reasoning = message.get("reasoning_content") or message.get("thinking")
+        messages.append({**message, "tool_calls": calls, "reasoning_content": reasoning})
+    return items_from_messages(messages, style="tags")
+
+
+def _with_id(call: Json, call_id: str) -> Json:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {**call, "id": call_id, "function": {**function, "arguments": text}}
