@@ -75,6 +75,7 @@ README = Template("""\
 # $name
 
 - `gym_servers/$name/app.py`: the environment, a tool and `verify`.
+- `gym_servers/$name/README.md`: what it is; `ng_list` shows the lines between the `---`.
 - `data/$name/example.jsonl`: tasks; `gold.jsonl`: answers whose reward is known. What is beside `responses_create_params` is for `verify`.
 - `global_config.yaml`: the services: a model, this environment, an agent that brings them together.
 
@@ -88,6 +89,19 @@ In another one, in the same folder:
 
 `ng_validate` checks the config; `ng_validate --environment $name` tries the environment on `data/$name/gold.jsonl`: answers, and
 the reward that each must get (`pytest` does the same). `ng_status` says what runs, `.ngym/logs/` has what the services print.
+""")
+
+FACTS = Template("""\
+---
+description: Turns a word around.
+domain: other # math, coding, agent, knowledge, instruction_following, long_context, safety, games, translation, e2e, rlhf
+kind: tools # or single_turn (only answers), steps (plays turn by turn)
+license: Apache-2.0 # of data/$name
+---
+# $name
+
+- **Row**: `word`.
+- **Reward**: 1 if the answer has the word in it, written backwards, else 0.
 """)
 
 TEST = Template('''\
@@ -133,11 +147,13 @@ def project(name: str) -> dict[str, str]:
     return {
         "global_config.yaml": CONFIG.substitute(name=name),
         f"gym_servers/{name}/app.py": APP.substitute(name=name),
+        f"gym_servers/{name}/README.md": FACTS.substitute(name=name),
         f"data/{name}/example.jsonl": "".join(json.dumps(_task(name, word)) + "\n" for word in WORDS),
         f"data/{name}/gold.jsonl": "".join(json.dumps(case) + "\n" for case in GOLD),
         f"tests/test_{name}.py": TEST.substitute(name=name),
         "README.md": README.substitute(name=name),
-        ".gitignore": ".ngym/\nresults/\n",
+        "results/.gitignore": "*\n!.gitignore\n",
+        ".gitignore": ".ngym/\n",
     }
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ngym.errors import ServiceError
 from ngym.peers import Peer
 from ngym.schema import Json
+from ngym.tree import did_you_mean
 from ngym.validation.gold import ROWS, Case, Environment, Spoilt, says
 
 SESSIONS = 64
@@ -43,7 +44,7 @@ async def examine(environment: Environment, peer: Peer, within_s: float) -> list
     answers = [await _attempt(peer, case) for case in cases]
     return [
         await _rows(environment, peer),
-        _gold(cases, [answer for answer, _ in answers]),
+        _gold(cases, [answer for answer, _ in answers], {tool["name"] for tool in await peer.get("/tools")}),
         await _worse(peer, cases),
         await _again(peer, cases, [answer for answer, _ in answers]),
         await _together(peer, cases),
@@ -81,9 +82,19 @@ async def _call(session: Any, tool: str, arguments: Json) -> None:
             raise
 
 
-def _gold(cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
-    mistakes = [wrong for case, answer in zip(cases, answers, strict=True) if (wrong := _other(case, answer))]
+def _gold(cases: Sequence[Case], answers: Sequence[Json], offered: set[str]) -> Finding:
+    mistakes = [
+        wrong + _unknown(case, offered)
+        for case, answer in zip(cases, answers, strict=True)
+        if (wrong := _other(case, answer))
+    ]
     return Finding("gold", f"{len(cases)} cases", mistakes)
+
+
+def _unknown(case: Case, offered: set[str]) -> str:
+    """A misspelt call is answered as the model's would be, and so only shows in the reward."""
+    unknown = sorted({tool for tool, _ in case.calls} - offered)
+    return f"; it calls {unknown[0]!r}, which is no tool here{did_you_mean(unknown[0], offered)}" if unknown else ""
 
 
 def _other(case: Case, answer: Json) -> str:
@@ -160,7 +171,7 @@ def _time(seconds: Sequence[float], within_s: float) -> Finding:
     if not seconds:
         return Finding("time", "nothing", [])
     ascending = sorted(seconds)
-    middle, slow = ascending[len(ascending) // 2], ascending[int(0.95 * (len(ascending) - 1))]
+    middle, slow = ascending[len(ascending) // 2], ascending[math.ceil(0.95 * len(ascending)) - 1]
     mistakes = [f"95 of 100 verifications may take {within_s:g} s, and took {slow:.2g} s"] if slow > within_s else []
     return Finding("time", f"median {1000 * middle:.1f} ms, 95 of 100 in {1000 * slow:.1f} ms", mistakes)
 

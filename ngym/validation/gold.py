@@ -72,11 +72,15 @@ def find_environment(config: Config, stanza: Stanza) -> Environment | None:
     """
     if stanza.app is None:
         return None
-    app = Path(stanza.app)
-    folder = app.parent.name if app.suffix == ".py" else app.name
-    places = (root / "data" / folder for root in (config.root, shipped()))
-    data = next((place for place in places if (place / GOLD).is_file()), None)
+    data = next((place for place in data_places(config.root, stanza.app) if (place / GOLD).is_file()), None)
     return Environment(stanza.name, data) if data is not None else None
+
+
+def data_places(root: Path, app: str) -> list[Path]:
+    """Where the data of `gym_servers/NAME` may lie, first beside the config, then as it ships."""
+    path = Path(app)
+    folder = path.parent.name if path.name == "app.py" else path.stem
+    return [base / "data" / folder for base in (root, shipped())]
 
 
 def says(text: str) -> list[Json]:

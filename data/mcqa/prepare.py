@@ -1,0 +1,100 @@
+"""Public multiple choice, as rows of ours (`ng_prepare arc_challenge`, `ng_prepare mmlu`)."""
+
+from string import ascii_uppercase
+
+from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
+from ngym.schema import Json
+
+PROMPT = "Answer the question. Put the letter of the right option in \\boxed{{}}.\n\n{question}\n{options}"
+
+
+def arc(record: Json) -> Made:
+    """`{"question", "choices": {"label", "text"}, "answerKey"}`; labels are letters, or digits in some records."""
+    labels = list(record["choices"]["label"])
+    if record["answerKey"] not in labels:
+        raise Unfit("the right option is not among the choices")
+    return _made(record["question"], record["choices"]["text"], labels.index(record["answerKey"]))
+
+
+def mmlu(record: Json) -> Made:
+    """`{"question", "subject", "choices": [...], "answer": 0..3}`."""
+    made = _made(record["question"], record["choices"], record["answer"])
+    return Made({**made.row, "subject": record["subject"]}, made.answer)
+
+
+def _made(question: str, choices: list[str], right: int) -> Made:
+    if len(set(choices)) != len(choices):
+        raise Unfit("two of the options are the same")
+    options = [{letter: text} for letter, text in zip(ascii_uppercase, choices, strict=False)]
+    shown = "\n".join(f"{letter}: {text}" for option in options for letter, text in option.items())
+    letter = ascii_uppercase[right]
+    prompt = PROMPT.format(question=question.strip(), options=shown)
+    row = {"responses_create_params": {"input": prompt}, "options": options, "expected_answer": letter}
+    return Made(row, saying(f"\\boxed{{{letter}}}"))
+
+
+SETS = (
+    PublicSet(
+        name="arc_challenge",
+        title="ARC",
+        environment="mcqa",
+        host="hugging_face",
+        repo="allenai/ai2_arc",
+        revision="210d026faf9955653af8916fad021475a3f00453",
+        licence="CC-BY-SA-4.0",
+        rows=1_418,
+        parts=(
+            Part(
+                files=(
+                    File(
+                        path="ARC-Challenge/train-00000-of-00001.parquet",
+                        sha256="e488c1587ffdcfc8443f916c53488a95cd471c5790e0746c6bfe4cecf20962cb",
+                    ),
+                ),
+                split="train",
+            ),
+            Part(
+                files=(
+                    File(
+                        path="ARC-Challenge/validation-00000-of-00001.parquet",
+                        sha256="395a5c88d1580d69855fbaee9450270578df1ad5af6259771cd0a42c20e99f05",
+                    ),
+                ),
+                split="validation",
+            ),
+        ),
+        convert=arc,
+    ),
+    PublicSet(
+        name="mmlu",
+        title="MMLU",
+        environment="mcqa",
+        host="hugging_face",
+        repo="cais/mmlu",
+        revision="c30699e8356da336a370243923dbaf21066bb9fe",
+        licence="MIT",
+        rows=15_573,
+        note="a benchmark: what was trained on it cannot be measured by it",
+        parts=(
+            Part(
+                files=(
+                    File(
+                        path="all/validation-00000-of-00001.parquet",
+                        sha256="66cdf0b090ccb657d18d13cd81e31fdc55c3467da9642ffb178653268a97c8ef",
+                    ),
+                ),
+                split="train",
+            ),
+            Part(
+                files=(
+                    File(
+                        path="all/test-00000-of-00001.parquet",
+                        sha256="74a41822ce7d3def56e1682f958469c04642a5336a5ce912fa375fdb90fb25d7",
+                    ),
+                ),
+                split="validation",
+            ),
+        ),
+        convert=mmlu,
+    ),
+)

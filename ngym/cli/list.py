@@ -1,0 +1,128 @@
+"""`ng_list`: which environments are there? Those of the config and those that ship, read from files; nothing is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import click
+
+from ngym.cli.main import command
+
+if TYPE_CHECKING:
+    from ngym.config import Config, Stanza
+    from ngym.facts import Facts
+
+DEFAULT = Path("global_config.yaml")
+SPLITS = ("train", "validation", "example")
+HEADER = ("NAME", "DOMAIN", "KIND", "TRAIN", "VALID", "EXAMPLE", "LICENSE", "")
+
+
+class Listed(NamedTuple):
+    """An environment. app: None for one that somebody else runs. facts: None where a `problem` says why."""
+
+    name: str
+    app: str | None
+    in_config: bool
+    rows: dict[str, int]
+    facts: Facts | None
+    problem: str
+
+    def as_json(self) -> dict[str, Any]:
+        known = self.facts.model_dump() if self.facts else {}
+        return {"name": self.name, "app": self.app, "in_config": self.in_config, "rows": self.rows, **known}
+
+
+@command("ng_list")
+@click.option(
+    "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+    help="A config file; repeat it, and later files win. [default: global_config.yaml, if there is one]",
+)  # fmt: skip
+@click.option("--domain", "domains", multiple=True, metavar="DOMAIN", help="Only this domain, such as math; repeat it.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON array, also with the public sets to train on.")
+def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> None:
+    """Show every environment: its domain, kind, rows, the licence of its data, what it is. Nothing is started.
+
+    KIND is `tools` (calls tools), `single_turn` (only answers) or `steps` (plays turn by turn).
+    """
+    from ngym.errors import UsageError
+    from ngym.facts import Domain
+    from ngym.tree import did_you_mean
+
+    words = get_args(Domain)
+    for domain in domains:
+        if domain not in words:
+            raise UsageError(f"--domain {domain}: no such domain{did_you_mean(domain, words)}")
+    found = environments(configs or ((DEFAULT,) if DEFAULT.is_file() else ()))
+    shown = [each for each in found if not domains or (each.facts and each.facts.domain in domains)]
+    if as_json:
+        click.echo(json.dumps([each.as_json() for each in shown], indent=2, ensure_ascii=False))
+        return
+    _print([each for each in shown if each.in_config], f"in {', '.join(map(str, configs)) or DEFAULT}")
+    _print(
+        [each for each in shown if not each.in_config],
+        "shipped; to use one, put into the config:  NAME: {kind: gym_server, app: gym_servers/NAME}",
+    )
+
+
+def environments(configs: Sequence[Path]) -> list[Listed]:
+    """Those of the configs in their order, then the shipped ones that no stanza uses, by name."""
+    from ngym.config import app_file, load_config, shipped
+
+    config = load_config(configs) if configs else None
+    stanzas = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"] if config else []
+    listed = [_of_stanza(config, stanza) for stanza in stanzas if config]
+    used = {app_file(stanza.app, config.root) for stanza in stanzas if config and stanza.app}
+    for file in sorted((shipped() / "gym_servers").glob("*/app.py")):
+        if file.resolve() not in used:
+            name = file.parent.name
+            listed.append(_described(name, f"gym_servers/{name}", shipped(), in_config=False))
+    return [each for each in listed if each is not None]
+
+
+def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
+    if stanza.app is None:
+        return Listed(stanza.name, None, True, {}, None, f"at {', '.join(stanza.external_urls)}")
+    return _described(stanza.name, stanza.app, config.root, in_config=True)
+
+
+def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
+    """None for what is no environment: a gym server with neither facts nor data, such as gym_servers/sandbox."""
+    from ngym.config import app_file
+    from ngym.errors import ConfigError
+    from ngym.facts import facts_in, readme_of
+    from ngym.validation.gold import data_places
+
+    data = next((place for place in data_places(root, app) if place.is_dir()), None)
+    rows = {split: _count(data / f"{split}.jsonl") for split in SPLITS} if data else {}
+    try:
+        return Listed(name, app, in_config, rows, facts_in(readme_of(app_file(app, root))), "")
+    except ConfigError as error:
+        return Listed(name, app, in_config, rows, None, str(error)) if data else None
+
+
+def _count(path: Path) -> int:
+    """How many lines are in a file that may be there."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _print(listed: Sequence[Listed], title: str) -> None:
+    if not listed:
+        return
+    rows: list[tuple[str, ...]] = [HEADER, *map(_row, listed)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    click.echo(title)
+    for row in rows:
+        click.echo("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(each: Listed) -> tuple[str, ...]:
+    counts = tuple(f"{each.rows.get(split, 0):,}" if each.rows.get(split) else "-" for split in SPLITS)
+    if each.facts is None:
+        return (each.name, "?", "?", *counts, "?", each.problem)
+    return (each.name, each.facts.domain, each.facts.kind, *counts, each.facts.license, each.facts.description)

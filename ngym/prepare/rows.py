@@ -1,0 +1,148 @@
+"""Records -> rows of two splits, and on the disk with a manifest that says where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from ngym.errors import UsageError
+from ngym.jsonl import write_whole
+from ngym.prepare.download import digest
+from ngym.prepare.reading import joined
+from ngym.prepare.sets import File, Made, PublicSet, Split, Unfit
+from ngym.schema import Json
+
+HELD_OUT = 10  # one of so many, where a set does not say which are for validation
+MANIFEST = "manifest.json"
+SPLITS: tuple[Split, ...] = ("validation", "train")  # a row that stands in both is for validation
+
+
+class Converted(NamedTuple):
+    """A row with its split, and the set's own answer to it."""
+
+    split: Split
+    made: Made
+
+
+def converted(
+    chosen: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
+) -> Iterator[Converted]:
+    """The rows of all parts, at most `limit` of each split; what makes none is counted in `left_out`, by reason.
+
+    Raises:
+        UsageError: a file or a record is not of the form that the converter reads.
+    """
+    counts: Counter[Split] = Counter()
+
+    def full(split: Split | None) -> bool:
+        return limit is not None and all(counts[each] >= limit for each in ([split] if split else SPLITS))
+
+    for part in chosen.parts:
+        for number, record in enumerate(joined([paths[file] for file in part.files]), 1):
+            if full(part.split):
+                break
+            try:
+                made = chosen.convert(record)
+            except Unfit as error:
+                left_out[str(error)] += 1
+                continue
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{paths[part.files[0]]}: record {number} is not of the form that data/{chosen.environment}/prepare.py "
+                    f"reads ({type(error).__name__}: {error}); is it another --revision?"
+                ) from error
+            agent_ref = {"type": "responses_api_agents", "name": agent}
+            row = {"responses_create_params": made.row["responses_create_params"], "agent_ref": agent_ref, **made.row}
+            split = made.split or part.split or _share(row)
+            if not full(split):
+                counts[split] += 1
+                yield Converted(split, made._replace(row=row))
+
+
+def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, list[Converted]]:
+    """By split, each question once; none of validation stands in training."""
+    by_split: dict[Split, list[Converted]] = {"train": [], "validation": []}
+    for each in rows:
+        by_split[each.split].append(each)
+    seen: set[bytes] = set()
+    for split in SPLITS:
+        kept = []
+        for each in by_split[split]:
+            key = hashlib.sha256(_question(each.made.row)).digest()
+            if key in seen:
+                left_out["a question that stands there twice"] += 1
+            else:
+                seen.add(key)
+                kept.append(each)
+        by_split[split] = kept
+    return by_split
+
+
+def write(
+    folder: Path, chosen: PublicSet, rows: Mapping[Split, list[Converted]], left_out: Counter[str], files: list[Json]
+) -> None:
+    """train.jsonl, validation.jsonl, and last the manifest; the same set gives the same bytes.
+
+    Raises:
+        UsageError: the folder holds rows of something else.
+    """
+    check_free(folder, chosen.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        lines = [orjson.dumps(each.made.row, option=orjson.OPT_APPEND_NEWLINE) for each in rows[split]]
+        write_whole(folder / f"{split}.jsonl", b"".join(lines))
+    manifest = {
+        "set": chosen.name,
+        "title": chosen.title,
+        "environment": chosen.environment,
+        "source": f"{chosen.host}:{chosen.repo}",
+        "revision": chosen.revision,
+        "licence": chosen.licence,
+        "note": chosen.note,
+        "files": files,
+        "converter": converter_of(chosen),
+        "ngym": version("ngym"),
+        "rows": {split: {"count": len(rows[split]), "sha256": digest(folder / f"{split}.jsonl")} for split in SPLITS},
+        "left_out": dict(sorted(left_out.items())),
+    }
+    write_whole(folder / MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def check_free(folder: Path, name: str) -> None:
+    """UsageError where writing would replace rows that ng_prepare did not write for this set."""
+    manifest = folder / MANIFEST
+    try:
+        own = orjson.loads(manifest.read_bytes()).get("set") == name if manifest.is_file() else False
+    except (orjson.JSONDecodeError, AttributeError):
+        own = False
+    taken = [file for split in SPLITS if (file := folder / f"{split}.jsonl").exists()]
+    if taken and not own:
+        raise UsageError(f"{taken[0]} exists and was not prepared from {name}; choose another --output")
+
+
+def converter_of(chosen: PublicSet) -> Json:
+    """Which function made the rows, and the sha256 of its file."""
+    file = Path(inspect.getfile(chosen.convert))
+    return {"function": f"data/{file.parent.name}/{file.name}:{chosen.convert.__name__}", "sha256": digest(file)}
+
+
+def some(reasons: Counter[str], count: int) -> list[str]:
+    """The commonest, with how often."""
+    return [f"{times:>7,}  {reason}" for reason, times in reasons.most_common(count)]
+
+
+def _share(row: Json) -> Split:
+    """By the question alone, so that a set's split does not change with its order."""
+    return "validation" if hashlib.sha256(_question(row)).digest()[0] % HELD_OUT == 0 else "train"
+
+
+def _question(row: Json) -> bytes:
+    """What the policy is asked: the same words with other tools are another question."""
+    return orjson.dumps(row["responses_create_params"], option=orjson.OPT_SORT_KEYS)
