@@ -15,11 +15,12 @@ Verdict = Literal["always", "never", "mixed", "unscored"]
 
 @dataclass
 class Task:
-    """The rollouts of one task of one agent. rewards: of the scored ones."""
+    """The rollouts of one task of one agent. rewards: of the scored ones. subset: what the field asked for says."""
 
     agent: str
     task_id: str
     index: int
+    subset: str | None = None
     rewards: list[float] = field(default_factory=list)
     unscored: int = 0
 
@@ -48,15 +49,18 @@ class Task:
             "max_reward": max(rewards, default=None),
             "verdict": self.verdict(solved_at),
             "teaches": self.teaches,
+            **({} if self.subset is None else {"subset": self.subset}),
         }
 
 
-def profile(rows: Iterable[Json]) -> list[Task]:
-    """The tasks of these rollouts, in the order in which they first appear."""
+def profile(rows: Iterable[Json], by: str | None = None) -> list[Task]:
+    """The tasks of these rollouts, in the order in which they first appear. by: the field that says a task's subset."""
     tasks: dict[tuple[str, str, int], Task] = {}
     for row in rows:
         key = (row["agent_ref"]["name"], str((row.get("ng") or {}).get("task_id", "")), row["_ng_task_index"])
-        task = tasks.setdefault(key, Task(*key))
+        if key not in tasks:
+            tasks[key] = Task(*key, None if by is None else str(row.get(by, "(none)")))
+        task = tasks[key]
         if row["reward"] is None:
             task.unscored += 1
         else:

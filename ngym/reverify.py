@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ngym.called import calls_in
 from ngym.errors import ServiceError
+from ngym.groups import is_pending, rescored
 from ngym.peers import Peer
 from ngym.schema import Json
 
@@ -51,13 +52,9 @@ async def _again(row: Json, gym: Peer) -> Again:
         scored: Json = await session.post("/verify", row)
     except ServiceError as error:
         return Again(row, before, None, error.detail)
-    after: float | None = scored.get("reward")
-    trace = row.get("ng")
-    if isinstance(trace, dict):
-        ended = "truncated" if trace.get("stop_reason") in ("max_steps", "context", "length") else "ok"
-        status = "unscored" if after is None else ended
-        scored["ng"] = {**trace, "status": status, "reward_components": scored.get("reward_components") or {}}
-    return Again(scored, before, after)
+    if is_pending(scored):
+        return Again(row, before, None, "its reward comes from a comparison with the other rollouts of its task")
+    return Again(rescored(row, scored), before, scored.get("reward"))
 
 
 async def _repeat_calls(row: Json, post: Callable[..., Awaitable[object]], tools: set[str]) -> None:

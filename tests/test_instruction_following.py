@@ -46,9 +46,10 @@ async def test_every_reference_follows_its_row_and_a_stranger_to_it_does_not():
 
 
 def test_all_of_ifevals_25_instructions_are_there_and_stand_in_the_data():
-    ifeval = {name for name in APP.CHECKS if name.split(":")[0] not in ("count", "words", "sentence", "format")}
+    named = {name for row in shipped() for name in row["instruction_id_list"]}
+    ifeval = {name for name in named if name.split(":")[0] not in ("count", "words", "sentence", "format")}
     assert len(ifeval) == 25
-    assert ifeval <= {name for row in shipped() for name in row["instruction_id_list"]}
+    assert ifeval <= APP.CHECKS.keys()
 
 
 UNCHECKABLE = [
@@ -110,6 +111,16 @@ async def test_no_text_makes_the_checks_slow():
         "change_case:capital_word_frequency": {"capital_frequency": 1},
         "count:word_count_range": {"min_words": 1, "max_words": 2},
         **{name: {"N": 1} for name in ("count:unique_word_count", "count:numbers", "count:lines")},
+        "count:lowercase_counting": {"N": 0},
+        "count:count_increment_word": {"keyword1": "x", "keyword2": "y"},
+        "count:counting_composition": {"n_sent": 1, "n_words": 1},
+        "letters:letter_counting": {"N": 1, "relation": "at least"},
+        "letters:letter_counting2": {"letter": "a", "let_frequency": 1, "let_relation": "at least"},
+        "keywords:word_count_different_numbers": {"keyword": "x", "frequency": 1, "relation": "at least"},
+        "keywords:keyword_specific_position": {"keyword": "x", "n": 1, "m": 1},
+        **{name: {"keyword": "x"} for name in ("keywords:word_once", "keywords:exclude_word_harder")},
+        **{f"first_word:first_word_{where}": {"first_word": "x"} for where in ("sent", "answer")},
+        **{f"last_word:last_word_{where}": {"last_word": "x"} for where in ("sent", "answer")},
         **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment")},
     }
     row = {"instruction_id_list": list(APP.CHECKS), "kwargs": [given.get(name, {}) for name in APP.CHECKS]}
@@ -128,3 +139,43 @@ async def test_the_stanza_decides_which_reading_is_paid():
         async with serving(reading=reading) as peers:
             answer = await peers["gym"].post("/verify", rollout('Sure!\n"Tea."', **row))
         assert (answer["reward"], answer["parts"]) == (reward, {"strict": 0.0, "loose": 1.0})
+
+
+# id, arguments, a text that follows it, one that does not
+MULTI_CONSTRAINTS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("count:lowercase_counting", {"N": 2}, "ONE two THREE four", "one two three"),
+    ("count:count_unique", {}, "All words here differ", "the cat saw the dog"),
+    ("count:count_increment_word", {"keyword1": "cat", "keyword2": "dog"}, "cat dog dog", "cat cat dog dog"),
+    ("count:counting_composition", {"n_sent": 1, "n_words": 2}, "A b. * * * C d. * * * E f.", "A b. * * * C d."),
+    ("letters:letter_counting", {"N": 3, "relation": "less than"}, "a1b2", "abc"),
+    ("letters:letter_counting2", {"letter": "a", "let_frequency": 2, "let_relation": "at least"}, "Aha", "ah"),
+    ("paragraphs:paragraphs", {}, "one\n***\ntwo", "one\n\ntwo"),
+    ("paragraphs:paragraphs2", {}, "one\n\ntwo", "one\ntwo"),
+    ("first_word:first_word_sent", {"first_word": "cats"}, "Cats sleep. Cats eat.", "Cats sleep. Cats-like dogs eat."),
+    ("first_word:first_word_answer", {"first_word": "cats"}, "Cats sleep. Dogs eat.", "Some cats sleep."),
+    ("last_word:last_word_sent", {"last_word": "end"}, "This is the end. Another end!", "This is the end. No."),
+    ("last_word:last_word_answer", {"last_word": "contest"}, 'A kind of "contest".', "A contest it was."),
+    ("keywords:word_once", {"keyword": "cat"}, "A cat, and concatenation.", "A cat and a cat."),
+    ("keywords:exclude_word_harder", {"keyword": "cat"}, "Concatenation.", "A Cat."),
+    ("keywords:keyword_specific_position", {"keyword": "cat", "n": 2, "m": 2}, "Look. A cat sat.", "A cat. Sat it."),
+    ("keywords:start_end", {}, "Home is my home", "Home is my home."),
+    ("keywords:no_adjacent_consecutive", {}, "apples can fly", "apples become cider"),
+    ("keywords:palindrome", {}, "A civic duty", "A city duty"),
+    ("detectable_format:square_brackets", {}, "[all] [of] [it]", "[all] of [it]"),
+    ("detectable_format:bigram_wrapping", {}, "<<I am>> <<at home>>", "<<I am>> at <<home now>>"),
+    ("detectable_format:sentence_hyphens", {}, "I came.-I saw.-I won.", "I came. - I saw."),
+    ("punctuation:punctuation_dot", {}, "No stop!", "A stop."),
+    ("punctuation:punctuation_exclamation", {}, "Calm.", "Loud!"),
+    ("keywords:word_count_different_numbers", {"keyword": "a", "frequency": 2, "relation": "less than"}, "a b", "a a"),
+]
+
+
+async def test_the_further_instructions_of_if_multi_constraints_are_told_from_their_opposites():
+    async with serving() as peers:
+        wrong = []
+        for name, given, good, bad in MULTI_CONSTRAINTS:
+            row = {"instruction_id_list": [name], "kwargs": [given]}
+            answers = [(await peers["gym"].post("/verify", rollout(text, **row)))["reward"] for text in (good, bad)]
+            if answers != [1.0, 0.0]:
+                wrong.append((name, answers))
+    assert not wrong

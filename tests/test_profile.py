@@ -44,6 +44,30 @@ def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
     assert json.loads(result.output)["verdict"] == "mixed"
 
 
+def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:
+    tasks = [
+        (0, "easy", 1.0),
+        (0, "easy", 1.0),
+        (1, "hard", 1.0),
+        (1, "hard", 0.0),
+        (2, "hard", 0.0),
+        (2, "hard", None),
+    ]
+    path = tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps({**rollout(i, reward), "level": level}) + "\n" for i, level, reward in tasks))
+    result = CliRunner().invoke(main, [str(path), "--by", "level"])
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["easy", "1", "1.000", "1", "0", "0", "1"] in lines
+    assert ["hard", "2", "0.250", "0", "1", "1", "1"] in lines
+    rows = [
+        json.loads(line)
+        for line in CliRunner().invoke(main, [str(path), "--by", "level", "--json"]).output.splitlines()
+    ]
+    assert [row["subset"] for row in rows] == ["easy", "hard", "hard"]
+    assert "subset" not in json.loads(CliRunner().invoke(main, [str(path), "--json"]).output.splitlines()[0])
+
+
 def test_what_is_no_rollout_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,57 @@ def test_rewards_are_computed_anew_and_the_rest_stays(root: Path, stored: Path, 
     for old, new in zip(before, after, strict=True):
         assert new["response"] == old["response"] and new["ng"]["segments"] == old["ng"]["segments"]
     assert run(root, "--input", str(stored), "--output", str(again)).exit_code == 2, "it is there already"
+
+
+CASES = 4  # of each environment
+
+
+def gold_rollouts(root: Path) -> list[dict[str, Any]]:
+    """Of every shipped environment that has an agent: gold answers as they would be stored, their calls among the items."""
+    config = (root / "global_config.yaml").read_text()
+    found = []
+    for file in sorted((root / "data").glob("*/gold.jsonl")):
+        agent = f"{file.parent.name}_agent"
+        cases = [json.loads(line) for line in file.read_text().splitlines()] if f"\n{agent}:" in config else []
+        for case in [case for case in cases if "reward" in case["expect"]][:CASES]:
+            said = case.get("output") or [says(case.get("text", ""))]
+            if not any(item["type"] == "function_call" for item in said):
+                said = [*called(case.get("calls", ())), *said]
+            found.append(rollout(agent, said, case["expect"]["reward"], **case["task"]))
+    return found
+
+
+def called(calls: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"type": "function_call", "name": name, "call_id": f"c{number}", "arguments": json.dumps(arguments)}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+
+
+def test_stored_rollouts_of_every_shipped_environment_get_their_rewards_again(root: Path, tmp_path: Path) -> None:
+    stored = gold_rollouts(root)
+    agents = {row["agent_ref"]["name"] for row in stored}
+    assert {"games_agent", "workplace_agent", "judge_agent", "tool_minimal_agent", "code_exec_agent"} <= agents
+    source, again = tmp_path / "out.jsonl", tmp_path / "again.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in stored))
+    judge = ["policy.app=models/scripted", "policy.file=data/judge/model.jsonl"]
+    result = run(root, "--input", str(source), "--output", str(again), "--concurrency", "4", "--models", *judge)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in again.read_text().splitlines()]
+    wrong = [
+        (old["agent_ref"]["name"], old["reward"], new["reward"], new.get("reason"))
+        for old, new in zip(stored, rows, strict=True)
+        if new["reward"] != (None if old["reward"] is None else pytest.approx(old["reward"], abs=1e-9))
+    ]
+    assert wrong == []
+
+
+def test_what_a_judge_scores_is_refused_where_no_model_may_be_asked(root: Path, tmp_path: Path) -> None:
+    source, again = tmp_path / "out.jsonl", tmp_path / "again.jsonl"
+    source.write_text(json.dumps(rollout("judge_agent", [says("Dear Ada")], 0.5, mode="rubric")) + "\n")
+    result = run(root, "--input", str(source), "--output", str(again))
+    assert result.exit_code == 2 and "'judge' asks policy for its rewards; with --models" in result.stderr
+    assert not again.exists()
 
 
 def test_a_rollout_that_cannot_be_verified_keeps_its_reward_and_is_counted(root: Path, tmp_path: Path) -> None:

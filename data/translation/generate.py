@@ -161,19 +161,22 @@ def sentence(rng: random.Random) -> Clause:
     return Clause(*(f"{text[0].upper()}{text[1:]}." for text in clause))
 
 
+def row(made: Clause, code: str) -> dict[str, Any]:
+    return {
+        "responses_create_params": {"input": PROMPT.format(language=LANGUAGES[code], source=made.en)},
+        "agent_ref": {"type": "responses_api_agents", "name": "translation_agent"},
+        "source": made.en,
+        "references": [made.de if code == "de" else made.es],
+    }
+
+
 def main() -> None:
     rng = random.Random(SEED)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < TRAIN + VALIDATION:
         made = sentence(rng)
         code = rng.choice(list(LANGUAGES))
-        row = {
-            "responses_create_params": {"input": PROMPT.format(language=LANGUAGES[code], source=made.en)},
-            "agent_ref": {"type": "responses_api_agents", "name": "translation_agent"},
-            "source": made.en,
-            "references": [made.de if code == "de" else made.es],
-        }
-        rows.setdefault(made.en, row)
+        rows.setdefault(made.en, row(made, code))
     listed = list(rows.values())
     files = {"train": listed[VALIDATION:], "validation": listed[:VALIDATION], "example": listed[:EXAMPLES]}
     for name, part in files.items():

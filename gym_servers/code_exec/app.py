@@ -30,7 +30,14 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
     code = fenced(task.text)
     if code is None:
-        return {"reward": 0.0, "outcome": "no_code", "passed": 0, "tests": len(task.cases), "tier": None}
+        return {
+            "reward": 0.0,
+            "outcome": "no_code",
+            "extracted_answer": None,
+            "passed": 0,
+            "tests": len(task.cases),
+            "tier": None,
+        }
     score: Score = await (of_function if task.function else of_program)(
         app.state.sandbox, code, task, options.limits, options.partial
     )
@@ -45,7 +52,7 @@ async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
         "passed": score.passed,
         "tests": len(task.cases),
         "tier": score.tier,
-        "extracted_code": code,
+        "extracted_answer": code,
     }
 
 

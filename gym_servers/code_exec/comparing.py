@@ -1,13 +1,19 @@
 """Is this the expected value, or the expected output? Plain JSON on both sides: nothing of the program's decides."""
 
 import math
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 MAX_NUMBER = 40  # characters
 
 
 def same(expected: Any, got: Any, tolerance: float) -> bool:
-    """Equal, and of equal kind: `True` is not 1, "1" is not 1. A float is met within the tolerance, by an int too."""
+    """Equal, and of equal kind: `True` is not 1, "1" is not 1. A float is met within the tolerance, by an int too.
+
+    An int is met by the float that is exactly it, as `==` has it.
+    """
+    if type(expected) is int and isinstance(got, float):
+        return expected == got
     if isinstance(expected, float):
         return not isinstance(got, bool) and isinstance(got, int | float) and close(expected, got, tolerance)
     if type(expected) is not type(got):
@@ -22,9 +28,9 @@ def same(expected: Any, got: Any, tolerance: float) -> bool:
 
 
 def same_output(expected: str, got: str, tolerance: float) -> bool:
-    """The same words on the same lines, space at their ends and empty lines at the end aside.
+    """The same words on the same lines, space at their ends and empty lines before and after aside.
 
-    A number with a point is met within the tolerance.
+    A number with a point is met within the tolerance, one without by its equal alone (`5` by `5.0`).
     """
     wanted, lines = _lines(expected), _lines(got)
     if len(wanted) != len(lines):
@@ -40,7 +46,7 @@ def close(expected: float, got: float, tolerance: float) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.rstrip() for line in text.strip().split("\n")]
 
 
 def _same_words(expected: list[str], got: list[str], tolerance: float) -> bool:
@@ -50,9 +56,11 @@ def _same_words(expected: list[str], got: list[str], tolerance: float) -> bool:
 def _same_word(expected: str, got: str, tolerance: float) -> bool:
     if expected == got:
         return True
-    if "." not in expected or max(len(expected), len(got)) > MAX_NUMBER:
+    if max(len(expected), len(got)) > MAX_NUMBER or not {expected[0], got[0]} <= set("-+.0123456789"):
         return False
     try:
+        if "." not in expected:
+            return Decimal(expected) == Decimal(got)
         return close(float(expected), float(got), tolerance)
-    except ValueError:
+    except (ValueError, InvalidOperation):
         return False

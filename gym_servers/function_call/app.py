@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field, model_validator
 from ngym import VerifyRequest, gym_server
 from ngym.answers import number, same_number, without_reasoning
 from ngym.called import calls_in
+from ngym.schema import Json
+from ngym.scores import means_by
 
 from .compare import matched
 
@@ -66,4 +68,15 @@ def _answered(task: Task) -> bool:
     return len(words) <= ASKING_WORDS and "?" in said and any(word in words for word in task.asks_for)
 
 
-app = gym_server(verify=verify)
+def compute_metrics(rows: list[Json]) -> dict[str, float]:
+    """The reward by the row's kind (BFCL's categories), the calls that are exact, and the tools that do not exist."""
+    expected = sum(len(row["expected_calls"]) for row in rows)
+    calls = sum(row["calls"] for row in rows)
+    shares = {
+        "exact_calls/expected": sum(row.get("exact_calls", 0) for row in rows) / expected if expected else None,
+        "hallucinated_calls/made": sum(row["hallucinated_calls"] for row in rows) / calls if calls else None,
+    }
+    return {**means_by(rows, "kind"), **{name: share for name, share in shares.items() if share is not None}}
+
+
+app = gym_server(verify=verify, compute_metrics=compute_metrics)

@@ -46,7 +46,7 @@ def same(made: Any, expected: Any, schema: Schema) -> bool:
         case bool() | None:
             return made is expected
         case int() | float():
-            return not isinstance(made, bool) and isinstance(made, int | float) and _same_number(made, expected, schema)
+            return not isinstance(made, bool) and isinstance(made, int | float) and _same_number(made, expected)
         case str():
             return isinstance(made, str) and _plain(made) == _plain(expected)
     return False
@@ -56,12 +56,15 @@ def _same_object(made: dict[str, Any], expected: dict[str, Any], schema: Schema)
     """An optional member that is left out stands for its default, or for null."""
     members: Mapping[str, Schema] = schema.get("properties", {})
     required = schema.get("required", ())
-    if made.keys() - members.keys() or any(name not in made for name in required):
+    if made.keys() - members.keys() - expected.keys() or any(name not in made for name in required):
         return False
-    return all(
-        same(made.get(name, member.get("default")), expected.get(name, member.get("default")), member)
-        for name, member in members.items()
-    )
+    names = members.keys() | expected.keys()  # an object of free form declares no members
+    return all(_same_member(name, made, expected, members.get(name, {})) for name in names)
+
+
+def _same_member(name: str, made: dict[str, Any], expected: dict[str, Any], schema: Schema) -> bool:
+    default = schema.get("default")
+    return same(made.get(name, default), expected.get(name, default), schema)
 
 
 def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
@@ -79,8 +82,8 @@ def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
     return True
 
 
-def _same_number(made: float, expected: float, schema: Schema) -> bool:
-    if schema.get("type") == "integer":
+def _same_number(made: float, expected: float) -> bool:
+    if isinstance(expected, int):
         return made == expected
     return math.isclose(made, expected, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12)
 

@@ -1,10 +1,13 @@
 """games: six small games, played turn by turn. A game's score, from 0 to 1, is the rollout's reward."""
 
 import asyncio
+from statistics import fmean
 from typing import Literal
 
 from ngym import Session, VerifyRequest
 from ngym.answers import boxed, without_reasoning
+from ngym.schema import Json
+from ngym.scores import means_by
 from ngym.services.steps import Step, step_server
 
 from .blackjack import Blackjack
@@ -62,4 +65,10 @@ def move_in(text: str) -> str:
     return " ".join(said.casefold().split()).strip(" .*`\"'")
 
 
-app = step_server(task=Task, reset=reset, step=step)
+def compute_metrics(rows: list[Json]) -> dict[str, float]:
+    """The score of each game, and the share of games that were played to their end."""
+    finished = {"finished": fmean(row["over"] for row in rows)} if rows else {}
+    return {**finished, **means_by(rows, "game")}
+
+
+app = step_server(task=Task, reset=reset, step=step, compute_metrics=compute_metrics)

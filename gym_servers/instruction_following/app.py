@@ -1,6 +1,8 @@
 """instruction_following: instructions that code can check (IFEval's 25 and IFBench's kind). Reward for those followed."""
 
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
@@ -8,6 +10,7 @@ from pydantic import ValidationError, model_validator
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.answers import without_reasoning
 from ngym.rewards import Shaping, shaped, weighted
+from ngym.schema import Json
 from ngym.workers import WorkerPool
 
 from .following import CHECKS
@@ -64,4 +67,15 @@ def score(found: list[bool], mode: str) -> float:
     return float(all(found)) if mode == "binary" else sum(found) / len(found)
 
 
-app = gym_server(verify=verify, options=FollowingOptions, lifespan=pool.lifespan)
+def compute_metrics(rows: list[Json]) -> dict[str, float]:
+    """IFEval's four numbers (arXiv 2311.07911): prompts with all instructions followed, and instructions; both readings."""
+    numbers = {}
+    for reading in ("strict", "loose"):
+        found = [row[f"followed_{reading}"] for row in rows]
+        if found:
+            numbers[f"prompt_level/{reading}"] = fmean(map(all, found))
+            numbers[f"instruction_level/{reading}"] = fmean(chain.from_iterable(found))
+    return numbers
+
+
+app = gym_server(verify=verify, options=FollowingOptions, lifespan=pool.lifespan, compute_metrics=compute_metrics)

@@ -5,17 +5,21 @@ from typing import Any
 
 from pydantic import validate_call
 
-from . import ifbench, ifeval
+from ngym.words import visible
+
+from . import ifbench, ifeval, rlvr
 
 MAX_CHARS = 200_000  # a longer text follows nothing
 Check = Callable[..., bool]
 
-CHECKS: dict[str, Check] = {name: validate_call(check) for name, check in {**ifeval.CHECKS, **ifbench.CHECKS}.items()}
+KNOWN = {**ifeval.CHECKS, **ifbench.CHECKS, **rlvr.CHECKS}
+CHECKS: dict[str, Check] = {name: validate_call(check) for name, check in KNOWN.items()}
 
 
 def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, list[bool]]:
     """`{"strict": [...], "loose": [...]}`, an entry for each instruction; a text without a word follows nothing."""
-    readings = variants(text) if any(c.isalnum() for c in text) and len(text) <= MAX_CHARS else []
+    text = visible(text) if len(text) <= MAX_CHARS else ""
+    readings = variants(text) if any(c.isalnum() for c in text) else []
     strict = [any(CHECKS[name](reading, **given) for reading in readings[:1]) for name, given in instructions]
     loose = [any(CHECKS[name](reading, **given) for reading in readings) for name, given in instructions]
     return {"strict": strict, "loose": loose}

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from ngym.words import unmasked
+
 from .languages import LANGUAGES, is_in, script_share
 from .reading import sentences, spoken, words
 
@@ -28,6 +30,7 @@ def _known(language: str) -> str:
 
 Language = Annotated[str, AfterValidator(_known)]
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+MARKUP = re.compile(r"[*`~]|\b_|_\b")
 COMMAS = re.compile("[,\u060c\u3001\uff0c\ufe10\ufe50\u201a\u02cc\ufe45]")
 
 
@@ -44,7 +47,9 @@ def frequency(text: str, keyword: Text, frequency: Count, relation: Relation = "
 
 
 def forbidden_words(text: str, forbidden_words: list[Text]) -> bool:
-    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+    plain = MARKUP.sub("", unmasked(text))
+    found = (re.search(rf"\b{re.escape(unmasked(word))}\b", plain, re.IGNORECASE) for word in forbidden_words)
+    return not any(found)
 
 
 def letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation = "at least") -> bool:
@@ -80,7 +85,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Co
 
 
 def number_placeholders(text: str, num_placeholders: Count) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\w[^\[\]\n]*\]", text)) >= num_placeholders
+    return len(re.findall(r"\[(?=[^\[\]\n]*\w)[^\[\]\n]+\]", text)) >= num_placeholders
 
 
 def postscript(text: str, postscript_marker: Text) -> bool:
@@ -100,7 +105,7 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, num_highlights: Count) -> bool:
-    return len(re.findall(r"\*[^\n*]*\w[^\n*]*\*", text)) >= num_highlights
+    return len(re.findall(r"\*(?=[^\n*]*\w)[^\n*]+\*", text)) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: Text, num_sections: Count) -> bool:
@@ -120,7 +125,7 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    return re.search(r"<<[^<>\n]*\w[^<>\n]*>>", text) is not None
+    return re.search(r"<<(?=[^<>\n]*\w)[^<>\n]+>>", text) is not None
 
 
 def two_responses(text: str) -> bool:

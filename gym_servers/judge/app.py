@@ -1,17 +1,18 @@
-"""judge: a model service judges the answer: by a rubric, against a reference in both orders, or in a ranked group."""
+"""judge: a model judges: by a rubric, against a reference in both orders, ranked among references or its own group."""
 
 import asyncio
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym import ServiceOptions, VerifyGroup, VerifyRequest, gym_server
 from ngym.answers import without_reasoning
 from ngym.judging import Question, Verdict, ask, one_of, ranking, whole_number
 from ngym.peers import Peers
 from ngym.rewards import Shaping, shaped
 from ngym.services.options import ServiceName
 
+from .group import place, places
 from .questions import criterion_question, pair_question, ranking_question
 
 
@@ -29,7 +30,7 @@ class Criterion(BaseModel):
 
 
 class JudgeTask(VerifyRequest):
-    mode: Literal["rubric", "pairwise", "ranking"]
+    mode: Literal["rubric", "pairwise", "ranking", "group"]  # group: among the other rollouts of the task
     question: str  # what the policy was asked, as the judge is told it
     rubric: list[Criterion] = Field(default_factory=list)
     references: list[str] = Field(default_factory=list)  # pairwise: one; ranking: those that the answer is put among
@@ -44,6 +45,8 @@ class JudgeTask(VerifyRequest):
             raise ValueError("mode pairwise needs exactly one text in references")
         if self.mode == "ranking" and not 1 <= len(self.references) <= 15:
             raise ValueError("mode ranking needs 1 to 15 texts in references")
+        if self.mode == "group" and (self.references or self.rubric):
+            raise ValueError("mode group ranks the rollouts of the task; it takes no references and no rubric")
         return self
 
 
@@ -51,6 +54,8 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     answer = without_reasoning(task.text).strip()
     if not answer:
         return {"reward": 0.0, "outcome": "no_answer"}
+    if task.mode == "group":
+        return {"reward": None, "reward_pending": "group"}
     names, asked = questions(task, answer, options, peers)
     verdicts: list[Verdict[float]] = await asyncio.gather(*asked)
     values: list[float] = []
@@ -90,9 +95,30 @@ def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers)
 PAIR = one_of("A", "B", "tie")
 
 
-def place(order: list[int], ours: int) -> float:
-    """1 for the best place, 0 for the last; order names the texts, best first, counted from 1."""
-    return 1.0 - order.index(ours) / (len(order) - 1)
+class Group(VerifyGroup):
+    rollouts: list[JudgeTask]
 
 
-app = gym_server(verify=verify, options=JudgeOptions)
+async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> list[dict[str, Any]]:
+    """The answers of one task, ranked among one another; the same answer has the same place, however often it was given."""
+
+    async def rank(texts: list[str]) -> Verdict[list[int]]:
+        question = ranking_question(group.rollouts[0].question, texts)
+        return await ask(
+            peers, options.judge, question, ranking(len(texts)), attempts=options.attempts, timeout_s=options.timeout_s
+        )
+
+    answers = [without_reasoning(task.text).strip() for task in group.rollouts]
+    size = {"group_size": len(answers)}
+    found = await places(set(answers), rank) if len(answers) > 1 else "there is no other answer to compare it with"
+    if isinstance(found, str):
+        return [{"reward": None, "outcome": "judge_error", "reason": found, **size} for _ in answers]
+    outcomes = []
+    for task, answer in zip(group.rollouts, answers, strict=True):
+        parts = found[answer]
+        outcome = {"reward": sum(parts.values()), "reward_components": parts, "outcome": "judged", **size}
+        outcomes.append(shaped(outcome, task.response, options.shaping))
+    return outcomes
+
+
+app = gym_server(verify=verify, options=JudgeOptions, verify_group=verify_group)

@@ -9,6 +9,8 @@ from ngym import ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.answers import short
 from ngym.errors import BadRequest
 from ngym.rewards import Shaping, shaped
+from ngym.schema import Json
+from ngym.scores import means_by
 from ngym.words import exact
 
 from .document import Document, Kind, Spec, named
@@ -63,8 +65,14 @@ async def verify(task: LongTask, options: LongOptions) -> dict[str, Any]:
         numbers = re.findall(r"\d[\d,]*", short(task.text) or "")
         found = numbers[0].replace(",", "").strip(",") if len(numbers) == 1 else None
         right = found == expected
-    outcome = {"reward": float(right), "extracted_answer": found, "expected_answer": expected}
+    outcome = {"reward": float(right), "right": right, "extracted_answer": found, "expected_answer": expected}
     return shaped(outcome, task.response, options.shaping)
 
 
-app = gym_server(tools=[read_page], verify=verify, options=LongOptions)
+def compute_metrics(rows: list[Json]) -> dict[str, float]:
+    """The share of right answers by the kind of question, and by the document's length in powers of two of its pages."""
+    sized = [{**row, "length": f"pages<={1 << (row['pages'] - 1).bit_length()}"} for row in rows]
+    return {**means_by(rows, "kind", "right"), **means_by(sized, "length", "right")}
+
+
+app = gym_server(tools=[read_page], verify=verify, options=LongOptions, compute_metrics=compute_metrics)

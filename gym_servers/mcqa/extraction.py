@@ -10,6 +10,7 @@ Options = dict[str, str]
 
 MAX_CHARS = 20_000
 
+_ALONE = re.compile(r"[^A-Za-z]*([A-Z])[^A-Za-z]*")  # a capital and no other letter, as those rows ask for
 _ANSWER_COLON = re.compile(r"answer[ \t]*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
 
 
@@ -22,10 +23,10 @@ def chosen(text: str, options: Options, mode: Mode) -> str | None:
     box = boxed(text)
     if box is None:
         return None
-    letter = letter_of(box, options)
-    if letter is not None and letter in unwrapped(box):  # a capital, as those rows ask for
-        return letter
-    return _contained(box, options) if mode == "lenient_boxed" else None
+    alone = _ALONE.fullmatch(unwrapped(box))
+    if alone and alone[1] in options:
+        return alone[1]
+    return letter_of(box, options) or _contained(box, options) if mode == "lenient_boxed" else None
 
 
 def _contained(box: str, options: Options) -> str | None:

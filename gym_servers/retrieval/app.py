@@ -33,7 +33,7 @@ class Open(BaseModel):
 class Task(VerifyRequest):
     library: int
     expected_answer: str
-    support: list[str] = Field(description="The documents that together prove the answer.")
+    support: list[str] = Field(min_length=1, description="The documents that together prove the answer.")
 
 
 async def search(body: Search, session: Session) -> list[dict[str, str]]:

@@ -42,18 +42,18 @@ async def query(body: Query, session: Session, options: SqlOptions) -> dict[str,
 async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
     said = final_query(task.text)
     if said is None:
-        return {"reward": 0.0, "outcome": "no_query", "extracted_sql": None}
+        return {"reward": 0.0, "outcome": "no_query", "extracted_answer": None}
     databases = task.all(options.databases)
     known = await pool.run("expect", databases, task.gold, deadline_s=options.deadline_s)
     if known.kind != "ok" or "error" in known.value:
         reason = known.detail if known.kind != "ok" else known.value["error"]
-        return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_sql": said}
+        return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_answer": said}
     ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=options.deadline_s)
     graded = ran.value if ran.kind == "ok" else _ended(ran.kind, ran.detail)
     return {
         "reward": {"correct": 1.0, "infra_error": None}.get(graded["outcome"], 0.0),
         **graded,
-        "extracted_sql": said,
+        "extracted_answer": said,
     }
 
 

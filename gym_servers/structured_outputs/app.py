@@ -38,7 +38,7 @@ async def verify(task: StructuredTask, options: StructuredOptions) -> dict[str, 
     shape = options.shape_weight if task.expected_values else 1.0
     weights = {"valid": shape, "values": 1.0 - shape}
     paid = weighted({name: verdict[name] for name in weights}, weights, gate="valid")
-    return shaped({**verdict, **paid}, task.response, options.shaping)
+    return shaped({**verdict, **paid, "extracted_answer": document or None}, task.response, options.shaping)
 
 
 app = gym_server(verify=verify, options=StructuredOptions, lifespan=pool.lifespan)

@@ -25,6 +25,8 @@ from defusedxml.ElementTree import fromstring
 
 MAX_CHARS = 100_000
 MAX_DEPTH = 60
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+LONG_KEY = re.compile(r"(?<![\w-])(?:(?:[\w-]+|\"[^\"\n]*\"|'[^'\n]*')[ \t]*\.[ \t]*){60}")
 Schema = Any
 
 
@@ -43,6 +45,8 @@ def parse(text: str, form: str, schema: Schema) -> Any:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Malformed("half a surrogate pair is no character") from None
+    except ValueError:  # TOML's 0xfff... is no decimal text to json
+        raise Malformed("a whole number has too many digits") from None
     return document
 
 
@@ -123,6 +127,8 @@ def parse_yaml(text: str, schema: Schema) -> Any:
 
 
 def parse_toml(text: str, schema: Schema) -> Any:
+    if LONG_KEY.search(text):  # a.a.a...: tomllib takes quadratic memory for it
+        raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
     try:
         return plain(tomllib.loads(text, parse_float=decimal))
     except ValueError as error:
@@ -209,9 +215,13 @@ def member(schema: Schema, name: str, whole: Schema) -> dict[str, Any]:
     return resolved(properties.get(name) if isinstance(properties, dict) else None, whole)
 
 
-def types(schema: dict[str, Any]) -> list[str]:
+def types(schema: Schema) -> list[str]:
+    """What a value may be: by `type`, or by that of the alternatives."""
+    if not isinstance(schema, dict):
+        return []
     kinds = schema.get("type", [])
-    return kinds if isinstance(kinds, list) else [kinds]
+    found = [*kinds] if isinstance(kinds, list) else [kinds]
+    return found + [kind for name in ALTERNATIVES for other in schema.get(name, ()) for kind in types(other)]
 
 
 def scalar(text: str, schema: dict[str, Any]) -> Any:

@@ -85,20 +85,22 @@ async def get_reviews(body: Sku, session: Session) -> Any:
     return _look("get_reviews", body, session)
 
 
-async def verify(task: Task, session: Session) -> dict[str, Any]:
+def verify(task: Task, session: Session) -> dict[str, Any]:
     # An agent that an SDK drives leaves no calls in its trajectory, a stored rollout has no session: the longer list counts.
     calls = max(calls_in(task.response), session.get("calls", []), key=len)
     seen = [world(task.world).call(call.name, _key(call)) for call in calls]
     known = frozenset[str]().union(*(shown.facts for shown in seen if shown))
-    right = _says(task.text, task.expected_answer)
+    answer = _answer(task.text, task.expected_answer)
+    right = answer is not None and _same(answer, task.expected_answer)
     looked_up = known >= set(task.needs)
-    efficiency = (task.minimal_calls + 1) / (len(calls) + 1)
+    efficiency = min(1.0, (task.minimal_calls + 1) / (len(calls) + 1))  # a lucky guess pays no more
     parts = {"correctness": CORRECT, "efficiency": EFFICIENT * efficiency}
     if not (right and looked_up):
         parts = dict.fromkeys(parts, 0.0)
     return {
         "reward": sum(parts.values()),
         "reward_components": parts,
+        "extracted_answer": answer,
         "right": right,
         "looked_up": looked_up,
         "calls": len(calls),
@@ -111,12 +113,17 @@ def _key(call: Call) -> str:
     return str((call.arguments or {}).get(TOOLS.get(call.name, ""), ""))
 
 
-def _says(text: str, expected: str) -> bool:
+def _answer(text: str, expected: str) -> str | None:
     """A number: the last one of the text. A city: it, and no other."""
     if expected in CITIES:
-        return {city for city in CITIES if city.casefold() in text.casefold()} == {expected}
+        named = [city for city in CITIES if city.casefold() in text.casefold()]
+        return named[0] if len(named) == 1 else None
     found = number(text)
-    return found is not None and same_number(found, Decimal(expected))
+    return None if found is None else str(found)
+
+
+def _same(answer: str, expected: str) -> bool:
+    return answer == expected if expected in CITIES else same_number(Decimal(answer), Decimal(expected))
 
 
 app = gym_server(

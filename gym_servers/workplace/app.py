@@ -1,5 +1,6 @@
 """workplace: jobs in an office. Reward 1 when in the end what had to change has changed, and nothing else has."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
     wanted = office(task.office)
     for tool, arguments in task.actions:
         act(wanted, tool, arguments)
-    got = _office_of(session) if "task" in session else _replayed(task)
+    got = _office_of(session) if "task" in session else await asyncio.to_thread(_replayed, task)
     missing, unasked = differences(office(task.office), wanted, got)
     return {
         "reward": float(not missing and not unasked),

@@ -26,20 +26,21 @@ WIDTH = 40
 @command("ng_profile")
 @click.argument("sources", nargs=-1, required=True, type=FILE, metavar="FILE...")
 @click.option("--solved", type=float, default=1.0, show_default=True, help="The reward from which on a task is solved.")
+@click.option("--by", metavar="FIELD", help="Also a line for each value of this field of the rows, such as level.")
 @click.option("--output", type=FILE, metavar="FILE", help="A JSONL row for each task.")
 @click.option("--json", "as_json", is_flag=True, help="The rows on standard output, and no table.")
-def main(sources: tuple[Path, ...], solved: float, output: Path | None, as_json: bool) -> None:
+def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
     """Say of scored rollouts, task by task, how often each was solved, and which tasks teach nothing.
 
     A task teaches something to the algorithms that compare the rollouts of a task if their rewards differ.
 
     \b
-    Example: ng_profile out.jsonl --output tasks.jsonl
+    Example: ng_profile out.jsonl --by level --output tasks.jsonl
     """
     from ngym.jsonl import write_whole
     from ngym.profile import profile
 
-    tasks = profile(row for source in sources for row in _rows(source))
+    tasks = profile((row for source in sources for row in _rows(source)), by)
     if not tasks:
         raise UsageError(f"{', '.join(map(str, sources))}: no rollouts in it")
     lines = b"".join(orjson.dumps(task.as_json(solved)) + b"\n" for task in tasks)
@@ -49,7 +50,10 @@ def main(sources: tuple[Path, ...], solved: float, output: Path | None, as_json:
         click.echo(lines, nl=False)
         return
     for agent in dict.fromkeys(task.agent for task in tasks):
-        _show(agent, [task for task in tasks if task.agent == agent], solved)
+        of_agent = [task for task in tasks if task.agent == agent]
+        _show(agent, of_agent, solved)
+        if by is not None:
+            _show_subsets(by, of_agent, solved)
     if output is not None:
         click.echo(f"{output}: {len(tasks):,} tasks")
 
@@ -71,7 +75,7 @@ def _problem(row: Json) -> str | None:
 def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
     verdicts = Counter(task.verdict(solved) for task in tasks)
     nothing = sum(not task.teaches for task in tasks)
-    rates = [sum(reward >= solved for reward in task.rewards) / len(task.rewards) for task in tasks if task.rewards]
+    rates = _rates(tasks, solved)
     mean = f", mean pass rate {fmean(rates):.3f}" if rates else ""
     click.echo(f"{agent}: {len(tasks):,} tasks, {sum(len(task.rewards) for task in tasks):,} scored rollouts{mean}")
     for verdict in ("always", "mixed", "never", "unscored"):
@@ -82,3 +86,21 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
     for bar in range(BARS):
         drawn = "#" * round(WIDTH * counts[bar] / max(counts.values(), default=1))
         click.echo(f"  {bar / BARS:.1f} - {(bar + 1) / BARS:.1f} {counts[bar]:>8,}  {drawn}")
+
+
+def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
+    click.echo(
+        f"  {by:<24} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'teach nothing':>14}"
+    )
+    for value in sorted({task.subset or "" for task in tasks}):
+        some = [task for task in tasks if task.subset == value]
+        verdicts, rates = Counter(task.verdict(solved) for task in some), _rates(some, solved)
+        rate = f"{fmean(rates):.3f}" if rates else "-"
+        counts = "".join(f" {verdicts[verdict]:>8,}" for verdict in ("always", "mixed", "never"))
+        nothing = sum(not task.teaches for task in some)
+        click.echo(f"  {value[:24]:<24} {len(some):>8,} {rate:>10}{counts} {nothing:>14,}")
+
+
+def _rates(tasks: Sequence[Task], solved: float) -> list[float]:
+    """The share of each task's scored rollouts that solved it."""
+    return [sum(reward >= solved for reward in task.rewards) / len(task.rewards) for task in tasks if task.rewards]

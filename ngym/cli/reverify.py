@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ FILE = click.Path(path_type=Path)
     help="Its gym servers are started and stopped here.",
 )
 @click.option("--concurrency", type=click.IntRange(1), default=64, show_default=True, help="Verifications at once.")
+@click.option("--models", is_flag=True, help="Also start the models that gym servers ask, such as a judge.")
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
@@ -52,10 +53,13 @@ def main(
     output: Path,
     configs: tuple[Path, ...],
     concurrency: int,
+    models: bool,
     overwrite: bool,
     overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Verify stored rollouts again, after a verifier was changed. No model is asked, and no token changes.
+
+    Environments that a judge scores need --models: it judges again.
 
     \b
     Example: ng_reverify --input out.jsonl --output again.jsonl
@@ -70,22 +74,25 @@ def main(
     launcher = Launcher.start()
     try:
         config = load_config(configs, overrides)
-        ctx.exit(asyncio.run(_reverify(config, launcher, source, output, concurrency)))
+        ctx.exit(asyncio.run(_reverify(config, launcher, source, output, concurrency, models)))
     finally:
         launcher.close()
 
 
-async def _reverify(config: Config, launcher: Launcher, source: Path, output: Path, concurrency: int) -> int:
+async def _reverify(
+    config: Config, launcher: Launcher, source: Path, output: Path, concurrency: int, models: bool
+) -> int:
     from ngym.cli.environments import started
     from ngym.reverify import reverified
 
     gyms = {row["agent_ref"]["name"]: _gym(config, row["agent_ref"]["name"], source) for row in _rows(source)}
     if not gyms:
         raise UsageError(f"{source}: no rows in it")
+    services = _services(config, set(gyms.values()), models)
     aside = output.with_name(f".{output.name}.partial")
     told = _Told()
     try:
-        async with started(config, set(gyms.values()), launcher) as peers:
+        async with started(config, services, launcher) as peers:
             with aside.open("wb") as file:
                 async for again in reverified(_rows(source), _of(gyms, peers), concurrency):
                     told.add(again)
@@ -97,6 +104,21 @@ async def _reverify(config: Config, launcher: Launcher, source: Path, output: Pa
     told.show()
     click.echo(f"{output}: {told.rows:,} rows")
     return 1 if told.failed else 0
+
+
+def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
+    """What has to run for these gym servers."""
+    from ngym.validation.standin import others
+
+    if models:
+        return config.only(gyms).services
+    for gym in sorted(gyms):
+        if asked := others(config, gym):
+            raise ConfigError(
+                f"{config.services[gym].where}: {gym!r} asks {', '.join(asked)} for its rewards; with --models it is started, "
+                "and asked again"
+            )
+    return gyms
 
 
 def _rows(source: Path) -> Iterator[Json]:
@@ -131,7 +153,7 @@ class _Told:
     """What became of the rewards."""
 
     def __init__(self) -> None:
-        self.rows = self.same = self.failed = 0
+        self.rows = self.same = self.failed = self.lost = 0
         self.changed: list[str] = []
 
     def add(self, again: Again) -> None:
@@ -142,6 +164,7 @@ class _Told:
         elif again.before == again.after:
             self.same += 1
         else:
+            self.lost += again.after is None
             self.changed.append(f"row {self.rows}: {again.before} -> {again.after}")
 
     def show(self) -> None:
@@ -150,4 +173,5 @@ class _Told:
         if len(self.changed) > SHOWN:
             click.echo(f"and {len(self.changed) - SHOWN:,} more")
         counts = f"{self.same:,} rewards are the same, {len(self.changed):,} changed"
+        counts += f" ({self.lost:,} of them to null)" if self.lost else ""
         click.echo(counts + (f", {self.failed:,} could not be verified" if self.failed else ""))

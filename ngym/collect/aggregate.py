@@ -8,19 +8,23 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from ngym.metrics import BestOfK, Rewards
+from ngym.metrics import Rewards
 from ngym.schema import Json
+from ngym.scores import Scores, Subsets, parts_of
 
 
 @dataclass
 class AgentTally:
-    """All rows of one agent so far. `numbers`: name -> one value per row that knows it; 8 bytes each."""
+    """All rows of one agent so far. `numbers`: name -> one value per row that knows it; 8 bytes each.
+
+    subsets: the rows by what a field of theirs says. own: what the environment's compute_metrics says of them.
+    """
 
     agent_ref: Json
-    rewards: Rewards = field(default_factory=Rewards)
+    subsets: Subsets | None = None
+    scores: Scores = field(default_factory=Scores)
     numbers: dict[str, array[float]] = field(default_factory=dict)
-    rollouts: int = 0
-    unscored: int = 0
+    own: Json | None = None
     output_tokens: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
@@ -29,14 +33,12 @@ class AgentTally:
 
     def add(self, row: Json) -> None:
         """Count an output row (wire.md, section 3)."""
-        trace = row["ng"]
-        self.rollouts += 1
+        trace, task = row["ng"], row["_ng_task_index"]
+        self.scores.add(task, row)
+        if self.subsets is not None:
+            self.subsets.add(task, row)
         self.statuses[str(trace["status"])] += 1
         self.stops[str(trace["stop_reason"])] += 1
-        if row["reward"] is None:
-            self.unscored += 1
-        else:
-            self.rewards.add(row["_ng_task_index"], row["reward"])
         usage = row["response"].get("usage") or {}
         tokens = usage.get("output_tokens")
         self.output_tokens += tokens if isinstance(tokens, int) else 0
@@ -48,6 +50,21 @@ class AgentTally:
         for name, value in row.items():
             if name[:4] != "_ng_":
                 self._number(name, value)
+        for name, value in parts_of(row):
+            self._number(name, value)
+
+    @property
+    def rewards(self) -> Rewards:
+        """Of the scored rows."""
+        return self.scores.rewards
+
+    @property
+    def rollouts(self) -> int:
+        return self.scores.rollouts
+
+    @property
+    def unscored(self) -> int:
+        return self.scores.unscored
 
     def _number(self, name: str, value: Any) -> None:
         if isinstance(value, int | float):
@@ -57,7 +74,8 @@ class AgentTally:
 
     def as_json(self) -> Json:
         """This agent's entry in the aggregate file: NeMo Gym's keys, and ours under `ng`."""
-        best = {f"{self.best_name(item)}/reward": item.mean for item in self.rewards.best_of()}
+        scores = {**self.scores.metrics(), **(self.subsets.metrics() if self.subsets else {})}
+        own = (self.own or {}).get("metrics", {})
         metrics = {
             f"{statistic}/{name}": value
             for name, values in sorted(self.numbers.items())
@@ -65,8 +83,8 @@ class AgentTally:
         }
         return {
             "agent_ref": self.agent_ref,
-            "agent_metrics": {**metrics, **best},
-            "key_metrics": {"mean/reward": self.rewards.mean, **best},
+            "agent_metrics": {**metrics, **scores, **own},
+            "key_metrics": {"mean/reward": self.rewards.mean, **scores, **own},
             "group_level_metrics": [
                 {"_ng_task_index": task, "rollouts": len(rewards), "mean/reward": fmean(rewards),
                  "min/reward": min(rewards), "max/reward": max(rewards)}
@@ -83,7 +101,9 @@ class AgentTally:
             "tasks": len(self.rewards.by_task),
             "mean_reward": self.rewards.mean,
             "mean_reward_interval": self.rewards.interval,
-            "best_of_k": [{"name": self.best_name(item), **asdict(item)} for item in self.rewards.best_of()],
+            "best_of_k": [{"name": name, **asdict(item)} for name, item in self.scores.named()],
+            "subsets": {} if self.subsets is None else {self.subsets.name: self._by_value(self.subsets)},
+            "environment": self.own,
             "unscored": self.unscored,
             "output_tokens": self.output_tokens,
             "means": {name: fmean(values) for name, values in sorted(self.numbers.items())},
@@ -93,15 +113,19 @@ class AgentTally:
             "given_up": dict(self.given_up),
         }
 
-    def best_name(self, item: BestOfK) -> str:
-        """`pass@k` where rewards are 0 and 1, else `best@k`: the same formula."""
-        return f"{'pass' if self.rewards.binary else 'best'}@{item.k}"
+    @staticmethod
+    def _by_value(subsets: Subsets) -> Json:
+        return {
+            value: {"rollouts": scores.rollouts, "unscored": scores.unscored, **scores.metrics()}
+            for value, scores in sorted(subsets.scores.items())
+        }
 
 
 class Aggregates:
-    """One tally per agent, in order of appearance."""
+    """One tally per agent, in order of appearance. by: the field by whose values its rows are told apart, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, by: str | None = None) -> None:
+        self._by = by
         self.by_agent: dict[str, AgentTally] = {}
 
     @property
@@ -138,7 +162,7 @@ class Aggregates:
     def _of(self, agent_ref: Json) -> AgentTally:
         name = agent_ref["name"]
         if name not in self.by_agent:
-            self.by_agent[name] = AgentTally(agent_ref)
+            self.by_agent[name] = AgentTally(agent_ref, Subsets(self._by) if self._by else None)
         return self.by_agent[name]
 
 

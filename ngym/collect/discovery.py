@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import orjson
 import yaml
 
 from ngym.errors import UsageError
+from ngym.locks import RUN_TOKEN
 from ngym.peers import Peers
 from ngym.schema import Json
 
@@ -20,22 +22,23 @@ TIMEOUT_S = 5.0
 class Known:
     """urls: service name -> its replicas. agents: the names of agents. services: the config, name -> stanza, if told.
 
-    head_url: where to ask again for a service that moved.
+    head_url: where to ask again for a service that moved. others: the services that are somebody else's, and what opens them.
     """
 
     urls: dict[str, list[str]]
     agents: frozenset[str]
     services: Json = field(default_factory=dict)
     head_url: str | None = None
+    others: dict[str, str | None] = field(default_factory=dict)
 
 
-async def discover(head_url: str) -> Known:
+async def discover(head_url: str, token: str | None = None) -> Known:
     """Ask a head: ours, or NeMo Gym's.
 
     Raises:
-        UsageError: nobody answers there, or not as a head does.
+        UsageError: nobody answers there, or not as a head does; or the token does not open it.
     """
-    peers = Peers({}, owner="ng_collect_rollouts")
+    peers = Peers({}, head_url, token, owner="ng_collect_rollouts")
     try:
         servers = await _get(peers, head_url, "/servers")
         if servers is not None:
@@ -52,7 +55,9 @@ async def _get(peers: Peers, head_url: str, path: str) -> Any:
     """The JSON at this path, or None for a 404."""
     url = head_url.rstrip("/") + path
     try:
-        reply = await peers.send("GET", url, None, {}, TIMEOUT_S)
+        reply = await peers.send("GET", url, None, peers.authorization(None), TIMEOUT_S)
+        if reply.status == 401:
+            raise UsageError(f"{head_url}: the run there is locked; put its token into the variable {RUN_TOKEN}")
         return None if reply.status == 404 else reply.json()
     except (OSError, TimeoutError):
         raise UsageError(
@@ -66,7 +71,10 @@ async def _get(peers: Peers, head_url: str, path: str) -> Any:
 def _ours(head_url: str, servers: list[Json], config: Json | None) -> Known:
     urls = {server["name"]: server.get("urls") or [server["url"]] for server in servers}
     agents = frozenset(server["name"] for server in servers if server["kind"] == "agent")
-    return Known(urls, agents, config or {}, head_url.rstrip("/"))
+    stanzas = config or {}
+    foreign = [server["name"] for server in servers if server.get("external") and not server.get("app")]
+    others = {name: os.environ.get(stanzas.get(name, {}).get("token_env") or "") for name in foreign}
+    return Known(urls, agents, stanzas, head_url.rstrip("/"), others)
 
 
 def _nemo(config: Mapping[str, Any]) -> Known:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from pathlib import Path
 
 import orjson
@@ -61,7 +61,7 @@ class Progress:
 
 
 class Files:
-    """The files of one collection, locked for this process.
+    """The files of one collection, locked for this process. by: the field by whose values the numbers are told, too.
 
     Use: `Files(...)` locks; `prepare` checks the input, resumes or clears, and writes everything but rows; `keep` appends.
 
@@ -70,7 +70,12 @@ class Files:
     """
 
     def __init__(
-        self, output: Path, source: Source, *, on_stall: Callable[[str | None], None] = lambda reason: None
+        self,
+        output: Path,
+        source: Source,
+        *,
+        by: str | None = None,
+        on_stall: Callable[[str | None], None] = lambda reason: None,
     ) -> None:
         if not output.parent.is_dir():
             raise UsageError(
@@ -80,7 +85,7 @@ class Files:
             raise UsageError(f"{output} is both --input and --output; choose another --output")
         self.paths = Paths.beside(output)
         self.source = source
-        self.aggregates = Aggregates()
+        self.aggregates = Aggregates(by)
         self.progress = Progress()
         self.duplicates = 0
         self._done: set[RolloutKey] = set()
@@ -141,7 +146,10 @@ class Files:
     def todo(self, max_attempts: int) -> Iterator[PlannedRollout]:
         """The rollouts that are neither done nor out of attempts."""
         plan = planned(input_rows(self.source.input, self.source.recipe), self.source.recipe)
-        return (rollout for rollout in plan if not self._settled(rollout, max_attempts))
+        for _, group in groupby(plan, lambda rollout: rollout.first):
+            due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
+            keys = tuple(rollout.key for rollout in due)
+            yield from (replace(rollout, group=keys) for rollout in due)
 
     async def keep(self, outcome: Outcome) -> None:
         """Append an outcome's row; returns when it is on the disk."""
@@ -168,8 +176,20 @@ class Files:
 
     def finish(self, status: str) -> None:
         """Write the aggregates, and how this sitting ended."""
+        self._keep_own_metrics()
         write_whole(self.paths.aggregates, orjson.dumps(self.aggregates.as_json(), option=orjson.OPT_INDENT_2))
         self._record.end(status)
+
+    def _keep_own_metrics(self) -> None:
+        """What an environment said of the same rollouts in an earlier sitting, if nobody asked it in this one."""
+        try:
+            before = orjson.loads(self.paths.aggregates.read_bytes())
+            told = {each["agent_ref"]["name"]: each["ng"] for each in before}
+        except (OSError, ValueError, TypeError, KeyError):
+            return  # there is none, or it is not ours
+        for name, tally in self.aggregates.by_agent.items():
+            if tally.own is None and told.get(name, {}).get("rollouts") == tally.rollouts:
+                tally.own = told[name].get("environment")
 
     async def flush(self) -> None:
         """Put on the disk what waits; nothing can be kept after it."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from ngym.config import did_you_mean
 from ngym.errors import UsageError
+from ngym.tree import did_you_mean
 
 PARAMS = "responses_create_params"
 SAME = {

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import orjson
 
-from ngym.config import did_you_mean, nearest
 from ngym.errors import UsageError
 from ngym.jsonl import checked
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
+from ngym.tree import did_you_mean, nearest
 
 AGENT_TYPE = "responses_api_agents"  # NeMo Gym's word, kept in agent_ref so that its tools can read our rows
 
@@ -35,11 +35,20 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRollout:
-    """One rollout to be done. `row` is what the agent's /run gets: both indices, agent_ref and overrides are in it."""
+    """One rollout to be done. `row` is what the agent's /run gets: both indices, agent_ref and overrides are in it.
+
+    group: the rollouts of its task that are done together, it included; empty: whoever asked for it compares them.
+    """
 
     key: RolloutKey
     agent: str
     row: Json
+    group: tuple[RolloutKey, ...] = ()
+
+    @property
+    def first(self) -> RolloutKey:
+        """Tells its group from others."""
+        return self.group[0] if self.group else self.key
 
 
 def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
@@ -56,13 +65,16 @@ def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
             counted[task_index] = first + recipe.repeats
         identity = task_id(row)
         reference: AgentRef = row.get("agent_ref") or {"type": AGENT_TYPE, "name": recipe.agent or ""}
-        for rollout_index in range(first, first + recipe.repeats):
+        indices = range(first, first + recipe.repeats)
+        group = tuple(RolloutKey(identity, task_index, rollout_index) for rollout_index in indices)
+        for rollout_index in indices:
             params = _overridden(row["responses_create_params"], recipe, rollout_index)
             ours = {"_ng_task_index": task_index, "_ng_rollout_index": rollout_index, "agent_ref": reference}
             yield PlannedRollout(
                 RolloutKey(identity, task_index, rollout_index),
                 reference["name"],
                 {**row, "responses_create_params": params, **ours},
+                group,
             )
 
 

@@ -10,13 +10,16 @@ from ngym.collect.aggregate import AgentTally, Aggregates
 from ngym.collect.files import Paths
 from ngym.metrics import Interval
 from ngym.schema import Json
+from ngym.scores import Subsets
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+PART = "reward_components/"
+
 
 def tables(aggregates: Aggregates) -> Iterator[Table]:
-    """One table per agent: reward, pass@k, lengths, tool calls, failures."""
+    """One table per agent: reward, pass@k, lengths, tool calls, failures; and one of its subsets, if it has any."""
     from rich.table import Table
 
     for name, tally in aggregates.by_agent.items():
@@ -25,6 +28,24 @@ def tables(aggregates: Aggregates) -> Iterator[Table]:
         for row in _lines(tally):
             table.add_row(*row)
         yield table
+        if tally.subsets is not None:
+            yield subset_table(tally.subsets)
+
+
+def subset_table(subsets: Subsets) -> Table:
+    """A line for each value of the field."""
+    from rich.table import Table
+
+    by_value = sorted(subsets.scores.items())
+    names = list(dict.fromkeys(name for _, scores in by_value for name, _ in scores.named()))
+    table = Table(title=f"by {subsets.name}", title_justify="left", pad_edge=False)
+    for column in (subsets.name, "rollouts", "unscored", "mean", *names):
+        table.add_column(column, justify="left" if column == subsets.name else "right")
+    for value, scores in by_value:
+        found = {name: _number(item.mean) for name, item in scores.named()}
+        counts = (f"{scores.rollouts:,}", f"{scores.unscored:,}", _number(scores.rewards.mean))
+        table.add_row(value, *counts, *(found.get(name, "-") for name in names))
+    return table
 
 
 def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seconds: float, rollouts: int) -> Json:
@@ -62,20 +83,33 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     """Name, value, remark."""
     rewards, means = tally.rewards, {name: sum(values) / len(values) for name, values in tally.numbers.items()}
     yield "mean reward", _number(rewards.mean), _interval(rewards.interval)
-    for item in rewards.best_of():
+    for name, item in tally.scores.named():
         fewer = f" over {item.tasks} tasks" if item.tasks < len(rewards.by_task) else ""
-        yield tally.best_name(item), _number(item.mean), _interval(item.interval) + fewer
+        yield name, _number(item.mean), _interval(item.interval) + fewer
+    for name, value in sorted(means.items()):
+        if name.startswith(PART):
+            yield name.removeprefix(PART), _number(value), "part of the reward"
     yield "output tokens", _number(means.get("output_tokens"), 1), _length(tally)
     yield "turns", _number(means.get("turns"), 2), ""
     errors = means.get("tool_errors")
     yield "tool calls", _number(means.get("tool_calls"), 2), f"{errors:.2f} of them errors" if errors else ""
     yield "seconds", _number(means.get("seconds"), 2), ""
     yield "stopped by", "", _shares(tally.stops, tally.rollouts)
+    yield from _own(tally)
     if tally.unscored:
         yield "unscored", f"{tally.unscored:,}", "left out of the means"
     failed = tally.failures.total()
     yield "failed attempts", f"{failed:,}", _counts(tally.failures)
     yield "given up", f"{tally.given_up.total():,}", _counts(tally.given_up)
+
+
+def _own(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
+    """What the environment itself says of its rollouts."""
+    own = tally.own or {}
+    for name, value in own.get("metrics", {}).items():
+        yield name, _number(value), "the environment's own"
+    for error in own.get("errors", ()):
+        yield "own metrics", "-", error
 
 
 def _length(tally: AgentTally) -> str:

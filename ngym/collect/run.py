@@ -2,6 +2,9 @@
 
 plan -> slot -> window of the agent -> its /run -> outcome -> keep (the disk) -> whoever iterates
           ^______ failed, attempts left, or the service was down
+
+A rollout whose reward needs the others of its task waits, in memory, until they are there: a run that ends before has not
+done it, and does it again.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from datetime import UTC, datetime
 
 import orjson
 
-from ngym import correlation
+from ngym import correlation, groups
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
 from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout
 from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
+from ngym.collect.together import Together
 from ngym.collect.window import Window
 from ngym.errors import ServiceError, boundary
 from ngym.peers import Peers
@@ -89,6 +93,7 @@ class Run:
         self._pickup = Pickup(peers, models)
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._windows: dict[str, Window] = {}  # by agent
+        self._together = Together()
         self._unread = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -139,7 +144,30 @@ class Run:
             self.in_flight -= 1
             self._slots.release()
             self._window(planned.agent).leave()
-        await self._deliver(outcome)
+        if not self._together.keeps(planned, outcome):
+            await self._deliver(outcome)
+        if group := self._together.completed(planned):
+            await asyncio.gather(*map(self._deliver, await self._judged(planned.agent, group)))
+
+    async def _judged(self, agent: str, group: list[Rollout]) -> list[Rollout]:
+        """The rollouts of a task with the rewards that they get beside one another; as many groups at once as slots."""
+        rows, outages = [rollout.row for rollout in group], 0
+        async with self._slots:
+            while True:
+                await self.gate.opened()
+                began = asyncio.get_running_loop().time()
+                correlation.current.set(correlation.begin(f"{self.run_id}-{secrets.token_hex(3)}", groups.TIMEOUT_S))
+                try:
+                    rows = await groups.verified_together(self._peers[agent].post, rows)
+                    break
+                except ServiceError as error:
+                    failure = failure_of(error, agent)
+                    if outages < FREE_OUTAGES and await self._outages.explain(failure, began):
+                        outages += 1
+                        continue
+                    rows = [groups.unjudged(row, failure["class"], failure["message"]) for row in rows]
+                    break
+        return [Rollout(rollout.key, row) for rollout, row in zip(group, rows, strict=True)]
 
     async def _deliver(self, outcome: Outcome) -> None:
         """Keep an outcome, then hand it to the reader."""

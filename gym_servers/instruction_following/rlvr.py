@@ -1,0 +1,177 @@
+"""Instructions of IF_multi_constraints_upto5 (arXiv 2507.02833, appendix): its ids and arguments, written from their wording.
+
+Those that copy spans of a prompt (`copy:*`, `new:*`) are not here; a row with one is refused by name.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field
+
+from .ifeval import Letter, Relation, Text, holds
+from .reading import sentences, words
+
+Count = Annotated[int, Field(ge=0)]
+EDGES = ".,!?;:'\"()[]{}*_`\u2018\u2019\u201c\u201d"
+
+
+def said(text: str) -> list[str]:
+    """Words between spaces, small, without the marks around them: `well-known` is one and is not `well`."""
+    return [word.strip(EDGES).casefold() for word in text.split() if word.strip(EDGES)]
+
+
+def lowercase_counting(text: str, N: Count) -> bool:
+    """At most so many words are all in small letters."""
+    return len(re.findall(r"\b[a-z]+\b", text)) <= N
+
+
+def letter_counting(text: str, N: Count, relation: Relation) -> bool:
+    return holds(sum(c.isalpha() for c in text), relation, N)
+
+
+def letter_counting2(text: str, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
+    return holds(text.casefold().count(letter.casefold()), let_relation, let_frequency)
+
+
+def paragraphs(text: str) -> bool:
+    """Two, parted by `***`."""
+    return len(_parts(text, "***")) == 2
+
+
+def paragraphs2(text: str) -> bool:
+    """Two, parted by an empty line."""
+    return len([part for part in text.split("\n\n") if part.strip()]) == 2
+
+
+def first_word_sent(text: str, first_word: Text) -> bool:
+    """Every sentence starts with the word."""
+    return all(said(sentence)[:1] == [first_word.casefold()] for sentence in sentences(text))
+
+
+def first_word_answer(text: str, first_word: Text) -> bool:
+    return said(text)[:1] == [first_word.casefold()]
+
+
+def last_word_sent(text: str, last_word: Text) -> bool:
+    """Every sentence ends with the word."""
+    return all(said(sentence)[-1:] == [last_word.casefold()] for sentence in sentences(text))
+
+
+def last_word_answer(text: str, last_word: Text) -> bool:
+    return said(text)[-1:] == [last_word.casefold()]
+
+
+def word_once(text: str, keyword: Text) -> bool:
+    return _times(text, keyword) == 1
+
+
+def word_count_different_numbers(text: str, keyword: Text, frequency: Count, relation: Relation) -> bool:
+    return holds(_times(text, keyword), relation, frequency)
+
+
+def exclude_word_harder(text: str, keyword: Text) -> bool:
+    return _times(text, keyword) == 0
+
+
+def count_increment_word(text: str, keyword1: Text, keyword2: Text) -> bool:
+    """The first once, the second twice."""
+    return _times(text, keyword1) == 1 and _times(text, keyword2) == 2
+
+
+def keyword_specific_position(text: str, keyword: Text, n: Count, m: Count) -> bool:
+    """It is the m-th word of the n-th sentence, both counted from 1."""
+    found = sentences(text)
+    return 1 <= n <= len(found) and m >= 1 and said(found[n - 1])[m - 1 : m] == [keyword.casefold()]
+
+
+def start_end(text: str) -> bool:
+    """The first word is the last, too, and nothing comes after it."""
+    found = text.split()
+    return len(found) > 1 and found[0].casefold() == found[-1].casefold() and found[-1][-1].isalnum()
+
+
+def no_adjacent_consecutive(text: str) -> bool:
+    """No two words in a row start with letters that follow each other in the alphabet."""
+    firsts = [word[0].lower() for word in words(text)]
+    return all(ord(b) - ord(a) != 1 for a, b in itertools.pairwise(firsts))
+
+
+def count_unique(text: str) -> bool:
+    """No word occurs twice."""
+    return max(Counter(said(text)).values(), default=0) == 1
+
+
+def palindrome(text: str) -> bool:
+    return any(len(word) > 1 and len(set(word)) > 1 and word == word[::-1] for word in said(text))
+
+
+def counting_composition(text: str, n_sent: Count, n_words: Count) -> bool:
+    """Three paragraphs parted by `* * *`, each of so many sentences, each of so many words."""
+    parts = [sentences(part) for part in _parts(text, "* * *")]
+    counts = [len(said(sentence)) for part in parts for sentence in part]
+    return len(parts) == 3 and all(len(part) == n_sent for part in parts) and set(counts) == {n_words}
+
+
+def square_brackets(text: str) -> bool:
+    """Every word stands in brackets of its own."""
+    found = text.split()
+    return all(re.fullmatch(r"\[[^\[\]]*\w[^\[\]]*\]", word) for word in found)
+
+
+def bigram_wrapping(text: str) -> bool:
+    """Every two words stand in `<<...>>`."""
+    pairs = re.findall(r"<<([^<>]*)>>", text)
+    return bool(pairs) and not re.sub(r"<<[^<>]*>>", "", text).strip() and all(len(p.split()) == 2 for p in pairs)
+
+
+def sentence_hyphens(text: str) -> bool:
+    """Sentences are joined by a hyphen, without a space."""
+    parts = re.split(r"(?<=[.!?])-", text.strip())
+    return len(parts) > 1 and all(part and part == part.strip() and len(sentences(part)) == 1 for part in parts)
+
+
+def punctuation_dot(text: str) -> bool:
+    return "." not in text
+
+
+def punctuation_exclamation(text: str) -> bool:
+    return "!" not in text
+
+
+def _times(text: str, keyword: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(keyword)}(?!\w)", text, re.IGNORECASE))
+
+
+def _parts(text: str, divider: str) -> list[str]:
+    return [part for part in text.split(divider) if any(c.isalnum() for c in part)]
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "count:lowercase_counting": lowercase_counting,
+    "count:count_unique": count_unique,
+    "count:count_increment_word": count_increment_word,
+    "count:counting_composition": counting_composition,
+    "letters:letter_counting": letter_counting,
+    "letters:letter_counting2": letter_counting2,
+    "paragraphs:paragraphs": paragraphs,
+    "paragraphs:paragraphs2": paragraphs2,
+    "first_word:first_word_sent": first_word_sent,
+    "first_word:first_word_answer": first_word_answer,
+    "last_word:last_word_sent": last_word_sent,
+    "last_word:last_word_answer": last_word_answer,
+    "keywords:word_once": word_once,
+    "keywords:word_count_different_numbers": word_count_different_numbers,
+    "keywords:exclude_word_harder": exclude_word_harder,
+    "keywords:keyword_specific_position": keyword_specific_position,
+    "keywords:start_end": start_end,
+    "keywords:no_adjacent_consecutive": no_adjacent_consecutive,
+    "keywords:palindrome": palindrome,
+    "detectable_format:square_brackets": square_brackets,
+    "detectable_format:bigram_wrapping": bigram_wrapping,
+    "detectable_format:sentence_hyphens": sentence_hyphens,
+    "punctuation:punctuation_dot": punctuation_dot,
+    "punctuation:punctuation_exclamation": punctuation_exclamation,
+}

@@ -1,0 +1,98 @@
+"""How well did these rollouts do: their mean, the best and the vote of k, the parts of their rewards; what is null is counted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from ngym.majority import Votes
+from ngym.metrics import BestOfK, Rewards, bootstrap, spread_of_k
+from ngym.schema import Json
+
+ANSWER = "extracted_answer"  # where a verifier says which answer it found; null: none
+MOST_VALUES = 100  # of a field by which rollouts are told apart; the rest are one
+OTHER = "(other)"
+
+
+@dataclass
+class Scores:
+    """Rollouts as they come."""
+
+    rewards: Rewards = field(default_factory=Rewards)
+    votes: dict[int, Votes] = field(default_factory=lambda: defaultdict(Votes))
+    rollouts: int = 0
+
+    @property
+    def unscored(self) -> int:
+        """Rewards that are null; no mean has them."""
+        return self.rollouts - self.rewards.count
+
+    def add(self, task: int, row: Json) -> None:
+        """row: what a verifier answered."""
+        self.rollouts += 1
+        reward = row.get("reward")
+        if reward is None:
+            return
+        self.rewards.add(task, reward)
+        if ANSWER in row:
+            self.votes[task].add(row[ANSWER], reward)
+
+    def best_name(self, item: BestOfK) -> str:
+        """`pass@k` where rewards are 0 and 1, else `best@k`: the same formula."""
+        return f"{'pass' if self.rewards.binary else 'best'}@{item.k}"
+
+    def majority(self) -> list[BestOfK]:
+        """The mean over tasks of the expected reward of the answer that most of k rollouts give. Empty without answers."""
+        found = []
+        for k in spread_of_k(max((votes.rollouts for votes in self.votes.values()), default=0)):
+            values = [value for votes in self.votes.values() if (value := votes.at_k(k)) is not None]
+            if k > 1 and values:
+                found.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
+        return found
+
+    def named(self) -> list[tuple[str, BestOfK]]:
+        """`pass@k` or `best@k`, then `majority@k`."""
+        best = [(self.best_name(item), item) for item in self.rewards.best_of()]
+        return best + [(f"majority@{item.k}", item) for item in self.majority()]
+
+    def metrics(self) -> dict[str, float]:
+        """By name; `majority@8/reward`."""
+        mean = self.rewards.mean
+        own = {} if mean is None else {"mean/reward": mean}
+        return own | {f"{name}/reward": item.mean for name, item in self.named()}
+
+
+class Subsets:
+    """Rollouts told apart by what a field of their rows says. name: of the field, such as `level`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scores: dict[str, Scores] = {}
+
+    def add(self, task: int, row: Json) -> None:
+        value = str(row.get(self.name, "(none)"))
+        if value not in self.scores and len(self.scores) >= MOST_VALUES:
+            value = OTHER
+        self.scores.setdefault(value, Scores()).add(task, row)
+
+    def metrics(self) -> dict[str, float]:
+        """`easy/pass@4/reward`, as NeMo Gym writes it."""
+        told = ((value, scores.metrics()) for value, scores in sorted(self.scores.items()))
+        return {f"{value}/{name}": number for value, metrics in told for name, number in metrics.items()}
+
+
+def parts_of(row: Json) -> Iterator[tuple[str, float]]:
+    """The parts of a row's reward that are known: ("reward_components/format", 0.2)."""
+    parts = row.get("reward_components") or (row.get("ng") or {}).get("reward_components") or {}
+    return ((f"reward_components/{name}", value) for name, value in parts.items() if value is not None)
+
+
+def means_by(rows: Iterable[Json], name: str, value: str = "reward") -> dict[str, float]:
+    """For `compute_metrics`: the mean of a number for each value of a field, as `{"long/mean/reward": 0.5, ...}`."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if isinstance(row.get(value), int | float):
+            found[str(row.get(name, "(none)"))].append(row[value])
+    return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(found.items())}
