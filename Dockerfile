@@ -12,7 +12,9 @@ WORKDIR /app
 EXPOSE 8000
 # A policy answers 503 while it loads; the first start may download it.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --start-interval=1s --retries=3 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
+    CMD ["python", "-c", "import os, urllib.request as r; \
+        token = {'Authorization': 'Bearer ' + os.environ.get('NGYM_TOKEN', '')}; \
+        r.urlopen(r.Request('http://127.0.0.1:8000/ready', headers=token), timeout=4)"]
 
 FROM base AS wheel
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
@@ -45,6 +47,6 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY locks/core.txt /locks/
 COPY --from=wheel /wheels /wheels
-RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,structured,translation]"
+RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,mcp,structured,translation]"
 COPY data /app/data
 USER ngym

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from ngym.errors import ConfigError
+from ngym.addresses import wrong_url
+from ngym.errors import ConfigError, UsageError
 from ngym.schema import Kind
-
-Model = TypeVar("Model", bound=BaseModel)
+from ngym.tls import check_pair, client_context, trust
+from ngym.tree import COMMAND_LINE, Tree, did_you_mean, load_tree, nearest, parse, subtree
 
 SETTINGS_KEY = "ngym"
 KINDS: tuple[str, ...] = get_args(Kind)
-COMMAND_LINE = "command line"
-REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
 
 def shipped() -> Path:
@@ -39,6 +34,19 @@ class HeadSettings(BaseModel):
     port: int = Field(default=11000, ge=0, le=65535)
 
 
+class TlsSettings(BaseModel):
+    """With these everything that listens speaks https. Paths are relative to the config file; all files are PEM."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    certificate: Path = Field(description="Valid for every address that a url names, 127.0.0.1 too where it is one.")
+    key: Path
+    ca: Path | None = Field(default=None, description="Whom the services believe beside the machine's authorities.")
+
+    def within(self, root: Path) -> TlsSettings:
+        """The same with whole paths."""
+        return TlsSettings(**{name: root / path for name, path in self if path is not None})
+
+
 class Settings(BaseModel):
     """What holds for the whole run: the `ngym:` key of the global config."""
 
@@ -48,30 +56,8 @@ class Settings(BaseModel):
     ready_timeout_s: float = Field(default=120, gt=0, description="For gym servers and agents.")
     model_ready_timeout_s: float = Field(default=600, gt=0, description="For model servers.")
     max_restarts: int = Field(default=5, ge=0, description="Deaths in a row before the run gives up.")
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A resolved configuration and where each of its keys was written.
-
-    values: plain dicts, lists and scalars. lines: dotted key -> `file.yaml:12`. root: the first file's folder.
-    environment: dotted key -> the text, such as `${oc.env:TOKEN}`, of what came from an environment variable; to be shown
-    in place of the value, which may be a secret.
-    """
-
-    values: dict[str, Any]
-    lines: Mapping[str, str] = field(default_factory=dict)
-    root: Path = Path()
-    default_where: str = "config"
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def where(self, key: str) -> str:
-        """`file.yaml:12` of this key, or of the nearest key above it that was written."""
-        while key:
-            if key in self.lines:
-                return self.lines[key]
-            key = key.rpartition(".")[0]
-        return self.default_where
+    tls: TlsSettings | None = None
+    require_token: bool = Field(default=False, description="Lock the run on loopback, too; elsewhere it always is.")
 
 
 class Stanza(BaseModel):
@@ -85,6 +71,8 @@ class Stanza(BaseModel):
     urls: tuple[str, ...] = ()
     replicas: int = Field(default=1, ge=1, le=1024)
     port: int | None = Field(default=None, ge=1, le=65535)
+    requirements: str | None = None
+    token_env: str | None = None
     options: dict[str, Any] = {}
     where: str = ""
     key_where: dict[str, str] = {}
@@ -114,6 +102,12 @@ class Config(BaseModel):
             raise ConfigError(f"{self.files[0].name}: no service named {name!r}{did_you_mean(name, self.services)}")
         return self.services[name]
 
+    @property
+    def others(self) -> dict[str, str | None]:
+        """The services of somebody else, and what the variable that their stanza names says: the bearer token they want."""
+        foreign = [stanza for stanza in self.services.values() if stanza.app is None]
+        return {each.name: os.environ.get(each.token_env) if each.token_env else None for each in foreign}
+
     def only(self, names: Iterable[str]) -> Config:
         """The config with just these services, those that their options name, theirs, and so on.
 
@@ -137,55 +131,15 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     for key in tree.values:
         if key not in written:  # only an override names it: more likely a typo than a whole service
             raise ConfigError(f"{COMMAND_LINE}: no service named {key!r}{did_you_mean(key, written)}")
-    settings = parse(Settings, _subtree(tree, SETTINGS_KEY))
+    settings = parse(Settings, subtree(tree, SETTINGS_KEY))
+    if settings.tls is not None:
+        settings = settings.model_copy(update={"tls": _checked(settings.tls.within(tree.root), tree)})
     services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}
     if not services:
         raise ConfigError(
             f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
         )
     return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
-
-
-def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
-    """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved."""
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    lines: dict[str, str] = {}
-    merged: DictConfig = OmegaConf.create({})
-    for path in paths:
-        data, file_lines = _read_yaml(path)
-        lines |= file_lines
-        merged = cast(DictConfig, OmegaConf.merge(merged, data))
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
-        if not equals or not key:
-            raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, such as policy.port=8000")
-        try:
-            parsed = yaml.safe_load(value) if value else None
-            OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-            raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
-        lines[key] = COMMAND_LINE
-    root = paths[0].resolve().parent if paths else Path.cwd()
-    unresolved = Tree({}, lines, root, str(paths[0]) if paths else COMMAND_LINE)
-    try:
-        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = error.full_key or ""
-        raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
-    written = OmegaConf.to_container(merged, resolve=False)
-    return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
-
-
-def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
-    """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake."""
-    part = _subtree(tree, prefix) if prefix else tree
-    try:
-        return model.model_validate(part.values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_describe(model, part, item) for item in error.errors())) from None
 
 
 def app_file(app: str, root: Path, where: str = "config") -> Path:
@@ -202,99 +156,32 @@ def app_file(app: str, root: Path, where: str = "config") -> Path:
     )
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that the writer most likely meant, or None."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return found[0] if found else None
+def shipped_file(path: str, root: Path, where: str = "config") -> Path:
+    """A file that a stanza names, such as `gym_servers/x/requirements.txt`: in the user's folder first, then as shipped."""
+    for base in (root, shipped()):
+        if (base / path).is_file():
+            return (base / path).resolve()
+    raise ConfigError(f"{where}: there is no file {path!r} in {root}, nor among what ships with ngym")
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """` (did you mean 'policy'?)`, or a list of the choices when none is near and there are few."""
-    choices = sorted(set(choices))
-    near = nearest(word, choices)
-    if near:
-        return f" (did you mean {near!r}?)"
-    return f" (known: {', '.join(choices)})" if 0 < len(choices) <= 12 else ""
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """One YAML file as plain data, and the line of each of its keys."""
-    shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+def _checked(tls: TlsSettings, tree: Tree) -> TlsSettings:
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except FileNotFoundError:
-        raise ConfigError(f"{shown}: no such file; name one with --config, or make a project with ng_init") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{shown}: cannot be read: {_one_line(error)}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{shown}: not valid YAML: {_one_line(error)}") from None
-    if node is None:
-        return {}, {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{shown}:1: a config is a mapping of names to services, not a {type(data).__name__}")
-    lines: dict[str, str] = {}
-    _collect_lines(node, "", shown, lines)
-    return data, lines
-
-
-def _from_environment(written: Any) -> dict[str, str]:
-    """The texts that name an environment variable, and those that refer to one of them, or to what holds or begins it."""
-    texts = {key: text for key, text in _texts(written) if "${" in text}
-    found = {key: text for key, text in texts.items() if "${oc.env:" in text}
-
-    def leads_there(text: str) -> bool:
-        named = [f".{to.replace('[', '.').replace(']', '')}." for to in REFERENCE.findall(text)]
-        return any(to in f".{key}." or f".{key}." in to for to in named for key in found)
-
-    while more := {key: text for key, text in texts.items() if key not in found and leads_there(text)}:
-        found |= more
-    return found
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Each string of a tree with its dotted key."""
-    if isinstance(value, str):
-        yield key, value
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in inside:
-        yield from _texts(item, f"{key}.{name}" if key else str(name))
-
-
-def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, str], depth: int = 0) -> None:
-    if depth > 64:
-        raise ConfigError(f"{shown}:{node.start_mark.line + 1}: nested more than 64 levels deep")
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key_node, value_node in node.value:
-        key = f"{prefix}{key_node.value}"
-        where = f"{shown}:{key_node.start_mark.line + 1}"
-        if key in lines:
-            raise ConfigError(f"{where}: {key!r} stands twice in this file (first at {lines[key]}); keep one")
-        lines[key] = where
-        _collect_lines(value_node, f"{key}.", shown, lines, depth + 1)
-
-
-def _subtree(tree: Tree, prefix: str) -> Tree:
-    values: Any = tree.values
-    for part in prefix.split("."):
-        values = values.get(part, {}) if isinstance(values, dict) else {}
-    lines = {key[len(prefix) + 1 :]: line for key, line in tree.lines.items() if key.startswith(prefix + ".")}
-    environment = {k[len(prefix) + 1 :]: text for k, text in tree.environment.items() if k.startswith(prefix + ".")}
-    return Tree(values if values is not None else {}, lines, tree.root, tree.where(prefix), environment)
+        check_pair(tls.certificate, tls.key)
+        if tls.ca is not None:
+            trust(tls.ca)
+            client_context()
+    except UsageError as error:
+        raise ConfigError(f"{tree.where(f'{SETTINGS_KEY}.tls')}: {error}") from None
+    return tls
 
 
 def _stanza(name: str, tree: Tree) -> Stanza:
-    part = _subtree(tree, name)
+    part = subtree(tree, name)
     if not isinstance(part.values, dict) or not part.values:
         raise ConfigError(f"{tree.where(name)}: {name!r} is no service: write `{name}: {{kind: ..., app: ...}}`")
     if not name.replace("_", "").replace("-", "").isalnum():
         raise ConfigError(f"{tree.where(name)}: {name!r} is no service name; use letters, digits, '_' and '-'")
-    own = {"kind", "app", "url", "urls", "replicas", "port"}
+    own = {"kind", "app", "url", "urls", "replicas", "port", "requirements", "token_env"}
     options = {key: value for key, value in part.values.items() if key not in own}
     fields = {key: value for key, value in part.values.items() if key in own}
     if "kind" not in fields:
@@ -313,53 +200,27 @@ def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
     if stanza.url and stanza.urls:
         raise ConfigError(f"{part.where('urls')}: service {stanza.name!r} has both url and urls; keep one")
     for url in stanza.external_urls:
-        if not url.startswith(("http://", "https://")) or "@" in url.split("/")[2]:
-            raise ConfigError(
-                f"{part.where('url')}: {url!r} is no service URL; write http://host:port or https://host:port"
-            )
+        if problem := wrong_url(url):
+            raise ConfigError(f"{part.where('url' if stanza.url else 'urls')}: {problem}")
+    if stanza.token_env is not None:
+        _check_token_env(stanza, part)
     if not stanza.app and not stanza.external:
         raise ConfigError(
             f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"
         )
     if stanza.app:
         app_file(stanza.app, root, part.where("app"))
+    if stanza.requirements is not None:
+        if not stanza.app:
+            raise ConfigError(f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; leave it out")
+        shipped_file(stanza.requirements, root, part.where("requirements"))
 
 
-def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
-    """One pydantic error as `file:line: key: what is wrong`."""
-    path = [str(part) for part in item["loc"]]
-    key = ".".join(path)
-    if item["type"] == "extra_forbidden":
-        fields = _fields_at(model, item["loc"][:-1])
-        return f"{tree.where(key)}: unknown key {key!r}{did_you_mean(path[-1], fields)}"
-    if item["type"] == "missing":
-        return f"{tree.where(key)}: {key!r} is missing"
-    message = item["msg"].removeprefix("Value error, ")
-    if not key:  # a rule about several keys at once: the whole input would be shown, secrets included
-        return f"{tree.default_where}: {message}"
-    if any(name.startswith(f"{key}.") for name in tree.environment):
-        return f"{tree.where(key)}: {key}: {message}"
-    shown = tree.environment.get(key) or repr(item["input"])
-    return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
-
-
-def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
-    """The keys that are allowed at a place in a model; unions and lists are looked through."""
-    models = [model]
-    for part in loc:
-        found: list[Any] = []
-        for current in models:
-            info = getattr(current, "model_fields", {}).get(part)
-            found += _models_in(info.annotation) if info else [current]
-        models = found
-    return [name for current in models for name in getattr(current, "model_fields", {})]
-
-
-def _models_in(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in get_args(annotation) for found in _models_in(part)]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split("\n")[0].split())
+def _check_token_env(stanza: Stanza, part: Tree) -> None:
+    where = part.where("token_env")
+    if stanza.app:
+        raise ConfigError(f"{where}: {stanza.name!r} is one of ours and wants the run's own token; leave token_env out")
+    if not os.environ.get(stanza.token_env or ""):
+        raise ConfigError(
+            f"{where}: the environment has no {stanza.token_env!r}; it holds the bearer token that {stanza.name!r} wants"
+        )

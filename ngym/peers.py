@@ -1,7 +1,9 @@
 """How does a service talk to another? `peers["policy"].post(path, body)`: discovery, deadline, capped retries, replicas.
 
 The only file that knows the HTTP client, which is `ngym.client`. Connect errors, 429 and 503 mean that the request was not
-processed and are retried for every call; a broken connection, 502 and 504 only for calls that are `idempotent`.
+processed and are retried for every call; 500, 502 and 504 only for calls that are `idempotent`; a broken connection for
+these, and for calls under an idempotency key, which the other side does once. Retries that cost the other side something
+are at most half of what it answered of late, and ten.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from ngym import correlation
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.replicas import Replicas, Sticky, rendezvous
-from ngym.schema import SESSION_COOKIE, SESSION_HEADER
+from ngym.retries import RetryBudget
+from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
 
 DEFAULT_TIMEOUT_S = 600.0
-MAX_ATTEMPTS = 4
-BACKOFF_S = (0.05, 0.4, 2.0)
+BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
+REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # ... after another answer that may be a different one next time
 MAX_RETRY_AFTER_S = 30.0
+RETRY_RATIO = 0.5  # a third of all calls may fail for long, and still be repeated until they succeed
 NOT_PROCESSED = frozenset({429, 503})
-MAYBE_PROCESSED = frozenset({502, 504})
+MAYBE_PROCESSED = frozenset({500, 502, 504})
+KEPT_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
 
 
 class Peers:
@@ -34,7 +39,8 @@ class Peers:
     Args:
         urls: service name -> the URLs of its replicas.
         head_url: where to ask again for a peer that moved.
-        token: bearer token sent to every peer, when the run has one.
+        token: the run's, when it has one: sent to its head and services, and to no other.
+        others: the services that are somebody else's, and the bearer token that each wants, or None.
     """
 
     def __init__(
@@ -43,12 +49,15 @@ class Peers:
         head_url: str | None = None,
         token: str | None = None,
         owner: str | None = None,
+        others: Mapping[str, str | None] | None = None,
     ) -> None:
         self.urls = {name: list(addresses) for name, addresses in urls.items()}
         self.head_url = head_url
         self.owner = owner
         self.replicas: dict[str, Replicas] = {}  # of the services that have several
+        self.budgets: dict[str, RetryBudget] = {}  # by service
         self._token = token
+        self._others = dict(others or {})
         self._client: Client | None = None
 
     def __getitem__(self, name: str) -> Peer:
@@ -63,11 +72,17 @@ class Peers:
     @property
     def client(self) -> Client:
         if self._client is None:
-            headers = {"content-type": "application/json", "user-agent": "ngym"}
-            if self._token:
-                headers["authorization"] = f"Bearer {self._token}"
-            self._client = Client(headers)
+            self._client = Client({"content-type": "application/json", "user-agent": "ngym"})
         return self._client
+
+    def token(self, name: str | None) -> str | None:
+        """What opens this service, or (None) the head."""
+        return self._token if name is None else self._others.get(name, self._token)
+
+    def authorization(self, name: str | None) -> dict[str, str]:
+        """The header that opens it; none where nothing has to be shown."""
+        token = self.token(name)
+        return {"authorization": f"Bearer {token}"} if token else {}
 
     async def close(self) -> None:
         if self._client is not None:
@@ -79,7 +94,8 @@ class Peers:
         if self.head_url is None:
             return
         try:
-            reply = await self.send("GET", f"{self.head_url}/servers", None, {}, CONNECT_TIMEOUT_S)
+            opener = self.authorization(None)
+            reply = await self.send("GET", f"{self.head_url}/servers", None, opener, CONNECT_TIMEOUT_S)
         except (OSError, TimeoutError):
             return
         for server in reply.json() if reply.status == 200 else []:
@@ -128,13 +144,23 @@ class Peer:
         timeout: float = DEFAULT_TIMEOUT_S,
         idempotent: bool = False,
         affinity: str | Sticky | None = None,
+        repeatable_s: float = 0.0,
     ) -> Reply:
-        """One call with its retries. `affinity` decides the replica; without it one that is up is drawn at random."""
+        """One call with its retries. `affinity` decides the replica; without it one that is up is drawn at random.
+
+        repeatable_s: for so long the other side keeps its answer under an idempotency key; 0: it knows no such keys.
+        """
         payload = None if body is None else body if isinstance(body, bytes) else orjson.dumps(body)
         here = correlation.current.get()
         loop = asyncio.get_running_loop()
         remaining = here.remaining_s()
-        ends = loop.time() + (timeout if remaining is None else min(timeout, remaining))
+        began = loop.time()
+        ends = began + (timeout if remaining is None else min(timeout, remaining))
+        budget = self._peers.budgets.get(self.name) or self._peers.budgets.setdefault(
+            self.name, RetryBudget(RETRY_RATIO)
+        )
+        if repeatable_s:
+            headers = {**(headers or {}), IDEMPOTENCY_HEADER: secrets.token_hex(8)}
         attempt = 0
         while True:
             url = self.url(affinity)
@@ -143,7 +169,7 @@ class Peer:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} in time", upstream=self._upstream(url)
                 )
-            sent = {**correlation.to_headers(here), **(headers or {})}
+            sent = {**correlation.to_headers(here), **self._peers.authorization(self.name), **(headers or {})}
             try:
                 reply = await self._send(method, url, path, payload, sent, left)
             except TimeoutError as error:
@@ -152,25 +178,28 @@ class Peer:
                     upstream=self._upstream(url),
                 ) from None
             except OSError as error:
-                safe = idempotent or isinstance(error, ConnectionRefusedError)
-                if not safe or attempt + 1 >= MAX_ATTEMPTS:
+                refused = isinstance(error, ConnectionRefusedError)
+                safe = refused or idempotent or loop.time() - began < repeatable_s
+                if not safe or attempt >= len(BROKEN_S) or not (refused or budget.retry()):
                     raise Unreachable(
                         f"{self.name} cannot be reached at {url}: {error}; is it running? (ng_status)",
                         upstream=self._upstream(url),
                     ) from None
-                pause = self._pause(url, affinity, None, attempt)
+                pause = self._pause(url, affinity, _spread(BROKEN_S[attempt]))
                 if attempt:
                     await self._peers.refresh()
             else:
                 if reply.status < 400:
+                    budget.request()
                     return reply
                 refusal = self._error(reply, method, url, path)
                 again = reply.status in NOT_PROCESSED or (
                     idempotent and reply.status in MAYBE_PROCESSED and refusal.retryable
                 )
-                if not again or attempt + 1 >= MAX_ATTEMPTS:
+                told, pauses = _retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
+                if not again or attempt >= len(pauses) or not (told or budget.retry()):
                     raise refusal
-                pause = self._pause(url, affinity, _retry_after(reply), attempt)
+                pause = self._pause(url, affinity, told or _spread(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
 
@@ -212,12 +241,12 @@ class Peer:
             return rendezvous(affinity, urls)
         return self._replicas().any(urls) if affinity is None else self._replicas().of(affinity, urls)
 
-    def _pause(self, url: str, affinity: str | Sticky | None, told: float | None, attempt: int) -> float:
+    def _pause(self, url: str, affinity: str | Sticky | None, pause: float) -> float:
         """Seconds until the next attempt: none where another replica can stand in for one that failed."""
         urls = self._peers.urls[self.name]
         if not isinstance(affinity, str) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
             return 0.0
-        return told or _jittered(attempt)
+        return pause
 
     def _upstream(self, url: str, status: int | None = None) -> dict[str, Any]:
         return {"service": self.name, "url": url, "status": status}
@@ -247,7 +276,7 @@ class Peer:
             failure=problem.get("failure"),
             upstream=upstream,
             retryable=bool(problem.get("retryable", reply.status in NOT_PROCESSED | MAYBE_PROCESSED | {500})),
-            status=reply.status if reply.status in (404, 422, 429, 503, 504) else None,
+            status=reply.status if reply.status in KEPT_STATUSES else None,
         )
 
 
@@ -259,6 +288,7 @@ class PeerSession:
         self.id = session_id
         self._affinity = conversation or session_id
         self._cookies: dict[str, str] = {}
+        self._repeatable_s = 0.0
 
     @property
     def url(self) -> str:
@@ -278,8 +308,17 @@ class PeerSession:
         if self._cookies:  # NeMo Gym's servers know a rollout by its cookie
             headers["cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
         reply = await self.peer.request(
-            method, path, body, headers=headers, timeout=timeout, idempotent=idempotent, affinity=self._affinity
+            method,
+            path,
+            body,
+            headers=headers,
+            timeout=timeout,
+            idempotent=idempotent,
+            affinity=self._affinity,
+            repeatable_s=0.0 if idempotent else self._repeatable_s,
         )
+        if (told := reply.headers.get(REPEATABLE_HEADER, "")).isdigit():
+            self._repeatable_s = float(told)
         self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply
 
@@ -287,10 +326,13 @@ class PeerSession:
         return (await self.request(path, body, timeout=timeout, idempotent=idempotent)).json()
 
 
-def _jittered(attempt: int) -> float:
-    return random.uniform(0.5, 1.0) * BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
+def _spread(pause: float) -> float:
+    return random.uniform(0.5, 1.0) * pause
 
 
 def _retry_after(reply: Reply) -> float | None:
+    """What it says, and up to a quarter more, so that those who were refused together do not come back together."""
     value = reply.headers.get("retry-after", "")
-    return min(float(value), MAX_RETRY_AFTER_S) if value.replace(".", "", 1).isdigit() else None
+    if not (value.isascii() and value.replace(".", "", 1).isdigit()):
+        return None
+    return random.uniform(1.0, 1.25) * min(float(value), MAX_RETRY_AFTER_S)

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from ngym.config import load_config, load_tree, parse
+from ngym.config import load_config
 from ngym.errors import ConfigError
 from ngym.services.options import ServiceName, ServiceOptions, parse_options
+from ngym.supervise.shown import shown_config
+from ngym.tree import load_tree, parse
 
 GYM = "kind: gym_server\n  app: gym_servers/env"
 
@@ -138,3 +140,41 @@ def test_a_typed_tree_names_nested_unknown_keys(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"t.yaml:2: unknown key 'optimizer.rat' \(did you mean 'rate'\?\)"):
         parse(Outer, load_tree([file]))
     assert parse(Outer, load_tree([], ["optimizer.rate=2"])).optimizer.rate == 2.0
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254",
+        "http://169.254.169.254/latest/meta-data",
+        "http://2852039166",
+        "http://0xa9fea9fe",
+        "http://[fe80::1]",
+        "http://[::ffff:169.254.169.254]",
+        "http://user:secret@host",
+        "http://host:port",
+        "http://host\\@other",
+        "file:///etc/passwd",
+        "gopher://host",
+        "http://",
+        "http://host/?next=http://other",
+    ],
+)
+def test_an_address_that_no_service_has_is_refused_and_a_password_in_it_is_not_shown(tmp_path: Path, url: str) -> None:
+    file = tmp_path / "global_config.yaml"
+    file.write_text(f"judge:\n  kind: model\n  url: '{url}'\n")
+    with pytest.raises(ConfigError, match=r"global_config.yaml:3: ") as refused:
+        load_config([file])
+    assert "secret" not in str(refused.value)
+
+
+def test_a_token_of_somebody_else_is_named_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "global_config.yaml"
+    file.write_text("judge:\n  kind: model\n  url: http://host:1\n  token_env: JUDGE_TOKEN\n")
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=r"global_config.yaml:4: the environment has no 'JUDGE_TOKEN'"):
+        load_config([file])
+    monkeypatch.setenv("JUDGE_TOKEN", "the-token-of-the-judge")
+    config = load_config([file])
+    assert config.others == {"judge": "the-token-of-the-judge"}
+    assert "the-token-of-the-judge" not in str(shown_config(config))

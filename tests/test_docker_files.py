@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import runpy
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import yaml
 
 from ngym.config import Config, load_config
+from ngym.supervise.supervisor import Supervisor
 
 PORT = 8000
 
@@ -137,7 +140,28 @@ def test_the_collector_reads_a_file_that_the_image_has(root: Path, compose: dict
 def test_no_secret_stands_in_the_compose_file(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         for name, value in service.get("environment", {}).items():
-            assert value is None or name == "NGYM_MODEL"
+            from_outside_or_not_at_all = re.fullmatch(rf"\$\{{{name}:\?[^}}]+\}}", value or "")
+            assert value is None or from_outside_or_not_at_all or name == "NGYM_MODEL"
+
+
+def test_every_container_is_locked_by_the_same_token(compose: dict[str, Any]) -> None:
+    tokens = {service["environment"]["NGYM_TOKEN"] for service in compose["services"].values()}
+    assert len(tokens) == 1 and tokens.pop().startswith("${NGYM_TOKEN:?")
+
+
+async def test_the_health_check_opens_a_locked_service(
+    root: Path, stages: dict[str, list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (words,) = [rest for word, rest in stages["core"] if word == "HEALTHCHECK"]
+    _python, _c, program = json.loads(words.partition("CMD ")[2])
+    monkeypatch.setenv("NGYM_TOKEN", "the-token-of-this-run")
+    async with Supervisor(load_config([root / "global_config.yaml"], ["ngym.head.port=0"]).only(["counter"])) as stack:
+        probe = program.replace("http://127.0.0.1:8000", stack.urls["counter"][0])
+        assert probe != program
+        for token, code in (("the-token-of-this-run", 0), ("the-token-of-that-run", 1)):
+            check = [sys.executable, "-c", probe]
+            ran = await asyncio.create_subprocess_exec(*check, env={"NGYM_TOKEN": token}, stderr=subprocess.DEVNULL)
+            assert await ran.wait() == code
 
 
 def test_every_image_runs_as_a_user_without_privileges(

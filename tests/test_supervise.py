@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 
 from ngym.config import load_config
 from ngym.errors import ConfigError, UsageError
+from ngym.redact import REDACTED, redacted
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.probe import Reply, get, health
-from ngym.supervise.redact import REDACTED, redacted
 from ngym.supervise.service import ServiceFailed, State
 from ngym.supervise.supervisor import Supervisor
 

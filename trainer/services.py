@@ -17,13 +17,14 @@ from typing import Any, Self, TypeVar
 
 from ngym import process
 from ngym.collect.discovery import discover
-from ngym.config import Config, did_you_mean, load_config
+from ngym.config import Config, load_config
 from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
+from ngym.tree import did_you_mean
 
 from .config import Recipe
 
@@ -143,7 +144,7 @@ async def started(
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
-            peers = Peers(stack.urls, stack.head_url, owner="ng_train")
+            peers = Peers(stack.urls, stack.head_url, stack.run_token, owner="ng_train", others=config.others)
             try:
                 yield Reached(peers, stack.admin_token, stack.failure)
             finally:
@@ -161,11 +162,11 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
             f"no services run in {folder}: start them with ng_run in another terminal, or let this command start them "
             "with rollouts.services=global_config.yaml"
         )
-    known = await discover(run.url)
+    known = await discover(run.url, run.run_token)
     for name, names in (*((agent, known.agents) for agent in agents), (policy, known.urls)):
         if name not in names:
             raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
-    peers = Peers(known.urls, known.head_url, owner="ng_train")
+    peers = Peers(known.urls, known.head_url, run.run_token, owner="ng_train", others=known.others)
     try:
         yield Reached(peers, run.admin_token, _never)
     finally:

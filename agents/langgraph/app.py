@@ -24,7 +24,8 @@ class Options(AgentOptions):
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     options: Options = rollout.options
     tools = [_tool(tool, rollout) for tool in request.get("tools") or ()]
-    model = ChatOpenAI(model=options.model, base_url=rollout.model_base_url, api_key="unused").bind_tools(tools)
+    served = {"base_url": rollout.model_base_url, "api_key": rollout.model_api_key}
+    model = ChatOpenAI(model=options.model, **served).bind_tools(tools)
 
     async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
         return {"messages": [await model.ainvoke(state["messages"])]}

@@ -27,7 +27,7 @@ async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     options: Options = rollout.options
-    client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url)
+    client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url, api_key=rollout.model_api_key)
     actor = Agent(
         name="actor",
         instructions=request.get("instructions"),

@@ -27,7 +27,7 @@ async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
     options: Options = rollout.options
     chat = chat_request(request)
-    client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url)
+    client: AsyncOpenAI = rollout.state.with_options(base_url=rollout.model_base_url, api_key=rollout.model_api_key)
     for _ in range(options.max_steps):
         completion = await client.chat.completions.create(**{"model": options.model, **chat})
         message = completion.choices[0].message

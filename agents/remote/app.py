@@ -27,6 +27,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         "ng": {
             "rollout_id": rollout.rollout_id,
             "model_base_url": rollout.model_base_url,
+            "api_key": rollout.model_api_key,  # opens the model and the gym server, where the run is locked
             "gym_url": rollout.gym.url,
             "gym_session": rollout.gym.id,
         },

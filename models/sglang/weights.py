@@ -118,7 +118,7 @@ def add_weights(app: FastAPI) -> None:
         ("POST", "/weights/wake", "wake", "Take it back, and go on generating"),
         ("POST", "/weights/flush", "flush", "Drop the prefix cache"),
     ):
-        add_route(app, method, path, _handler(app, name), summary=summary)
+        add_route(app, method, path, _handler(app, name), summary=summary, finishes=True)
 
 
 def _handler(app: FastAPI, name: str) -> Handler:

@@ -38,7 +38,8 @@ class Engine:
         logging.disable_progress_bar()
         code = {"trust_remote_code": options.trust_remote_code}
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype), **code)
+        data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # no pickle is opened
+        model = AutoModelForCausalLM.from_pretrained(folder, **data, **code)
         self._model = model.to(options.device).eval()
         if self.tokenizer.chat_template is None:
             raise ValueError("its tokenizer has no chat template; take an instruct model")

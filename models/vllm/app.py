@@ -68,7 +68,7 @@ async def serve(context: ServiceContext) -> None:
     with Doorkeeper(context.sockets, context.name) as doorkeeper:
         doorkeeper.say("loading: importing vLLM")
         from .engine import start_engine
-        from .routes import build_application
+        from .routes import api_keys, build_application
 
         if awaited:
             doorkeeper.say(f"loading: waiting for {options.model}")
@@ -79,7 +79,8 @@ async def serve(context: ServiceContext) -> None:
             application = await build_application(context, arguments, engine, _push_options(context))
             doorkeeper.leave()
             watch = asyncio.create_task(engine.raise_when_dead())
-            await serve_app(application, context.sockets)
+            openers = [*api_keys(arguments), *filter(None, [options.push_token])]
+            await serve_app(application, context, keys=openers)
         finally:
             engine.shutdown(timeout=0)
     watch.cancel()

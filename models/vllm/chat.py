@@ -19,10 +19,10 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError, VLLMValidationError
 
-from ngym.config import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
 from ngym.schema import Json
 from ngym.splice import Ends, Seen, begins_with, splice
+from ngym.tree import did_you_mean
 
 from .chunks import ChatInChunks
 from .tokens import Tokens, recorded

@@ -39,6 +39,7 @@ from .staging import Announced, Shapes, Stage, check_adapter, check_announced
 from .transfer import Transfer
 
 SHA256 = re.compile("[0-9a-f]{64}")
+FILES = "/weights/files"
 
 Route = Callable[[Request], Awaitable[Response]]
 
@@ -67,7 +68,7 @@ class WeightPush:
         routes = [
             ("GET", "/weights", self._tell, "The policy version that is served, and how to push another"),
             ("POST", "/weights", self._guarded(self._begin), "Begin a weight push"),
-            ("PUT", "/weights/files", self._guarded(self._add_file), "Send one safetensors file of a push"),
+            ("PUT", FILES, self._guarded(self._add_file), "Send one safetensors file of a push"),
             ("POST", "/weights/commit", self._guarded(self._commit), "Serve the weights that were sent"),
             ("POST", "/weights/transfer/connect", self._guarded(self._connect), "Meet the trainer of a transfer"),
             ("POST", "/weights/transfer/start", self._guarded(self._start), "Stop generating, to receive"),

@@ -23,12 +23,13 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from ngym import ServiceContext, model_server
 from ngym.errors import ConfigError, NotReady
 from ngym.services.app import JsonResponse, add_route
+from ngym.services.edge import CALL_BYTES
 
 from .adapter import Adapter, beside
 from .chat import Chat
 from .engine import Engine
 from .keys import Keys
-from .push import WeightPush
+from .push import FILES, WeightPush
 from .turns import turn_ends
 
 if TYPE_CHECKING:
@@ -56,12 +57,16 @@ async def build_application(
     served = context.options.model_copy(update={"model": vllms.openai_serving_models.model_name()})
     app.state.context = replace(context, options=served)
     _add_a_policys(app, engine, WeightPush(engine, ours, matrices, push))
-    keys = [key for key in (arguments.api_key or [envs.VLLM_API_KEY]) if key]
-    if keys:
-        app.add_middleware(Keys, keys=keys, service=context.name)
+    if keys := api_keys(arguments):
+        app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)
     gc.collect()
     gc.freeze()  # all that was made until now stays: to look through it again and again takes time
     return app
+
+
+def api_keys(arguments: Namespace) -> list[str]:
+    """Those that the engine's options name, as `vllm serve` has them; none: whoever reaches the server may use it."""
+    return [key for key in (arguments.api_key or [envs.VLLM_API_KEY]) if key]
 
 
 def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
@@ -79,4 +84,5 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
     add_route(app, "GET", "/ready", ready, summary="Readiness")
     add_route(app, "GET", "/metrics", metrics, summary="Prometheus metrics, ours and vLLM's")
     for method, path, handler, summary in push.routes:
-        add_route(app, method, path, handler, summary=summary)
+        most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by what was announced
+        add_route(app, method, path, handler, summary=summary, most_bytes=most_bytes, finishes=True)

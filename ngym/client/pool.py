@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from urllib.parse import urlsplit
 
 from ngym.client.connection import KEEPALIVE_S, Connection
 from ngym.client.tunnel import tunnel
+from ngym.tls import client_context
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTING = 64  # at once: a server's queue of new connections is short
@@ -35,7 +35,7 @@ class Pool:
             raise ConnectionRefusedError(f"{url!r} is no http:// or https:// URL")
         self.host_header = parts.netloc.rpartition("@")[2]
         self._host = parts.hostname
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = client_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
         self._proxy = urlsplit(proxy) if proxy and self._tls else None
         self._open: set[Connection] = set()

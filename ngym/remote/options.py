@@ -8,6 +8,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ngym.addresses import wrong_url
 from ngym.remote.budget import Caps
 
 
@@ -39,6 +40,13 @@ class RemoteOptions(BaseModel):
         pattern="^http://",
         description="For https; where left out, that of HTTPS_PROXY and NO_PROXY.",
     )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_service(cls, url: str) -> str:
+        if problem := wrong_url(url):
+            raise ValueError(problem)
+        return url
 
     @field_validator("api_key_env")
     @classmethod

@@ -14,12 +14,13 @@ import orjson
 from ngym import correlation
 from ngym.client import Client
 from ngym.errors import ServiceError
-from ngym.remote.budget import RetryBudget, Used
+from ngym.remote.budget import Used
 from ngym.remote.hints import wait_s
 from ngym.remote.options import RemoteOptions
 from ngym.remote.pace import Pace, Turn
 from ngym.remote.problems import REFUSED_FOR_RATE, Site, problem, problem_in_stream
 from ngym.remote.sse import EventData
+from ngym.retries import RetryBudget
 from ngym.schema import Json
 
 log = logging.getLogger("ngym.remote")

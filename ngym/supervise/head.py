@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,16 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ngym.errors import UsageError
+from ngym.listening import Connection, Server, room
+from ngym.locks import Lock, Locked
 from ngym.supervise import nemo
-from ngym.supervise.redact import shown_config
 from ngym.supervise.service import State
+from ngym.supervise.shown import shown_config
 from ngym.supervise.sockets import listen, url_of
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from ngym.supervise.supervisor import Supervisor
 
 # From good to bad: a service with replicas is as well as its worst replica.
@@ -40,11 +43,25 @@ class Head:
             if "port" in settings.model_fields_set:
                 raise
             self._socket = listen(settings.host, 0, "the head", remedy)
-        self.url = url_of(self._socket)
+        tls = supervisor.config.settings.tls
+        self.url = url_of(self._socket, tls is not None)
+        app: ASGIApp = _app(supervisor)
+        if supervisor.run_token:
+            app = Locked(app, Lock([supervisor.run_token]), "the head")
         serve = uvicorn.Config(
-            _app(supervisor), loop="none", lifespan="off", log_config=None, access_log=False, ws="none"
+            app,
+            ssl_certfile=tls.certificate if tls else None,
+            ssl_keyfile=tls.key if tls else None,
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            http=Connection,
+            limit_concurrency=room(),
+            ws="none",
+            server_header=False,
         )
-        self._server = _Server(serve)
+        self._server = Server(serve)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -55,13 +72,6 @@ class Head:
         if self._task:
             await self._task
         self._socket.close()
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the command's affair."""
-        yield
 
 
 def servers(states: list[State]) -> list[dict[str, Any]]:

@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ngym.errors import UsageError
+from ngym.locks import RUN_TOKEN, token_from
+from ngym.tls import trust
 
 FOLDER = ".ngym"
 FILE = "head.json"
@@ -18,11 +20,16 @@ FILE = "head.json"
 
 @dataclass(frozen=True)
 class Running:
-    """A run that lives: its head's URL, its process, and the token that its model servers want for a weight push."""
+    """A run that lives: its head's URL, its process, its tokens and whom it believes.
+
+    admin_token opens the weights, run_token (if it is locked) anything else. ca: a PEM file.
+    """
 
     url: str
     pid: int
     admin_token: str
+    run_token: str | None = None
+    ca: str | None = None
 
 
 class HeadFile:
@@ -34,16 +41,16 @@ class HeadFile:
         self.logs = folder / ("logs" if owned else f"logs-{os.getpid()}")
 
     @classmethod
-    def claim(cls, root: Path, url: str, admin_token: str) -> HeadFile:
+    def claim(cls, root: Path, running: Running) -> HeadFile:
         folder = root / FOLDER
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             problem = f"{folder}: cannot be made ({error.strerror}); the logs go there, so {root} must be writable"
             raise UsageError(problem) from None
-        content = json.dumps({"url": url, "pid": os.getpid(), "admin_token": admin_token})
+        content = json.dumps(asdict(running))
         other = find_running(root)
-        if other is not None and other.url != url and _accepts(other.url):
+        if other is not None and other.url != running.url and _accepts(other.url):
             return cls(folder, owned=False)
         (folder / FILE).unlink(missing_ok=True)
         try:
@@ -70,9 +77,17 @@ def _accepts(url: str) -> bool:
 
 
 def find_running(root: Path) -> Running | None:
-    """The run that lives in this folder, or None; a file that a killed run left behind counts as none."""
+    """The run that lives in this folder, or None; a file that a killed run left behind counts as none. Its ca is trusted."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         running = Running(**json.loads((root / FOLDER / FILE).read_text()))
         os.kill(running.pid, 0)
+        if running.ca:
+            trust(Path(running.ca))
         return running
     return None
+
+
+def token_of(url: str, root: Path) -> str | None:
+    """What opens the head at this URL: the token of the run in this folder if it is that one's, else NGYM_TOKEN's."""
+    running = find_running(root)
+    return running.run_token if running is not None and running.url == url.rstrip("/") else token_from(RUN_TOKEN)

@@ -17,10 +17,14 @@ DRAIN_S = 0.5
 
 
 class ServiceLog:
-    """One service's log over all of its lives; `open` gives the descriptor that the next life writes to."""
+    """One service's log over all of its lives; `open` gives the descriptor that the next life writes to.
 
-    def __init__(self, path: Path, on_status: Callable[[str], None]) -> None:
+    redact: takes the secrets out of a line.
+    """
+
+    def __init__(self, path: Path, on_status: Callable[[str], None], redact: Callable[[bytes], bytes]) -> None:
         self.path = path
+        self._redact = redact
         self._on_status = on_status
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._readers: set[asyncio.Task[None]] = set()
@@ -59,15 +63,20 @@ class ServiceLog:
         rest = b""
         try:
             while chunk := await reader.read(MAX_LINE_BYTES):
-                self._write(chunk)
                 *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self._keep(line)
-                rest = rest[-MAX_LINE_BYTES:]
+                if len(rest) > MAX_LINE_BYTES:  # no line of anybody's; what it is goes on in the next one
+                    lines, rest = [*lines, rest], b""
+                if lines:
+                    self._take(self._redact(b"\n".join(lines)) + b"\n")
             if rest:
-                self._keep(rest)
+                self._take(self._redact(rest))
         finally:
             transport.close()
+
+    def _take(self, lines: bytes) -> None:
+        self._write(lines)
+        for line in lines.removesuffix(b"\n").split(b"\n"):
+            self._keep(line)
 
     def _write(self, chunk: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk must not take the services down with it

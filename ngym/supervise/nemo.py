@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from ngym.config import Config, Stanza
+from ngym.redact import redacted
 from ngym.schema import Kind
-from ngym.supervise.redact import redacted
 from ngym.supervise.service import State
 
 TYPES: dict[Kind, str] = {

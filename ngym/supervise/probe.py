@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from ngym.tls import client_context
 
 MAX_REPLY_BYTES = 8 << 20
 
@@ -26,16 +27,21 @@ class Health:
     reason: str = ""
 
 
-async def get(url: str, timeout_s: float) -> Reply:
-    """GET a URL. OSError when it cannot be reached, TimeoutError when it does not answer in time."""
+async def get(url: str, timeout_s: float, token: str | None = None) -> Reply:
+    """GET a URL, with a bearer token where one is wanted.
+
+    Raises:
+        OSError: it cannot be reached. TimeoutError: it does not answer in time.
+    """
     parts = urlsplit(url)
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    secure = client_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure)
         try:
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            request = f"GET {target} HTTP/1.0\r\nHost: {parts.netloc}\r\nAccept: application/json\r\n\r\n"
+            opener = f"Authorization: Bearer {token}\r\n" if token else ""
+            request = f"GET {target} HTTP/1.0\r\nHost: {parts.netloc}\r\nAccept: application/json\r\n{opener}\r\n"
             writer.write(request.encode())
             answer = await reader.read(MAX_REPLY_BYTES)
             while answer and len(answer) < MAX_REPLY_BYTES and (more := await reader.read(MAX_REPLY_BYTES)):
@@ -49,10 +55,10 @@ async def get(url: str, timeout_s: float) -> Reply:
     return Reply(int(words[1][:3]), body)
 
 
-async def health(url: str, timeout_s: float) -> Health:
+async def health(url: str, timeout_s: float, token: str | None = None) -> Health:
     """Ask a service's /ready. One of another make may not have it: any answer that is no server error counts."""
     try:
-        reply = await get(f"{url.rstrip('/')}/ready", timeout_s)
+        reply = await get(f"{url.rstrip('/')}/ready", timeout_s, token)
     except TimeoutError:
         return Health(False, f"no answer within {timeout_s:g} s")
     except OSError as error:

@@ -14,11 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ngym.errors import ConfigError, NgymError
+from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.redact import Redactor
 from ngym.schema import Kind
 from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.logs import ServiceLog
 from ngym.supervise.probe import health
+from ngym.supervise.venvs import Venv, find_uv, make
 
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
 
@@ -66,10 +68,14 @@ class Limits:
 
 
 class Watched:
-    """A URL whose readiness is followed: `state` is current, `tell` hears each change, `ready` is set once it was."""
+    """A URL whose readiness is followed: `state` is current, `tell` hears each change, `ready` is set once it was.
 
-    def __init__(self, state: State, tell: Callable[[State], None]) -> None:
+    token: opens it.
+    """
+
+    def __init__(self, state: State, tell: Callable[[State], None], token: str | None = None) -> None:
         self.state = state
+        self._token = token
         self.ready = asyncio.Event()
         self._tell = tell
 
@@ -87,7 +93,7 @@ class Watched:
         while True:
             # A listening socket queues the first probe until the service accepts it: no time is lost by polling.
             left = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
-            found = await health(self.state.url, min(PROBE_TIMEOUT_S, left))
+            found = await health(self.state.url, min(PROBE_TIMEOUT_S, left), self._token)
             if found.ready:
                 been_ready = True
                 self.change(status="ready", detail="")
@@ -143,21 +149,25 @@ class Process(Watched):
         sock: socket.socket,
         log: Path,
         limits: Limits,
+        redact: Redactor,
+        venv: Venv | None = None,
     ) -> None:
-        super().__init__(state, tell)
+        super().__init__(state, tell, spec["run_token"])
         self._launcher = launcher
         self._spec = spec
         self._socket = sock
-        self._log = ServiceLog(log, on_status=self._said)
+        self._log = ServiceLog(log, on_status=self._said, redact=redact)
         self._limits = limits
+        self._venv = venv
         self._speaks = False
         self._child: Child | None = None
         self._deaths = Deaths()
 
     async def run(self) -> None:
         """Start it again whenever it ends. ServiceFailed or ConfigError when that has no point any more."""
+        python = await self._own_python()
         for restarts in itertools.count():
-            code, was_ready = await self._live(restarts)
+            code, was_ready = await self._live(restarts, python)
             await self._log.drained()
             if code == EXIT_CONFIG:
                 self.change(status="failed", detail="wrong options", pid=None)
@@ -171,12 +181,24 @@ class Process(Watched):
             self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None)
             await asyncio.sleep(pause)
 
-    async def _live(self, restarts: int) -> tuple[int, bool]:
+    async def _own_python(self) -> Path | None:
+        """Of its own environment, made now if it is not there; the time that this takes is not part of its start."""
+        if self._venv is None:
+            return None
+        try:
+            return await make(self._venv, self.describe, find_uv())
+        except UsageError:
+            self.change(status="failed", detail="its packages cannot be installed")
+            raise
+
+    async def _live(self, restarts: int, python: Path | None) -> tuple[int, bool]:
         """One life: its exit code, and whether it had been ready."""
         self.ready.clear()
         self._speaks = False
         output = self._log.open()
-        child = self._child = await self._launcher.fork("run", self.state.label, self._spec, output, [self._socket])
+        child = self._child = await self._launcher.fork(
+            "run", self.state.label, self._spec, output, [self._socket], python
+        )
         now = datetime.now(UTC)
         self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts)
         watch = asyncio.create_task(self.watch(self._limits.ready_timeout_s))

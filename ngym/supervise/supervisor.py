@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+from ngym.addresses import is_loopback
 from ngym.config import Config, Stanza, app_file
 from ngym.errors import ConfigError
+from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
+from ngym.redact import Redactor
 from ngym.supervise.head import Head
-from ngym.supervise.headfile import HeadFile
+from ngym.supervise.headfile import HeadFile, Running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import Limits, Process, State, Watched
+from ngym.supervise.shown import secrets_of
 from ngym.supervise.sockets import listen, url_of
+from ngym.supervise.venvs import venv_of
 
 GRACE_S = 3.5  # of the 5 s in which everything is gone; a service's own grace for answers in flight is 3 s
 
@@ -28,6 +33,7 @@ class Supervisor:
         on_event: told each change of a service's state.
         launcher: one that was started before the config was read, to save its start-up time.
 
+    `run_token` is what its services want to be shown (None: nothing), `admin_token` what the weights want.
     While it runs: `head_url`, `urls` (service name -> URLs of its replicas) and `states`. Entering raises ServiceFailed
     or ConfigError when a service cannot be started; then nothing is left running. `ready_after_s` counts from the
     launcher's start.
@@ -38,7 +44,8 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.urls: dict[str, list[str]] = {}
-        self.admin_token = secrets.token_urlsafe(24)
+        self.admin_token = token_from(ADMIN_TOKEN) or new_token()
+        self.run_token = run_token(config)
         self.ready_after_s: float | None = None
         self._on_event = on_event
         self._launcher = launcher
@@ -104,13 +111,18 @@ class Supervisor:
         config = self.config
         bound = {stanza.name: self._bind(stanza) for stanza in config.services.values()}
         self._head = Head(self)
-        self._head_file = HeadFile.claim(config.root, self._head.url, self.admin_token)
+        self._head_file = HeadFile.claim(config.root, self._running())
         for stanza in config.services.values():
             self._watched += self._external(stanza) if stanza.external else self._processes(stanza, bound[stanza.name])
         self._head.start()
         for watched in self._watched:
             run = watched.run() if isinstance(watched, Process) else watched.watch()
             self._tasks.append(asyncio.create_task(run))
+
+    def _running(self) -> Running:
+        tls = self.config.settings.tls
+        ca = str(tls.ca) if tls and tls.ca else None
+        return Running(self.head_url, os.getpid(), self.admin_token, self.run_token, ca)
 
     def _bind(self, stanza: Stanza) -> list[socket.socket]:
         if stanza.external:
@@ -124,23 +136,28 @@ class Supervisor:
             sock = listen(self.config.settings.host, stanza.port or 0, f"service {stanza.name!r}", remedy)
             self._sockets.append(sock)
         mine = self._sockets[-stanza.replicas :]
-        self.urls[stanza.name] = [url_of(sock) for sock in mine]
+        self.urls[stanza.name] = [url_of(sock, self.config.settings.tls is not None) for sock in mine]
         return mine
 
     def _external(self, stanza: Stanza) -> list[Watched]:
-        return [Watched(self._state(stanza, index), self._on_event) for index in range(len(stanza.external_urls))]
+        token = self.config.others.get(stanza.name, self.run_token)
+        states = [self._state(stanza, index) for index in range(len(stanza.external_urls))]
+        return [Watched(state, self._on_event, token) for state in states]
 
     def _processes(self, stanza: Stanza, sockets: list[socket.socket]) -> list[Watched]:
         assert self._launcher is not None and self._head_file is not None
         settings = self.config.settings
         timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
         processes: list[Watched] = []
+        redact = Redactor([*secrets_of(self.config), self.admin_token, self.run_token or ""])
         for index, sock in enumerate(sockets):
             state = self._state(stanza, index)
-            spec = service_spec(self.config, stanza, self.urls, self.head_url, index, self.admin_token)
+            tokens = (self.admin_token, self.run_token)
+            spec = service_spec(self.config, stanza, self.urls, self.head_url, index, *tokens)
             limits = Limits(timeout, settings.max_restarts)
             log = self._head_file.logs / f"{state.label}.log"
-            processes.append(Process(state, self._on_event, self._launcher, spec, sock, log, limits))
+            venv = venv_of(self.config, stanza)
+            processes.append(Process(state, self._on_event, self._launcher, spec, sock, log, limits, redact, venv))
         return processes
 
     def _state(self, stanza: Stanza, index: int) -> State:
@@ -170,6 +187,7 @@ def service_spec(
     head_url: str | None = None,
     replica: int = 0,
     admin_token: str | None = None,
+    run_token: str | None = None,
 ) -> dict[str, Any]:
     """What a service's process is told, as JSON: the fields of `ngym.services.runner.ServiceSpec`."""
     if stanza.app is None:
@@ -186,4 +204,18 @@ def service_spec(
         "root": str(config.root),
         "replica": replica,
         "admin_token": admin_token if stanza.kind == "model" else None,  # it opens the weight push, nothing else
+        "run_token": run_token,
+        "others": config.others,
+        "tls": config.settings.tls.model_dump(mode="json") if config.settings.tls else None,
     }
+
+
+def run_token(config: Config) -> str | None:
+    """What every caller of this run has to show; None: nothing. UsageError for an unusable NGYM_TOKEN.
+
+    A run is locked when something listens where other machines can reach it, when its config says so, or when there is a
+    token in the environment.
+    """
+    settings, given = config.settings, token_from(RUN_TOKEN)
+    exposed = not all(map(is_loopback, (settings.host, settings.head.host)))
+    return given or (new_token() if exposed or settings.require_token else None)

@@ -12,6 +12,7 @@ import orjson
 from torch import Tensor
 
 from ngym.errors import NgymError
+from ngym.tls import client_context
 
 from .tensors import DTYPES
 
@@ -135,8 +136,12 @@ class Replica:
 
     def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
         place = urlsplit(self.url)
-        connect = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-        with contextlib.closing(connect(place.netloc, timeout=self._timeout_s)) as connection:
+        connection = (
+            http.client.HTTPSConnection(place.netloc, timeout=self._timeout_s, context=client_context())
+            if place.scheme == "https"
+            else http.client.HTTPConnection(place.netloc, timeout=self._timeout_s)
+        )
+        with contextlib.closing(connection):
             # A server that refuses a body need not read it; its answer says more than the broken pipe.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, place.path + path, content, headers)

@@ -1,0 +1,69 @@
+"""What may be shown of a value or a line of a log: secrets are replaced, everything else stays as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+REDACTED = "<redacted>"
+MIN_LITERAL = 8  # a shorter value would be found in words that are none
+SECRET_WORDS = ("authorization", "credential", "credentials", "passphrase", "passwd", "password", "secret", "token")
+SECRET_NAMES = ("api_key", "apikey", "access_key", "private_key", "secret_key", "auth_key", "account_key")
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """The value with every secret leaf replaced. A name that ends in `_env` only names a variable, and is shown."""
+    if isinstance(value, dict):
+        return {name: redacted(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(item, key) for item in value]
+    if isinstance(value, str) and value and is_secret(key):
+        return REDACTED
+    return value
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key of this name holds a secret: by whole words, so that `max_tokens` and `primary_key` do not."""
+    name = key.lower().replace("-", "_")
+    return name.endswith(SECRET_NAMES) or name.rpartition("_")[2] in SECRET_WORDS
+
+
+class Redactor:
+    """Replaces these values wherever they stand in a line of a log.
+
+    Args:
+        values: secrets; those of fewer than 8 characters are passed over.
+    """
+
+    def __init__(self, values: Iterable[str]) -> None:
+        longest_first = sorted({value for value in values if len(value) >= MIN_LITERAL}, key=len, reverse=True)
+        self._found = re.compile(b"|".join(re.escape(value.encode()) for value in longest_first) or b"(?!)")
+
+    def __call__(self, line: bytes) -> bytes:
+        return self._found.sub(REDACTED.encode(), line)
+
+    def text(self, text: str) -> str:
+        return self(text.encode(errors="surrogatepass")).decode(errors="surrogatepass")
+
+
+def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+    """The values of options, and of this process's environment variables, whose names say that they are secret."""
+    for name, value in os.environ.items():
+        if is_secret(name):
+            yield value
+    yield from _secret_leaves(dict(options))
+
+
+def _secret_leaves(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _secret_leaves(item, str(name))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _secret_leaves(item, key)
+    elif isinstance(value, str) and key.endswith("_env"):
+        yield os.environ.get(value, "")
+    elif isinstance(value, str) and is_secret(key):
+        yield value

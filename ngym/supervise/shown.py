@@ -1,0 +1,32 @@
+"""A config as it may be shown: in the form in which one writes it, its secrets replaced; and what its secrets are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ngym.config import SETTINGS_KEY, Config, Stanza
+from ngym.redact import redacted, secrets_in
+
+
+def shown_config(config: Config) -> dict[str, Any]:
+    """The resolved config in the form in which one writes it, with secrets redacted."""
+    tree: dict[str, Any] = {SETTINGS_KEY: config.settings.model_dump(mode="json")}
+    for stanza in config.services.values():
+        tree[stanza.name] = _written(stanza) | redacted(stanza.options)
+    return tree
+
+
+def _written(stanza: Stanza) -> dict[str, Any]:
+    fields = stanza.model_dump(
+        mode="json", include={"kind", "app", "url", "urls", "replicas", "port", "requirements", "token_env"}
+    )
+    return {key: value for key, value in fields.items() if value and (key, value) != ("replicas", 1)}
+
+
+def secrets_of(config: Config) -> Iterator[str]:
+    """All that no log of the run may show, but for the run's own tokens."""
+    for stanza in config.services.values():
+        yield from secrets_in(stanza.options)
+        yield os.environ.get(stanza.token_env or "", "")

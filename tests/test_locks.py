@@ -1,0 +1,157 @@
+"""Who may call? Every route of every kind of service, without a token, with a wrong one, and with the right one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from ngym.addresses import is_loopback
+from ngym.config import Config, load_config
+from ngym.errors import UsageError
+from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, Lock
+from ngym.peers import Peers
+from ngym.supervise.headfile import find_running
+from ngym.supervise.supervisor import Supervisor
+
+TOKEN, ADMIN = "the-token-of-this-run", "the-token-of-the-trainer"
+SERVICES = {
+    "policy": {"kind": "model", "app": "models/scripted"},
+    "counter": {"kind": "gym_server", "app": "gym_servers/counter"},
+    "games": {"kind": "gym_server", "app": "gym_servers/games"},
+    "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
+}
+HEADS = ("/", "/servers", "/config", "/global_config_dict_yaml", "/server_instances")
+WRONG = {
+    "nothing": {},
+    "another token": {"authorization": "Bearer the-token-of-that-run"},
+    "the token and more": {"authorization": f"Bearer {TOKEN}x"},
+    "its beginning": {"authorization": f"Bearer {TOKEN[:-1]}"},
+    "no scheme": {"authorization": TOKEN},
+    "another scheme": {"authorization": f"Basic {TOKEN}"},
+    "the scheme in lower case": {"authorization": f"bearer {TOKEN}"},
+    "an empty one": {"authorization": "Bearer", "x-api-key": ""},
+    "a cookie": {"cookie": f"token={TOKEN}"},
+    "another key": {"x-api-key": "the-token-of-that-run"},
+}
+
+
+def config_in(folder: Path, **settings: object) -> Config:
+    file = folder / "global_config.yaml"
+    file.write_text(yaml.safe_dump({**SERVICES, "ngym": {"head": {"port": 0}, **settings}}))
+    return load_config([file])
+
+
+def shown(**headers: str) -> list[tuple[bytes, bytes]]:
+    return [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+
+
+async def routes_of(client: httpx.AsyncClient, url: str) -> dict[str, tuple[str, ...]]:
+    """Path -> its methods, as the service itself tells those who may ask."""
+    schema = (await client.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {TOKEN}"})).json()
+    return {path: tuple(methods) for path, methods in schema["paths"].items()}
+
+
+@pytest.fixture
+def tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_TOKEN, TOKEN)
+    monkeypatch.setenv(ADMIN_TOKEN, ADMIN)
+
+
+async def test_no_route_but_health_answers_without_the_token(tmp_path: Path, tokens: None) -> None:
+    async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
+        tried = 0
+        for (url,) in [*stack.urls.values(), [stack.head_url]]:
+            assert (await client.get(f"{url}/health")).status_code == 200
+            routes = await routes_of(client, url) if url != stack.head_url else dict.fromkeys(HEADS, ("get",))
+            routes |= dict.fromkeys(["/docs", "/openapi.json", "/no-such-route", "/health/"], ("get",))
+            for path, methods in routes.items():
+                for method, (name, headers) in itertools.product(methods, WRONG.items()):
+                    if (method, path) == ("get", "/health"):
+                        continue
+                    reply = await client.request(method, url + path, headers=headers, content=b"{}")
+                    assert reply.status_code == 401, f"{method} {url}{path} with {name}: {reply.status_code}"
+                    assert TOKEN not in reply.text
+                    tried += 1
+        assert tried > 300
+        head = await client.post(f"{stack.head_url}/health")
+        assert head.status_code == 401, "only GET /health is open"
+
+
+async def test_a_token_in_the_query_or_shown_twice_opens_nothing(tmp_path: Path, tokens: None) -> None:
+    async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
+        (url,) = stack.urls["counter"]
+        twice = [("authorization", f"Bearer {TOKEN}"), ("authorization", f"Bearer {TOKEN}")]
+        for reply in (
+            await client.get(f"{url}/tools", params={"token": TOKEN, "access_token": TOKEN}),
+            await client.get(f"{url}/tools", headers=twice),
+        ):
+            assert reply.status_code == 401
+            assert reply.headers["content-type"] == "application/problem+json"
+            assert reply.headers["www-authenticate"] == "Bearer"
+        for header in ({"authorization": f"Bearer {TOKEN}"}, {"x-api-key": TOKEN}):
+            assert (await client.get(f"{url}/tools", headers=header)).status_code == 200
+
+
+async def test_a_locked_runs_services_reach_one_another(tmp_path: Path, tokens: None) -> None:
+    row = {"responses_create_params": {"input": "Count to 7.", "tools": []}, "target": 0}
+    async with Supervisor(config_in(tmp_path)) as stack:
+        running = find_running(tmp_path)
+        assert running is not None and running.run_token == TOKEN and running.admin_token == ADMIN
+        assert (tmp_path / ".ngym" / "head.json").stat().st_mode & 0o777 == 0o600
+        peers = Peers(stack.urls, stack.head_url, stack.run_token)
+        try:
+            done = await peers["counter_agent"].post("/run", row)
+        finally:
+            await peers.close()
+    assert done["reward"] == 1.0
+
+
+async def test_the_runs_token_goes_to_nobody_elses_service(tmp_path: Path, tokens: None) -> None:
+    """A judge of another firm is asked with the token that its stanza names, or with none."""
+    peers = Peers(
+        {"ours": ["http://127.0.0.1:9"], "theirs": ["http://127.0.0.1:9"], "open": ["http://127.0.0.1:9"]},
+        token=TOKEN,
+        others={"theirs": "their-own-token", "open": None},
+    )
+    assert peers.authorization("ours") == {"authorization": f"Bearer {TOKEN}"}
+    assert peers.authorization("theirs") == {"authorization": "Bearer their-own-token"}
+    assert peers.authorization("open") == {}
+
+
+async def test_off_loopback_a_run_is_locked_though_nobody_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_TOKEN, raising=False)
+    async with Supervisor(config_in(tmp_path, host="0.0.0.0")) as stack, httpx.AsyncClient(timeout=60) as client:
+        assert stack.run_token is not None and len(stack.run_token) >= 43
+        (url,) = stack.urls["counter"]
+        assert (await client.get(f"{url}/tools")).status_code == 401
+    open_run = Supervisor(config_in(tmp_path))
+    locked_run = Supervisor(config_in(tmp_path, require_token=True))
+    assert open_run.run_token is None and locked_run.run_token is not None
+
+
+@pytest.mark.parametrize("token", ["short", "with a space in it, long enough", "newline-in-it-long-enough\n", "é" * 20])
+def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv(RUN_TOKEN, token)
+    with pytest.raises(UsageError, match="NGYM_TOKEN: a token has at least 16"):
+        Supervisor(config_in(tmp_path))
+
+
+def test_a_lock_reads_only_what_it_knows() -> None:
+    lock = Lock([TOKEN, ADMIN])
+    assert lock.opens(shown(authorization=f"Bearer {ADMIN}", x_api_key="whatever"))
+    assert not lock.opens(shown(x_api_key="Bearer " + TOKEN))
+    assert not lock.opens([*shown(x_api_key=TOKEN), *shown(x_api_key=TOKEN)])
+    assert not Lock([]).opens(shown(authorization="Bearer "))
+
+
+def test_which_addresses_only_this_machine_reaches() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", ""]))

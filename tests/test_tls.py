@@ -1,0 +1,124 @@
+"""Does a run speak https from end to end, and believe nobody whom it should not?"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from ngym.config import Config, load_config
+from ngym.errors import ConfigError, Unreachable
+from ngym.peers import Peers
+from ngym.supervise.supervisor import Supervisor
+from ngym.tls import CA, client_context
+
+SERVICES = {
+    "policy": {"kind": "model", "app": "models/scripted"},
+    "counter": {"kind": "gym_server", "app": "gym_servers/counter"},
+    "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
+}
+TLS = {"certificate": "server.pem", "key": "server.key", "ca": "ca.pem"}
+DAY = datetime.timedelta(days=1)
+
+
+def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0.1") -> None:
+    """NAME.pem and NAME.key; signed by SIGNER's key, or an authority of its own."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder().subject_name(subject).public_key(key.public_key())
+    made = made.serial_number(x509.random_serial_number()).not_valid_before(now - DAY).not_valid_after(now + DAY)
+    made = made.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), False)
+    issuer, issuers_key = subject, key
+    if signer is not None:
+        issuer = x509.load_pem_x509_certificate((folder / f"{signer}.pem").read_bytes()).subject
+        loaded = serialization.load_pem_private_key((folder / f"{signer}.key").read_bytes(), None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        issuers_key = loaded
+    signed = made.issuer_name(issuer).sign(issuers_key, hashes.SHA256())
+    (folder / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    form = serialization.PrivateFormat.PKCS8
+    none = serialization.NoEncryption()
+    (folder / f"{name}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, none))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With an authority and a server's certificate of it; what the test came to believe is forgotten afterwards."""
+    monkeypatch.setenv(CA, "")
+    client_context.cache_clear()
+    certify(tmp_path, "ca", None)
+    certify(tmp_path, "server", "ca")
+    yield tmp_path
+    client_context.cache_clear()
+
+
+def config_in(folder: Path, **tls: str) -> Config:
+    file = folder / "global_config.yaml"
+    file.write_text(yaml.safe_dump({**SERVICES, "ngym": {"head": {"port": 0}, "tls": {**TLS, **tls}}}))
+    return load_config([file])
+
+
+async def test_every_address_of_the_run_speaks_https_and_nothing_else(folder: Path) -> None:
+    row = {"responses_create_params": {"input": "Count to 7.", "tools": []}, "target": 0}
+    async with Supervisor(config_in(folder)) as stack:
+        urls = [*(url for found in stack.urls.values() for url in found), stack.head_url]
+        assert all(url.startswith("https://") for url in urls)
+        peers = Peers(stack.urls, stack.head_url)
+        try:
+            assert (await peers["counter_agent"].post("/run", row))["reward"] == 1.0
+        finally:
+            await peers.close()
+        strangers = ssl.create_default_context()
+        async with httpx.AsyncClient(verify=strangers) as client:
+            for url in urls:
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await client.get(f"{url}/health")
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await client.get(url.replace("https", "http") + "/health")
+
+
+async def test_a_second_terminal_finds_the_run_and_believes_its_authority(folder: Path) -> None:
+    async with Supervisor(config_in(folder)):
+        ask = [sys.executable, "-m", "ngym", "status", "--config", str(folder / "global_config.yaml")]
+        status = await asyncio.create_subprocess_exec(*ask, stdout=asyncio.subprocess.PIPE)
+        told, _ = await status.communicate()
+    assert status.returncode == 0 and b"3 of 3 services ready; https://" in told
+
+
+async def test_a_certificate_for_another_address_is_not_believed(folder: Path) -> None:
+    config = config_in(folder)
+    async with Supervisor(config) as stack:
+        peers = Peers({"counter": [stack.urls["counter"][0].replace("127.0.0.1", "127.0.0.2")]})
+        try:
+            with pytest.raises(Unreachable):
+                await peers["counter"].get("/health")
+        finally:
+            await peers.close()
+
+
+@pytest.mark.parametrize(
+    ("tls", "problem"),
+    [
+        ({"key": "ca.key"}, "server.pem and .*ca.key are no PEM certificate and its unencrypted key"),
+        ({"certificate": "missing.pem"}, "missing.pem and .*server.key are no PEM certificate .*No such file"),
+        ({"ca": "server.key"}, "server.key is no file of PEM certificates"),
+        ({"cert": "server.pem"}, "unknown key 'tls.cert'"),
+    ],
+)
+def test_unusable_files_are_named_before_anything_starts(folder: Path, tls: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"global_config.yaml:\d+: .*{problem}"):
+        config_in(folder, **tls)
