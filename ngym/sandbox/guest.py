@@ -19,6 +19,7 @@ from ngym.sandbox import kernel, landlock, namespaces, seccomp
 
 MEMORY_EXIT = 86  # the interpreter ran out of memory
 STACK_BYTES = 64 << 20
+STARVED_AFTER = 5  # times its wall-clock limit a run is given up that got no processor
 STATUS_FD, RULES_FD = 4, 5  # after 0, 1, 2 and, for the answer, 3; both are closed before the program begins
 
 

@@ -16,7 +16,8 @@ Verdict = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_l
 class Limits(BaseModel):
     """What a program may use; beyond it, it is ended.
 
-    cpu_s: CPU seconds of all its threads. wall_s: the backstop for one that sleeps; four times cpu_s if not given.
+    cpu_s: CPU seconds of all its threads. wall_s: the backstop for one that sleeps, not counting how
+    long it waits for a processor; four times cpu_s if not given.
     memory_mib: address space beyond what the interpreter and the preloaded modules take.
     output_kib: of stdout, of stderr and of the answer, each. threads: besides the first; it is always one process.
     files: open at once. disk_mib: a directory of its own to write in; 0 is none at all.
@@ -33,7 +34,7 @@ class Limits(BaseModel):
 
     @property
     def wall(self) -> float:
-        """Seconds until a program is ended whatever it does."""
+        """Seconds until a program is ended whatever it does, unless it is kept from doing it."""
         return self.wall_s or 4 * self.cpu_s + 1
 
     def at_most(self, bounds: Limits) -> Limits:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.errors import ServiceError
-from ngym.sandbox.guest import MEMORY_EXIT, Run
+from ngym.sandbox.guest import MEMORY_EXIT, STARVED_AFTER, Run
 from ngym.sandbox.interface import Limits, Program, Result, Verdict
 from ngym.sandbox.zygote import End, Spec
 
@@ -39,7 +39,7 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 CAUSES: dict[str, tuple[Verdict, str]] = {
     "cpu": ("time_limit", "used its CPU time"),
     "asleep": ("time_limit", "slept until the wall-clock limit"),
-    "starved": ("infra_error", "had no processor for most of its wall-clock limit"),
+    "starved": ("infra_error", "waited for a processor for several times its wall-clock limit"),
     "threads": ("memory_limit", "started too many threads"),
     "cancelled": ("infra_error", "was cancelled"),
 }
@@ -103,7 +103,7 @@ class Slot:
         pipes = [_Pipe(limits.output_kib << 10, self.cancel) for _ in range(3)]
         try:
             self._submit(request, b"".join(contents), program.stdin.encode("utf-8", "surrogatepass"), pipes)
-            async with asyncio.timeout(limits.wall + SPARE_S):
+            async with asyncio.timeout(limits.wall * STARVED_AFTER + SPARE_S):
                 end: End = await self._answer()
             async with asyncio.timeout(DRAIN_S):
                 await asyncio.gather(*(pipe.ended for pipe in pipes))

@@ -159,11 +159,13 @@ def _watch(pid: int, request: guest.Run, control: socket.socket, proc: int, bega
             used, wall = _cpu_s(pid), time.monotonic() - began
             if used >= request["cpu_s"]:
                 return "cpu"
-            if wall >= request["wall_s"]:
-                return "starved" if used + _delayed_s(proc, ended) > wall / 2 else "asleep"
+            if wall >= request["wall_s"] * guest.STARVED_AFTER:
+                return "starved"
+            if wall >= request["wall_s"] and wall - _delayed_s(proc, ended) >= request["wall_s"]:
+                return "asleep"  # what it waited for a processor is no fault of its own
             if _stat(proc, ended, "status", "Threads:") > request["threads"] + 1:
                 return "threads"
-            wait_s = max(0.001, min(TICK_S, request["cpu_s"] - used, request["wall_s"] - wall))
+            wait_s = max(0.001, min(TICK_S, request["cpu_s"] - used))
     finally:
         os.close(ended)
 
