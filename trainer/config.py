@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
-from ngym.config import Tree, did_you_mean, load_tree, parse, shipped
+from ngym.config import shipped
 from ngym.errors import ConfigError
-from ngym.supervise.redact import redacted
+from ngym.redact import redacted
+from ngym.tree import Tree, did_you_mean, load_tree, parse
 
 from .checkpoints import CheckpointOptions
 from .hardware import EngineOptions

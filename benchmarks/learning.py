@@ -1,0 +1,121 @@
+"""Does the tiny policy learn this environment? A supervised start with a bad habit, GRPO, rewards on held-out tasks.
+
+Every step is a command that is shown: tasks and demonstrations by the environment's own generator, `ng_train sft.yaml`,
+`ng_train grpo.yaml` with vLLM and the services live. Held-out tasks share nothing with those of demonstrations and training.
+The run's figures are added to RESULTS; learning_plot.py makes a table and curves of them.
+
+    python benchmarks/learning.py {safety,translation,blackjack,tic_tac_toe} [--seed 0] [--steps 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+
+import orjson
+from lessons.problem import Lesson, Problem
+
+from ngym.cli.steps import ng, step
+from ngym.config import shipped
+from ngym.jsonl import read, write_whole
+from ngym.schema import Json
+
+LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")
+TRAIN, HELD_OUT, ATTEMPTS = 512, 96, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lesson", choices=LESSONS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning")
+    parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--results", type=Path, help="JSONL  [default: results.jsonl in the folder]")
+    parser.add_argument("override", nargs="*", help="key=value for ng_train grpo.yaml")
+    options = parser.parse_intermixed_args()  # overrides may stand behind options
+    lesson: Lesson = import_module(f"lessons.{options.lesson}").lesson
+    folder = options.folder / f"{options.lesson}-{options.seed}"
+    recipes = shipped() / "trainer" / "recipes"
+
+    step(1, 3, f"tasks, and demonstrations by a beginner: {lesson.habit}")
+    write(lesson, folder, options.seed)
+    step(2, 3, "supervised fine-tuning")
+    began = time.monotonic()
+    ng("train", str(recipes / "sft.yaml"), *supervised(folder, options.seed), "--overwrite")
+    supervised_s = time.monotonic() - began
+    step(3, 3, "reinforcement learning")
+    began = time.monotonic()
+    words = (*reinforced(lesson, folder, options.seed), f"max_steps={options.steps}", *options.override)
+    ng("train", str(recipes / "grpo.yaml"), *words, "--overwrite")
+    seconds = {"sft": round(supervised_s, 1), "grpo": round(time.monotonic() - began, 1)}
+    row = {"lesson": options.lesson, "habit": lesson.habit, "seed": options.seed, "seconds": seconds}
+    with (options.results or options.folder / "results.jsonl").open("ab") as results:
+        results.write(orjson.dumps(row | figures(folder / "grpo" / "metrics.jsonl", lesson.agent)) + b"\n")
+
+
+def write(lesson: Lesson, folder: Path, seed: int) -> None:
+    """held_out.jsonl, train.jsonl and demonstrations.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"{seed} {lesson.agent}")
+    problems = lesson.problems(rng)
+    held_out: dict[str, Problem] = {}
+    while len(held_out) < HELD_OUT:
+        problem = next(problems)
+        held_out.setdefault(problem.same, problem)
+
+    def others() -> Iterator[Problem]:
+        return (problem for problem in problems if problem.same not in held_out)
+
+    tasks = {"held_out": [problem.row for problem in held_out.values()]}
+    tasks["train"] = [problem.row for problem in islice(others(), TRAIN)]
+    tasks["demonstrations"] = [
+        {"messages": problem.shown(rng), "tools": lesson.tools} for problem in islice(others(), lesson.demonstrations)
+    ]
+    for name, rows in tasks.items():
+        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def supervised(folder: Path, seed: int) -> list[str]:
+    """What differs from sft.yaml."""
+    return [f"data.path={folder / 'demonstrations.jsonl'}", f"output={folder / 'sft'}", f"seed={seed}", "batch_size=16"]
+
+
+def reinforced(lesson: Lesson, folder: Path, seed: int) -> list[str]:
+    """What differs from grpo.yaml."""
+    return [
+        f"model.path={folder / 'sft' / 'policy'}",
+        f"rollouts.agent={lesson.agent}",
+        f"rollouts.tasks={folder / 'train.jsonl'}",
+        f"rollouts.services={shipped() / 'global_config.yaml'}",
+        f"evaluation.tasks={folder / 'held_out.jsonl'}",
+        "evaluation.limit=null",
+        f"evaluation.attempts={ATTEMPTS}",
+        f"output={folder / 'grpo'}",
+        f"seed={seed}",
+        *lesson.words,
+    ]
+
+
+def figures(metrics: Path, agent: str) -> Json:
+    """The curve on held-out tasks, and the mean reward of each training step."""
+    rows = [line.row for line in read(metrics)]
+    ways = {"sampled": f"eval/{agent}/avg@{ATTEMPTS}", "greedy": f"eval/{agent}/greedy"}
+    curve = [
+        {"step": row["step"]}
+        | {
+            way: {"mean": round(row[key], 4), "low": round(row[f"{key}/low"], 4), "high": round(row[f"{key}/high"], 4)}
+            for way, key in ways.items()
+        }
+        for row in rows
+        if ways["greedy"] in row
+    ]
+    return {"held_out": curve, "train": [round(row["reward/mean"], 4) for row in rows if "reward/mean" in row]}
+
+
+if __name__ == "__main__":
+    main()

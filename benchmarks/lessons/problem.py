@@ -1,0 +1,62 @@
+"""What a lesson is made of: a task row, and what a beginner says to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+from typing import NamedTuple
+
+from ngym.config import shipped
+from ngym.schema import Json
+
+
+class Problem(NamedTuple):
+    """row: the task. same: what tasks that are the same for a learner have in common; train and held-out share none.
+    shown: a demonstration's messages; drawn anew each time, because a beginner does not always do the same."""
+
+    row: Json
+    same: str
+    shown: Callable[[random.Random], list[Json]]
+
+
+class Lesson(NamedTuple):
+    """habit: what the demonstrations do wrong; problems: endless; demonstrations: how many the supervised start has.
+    words: what differs from grpo.yaml in this lesson."""
+
+    agent: str
+    habit: str
+    problems: Callable[[random.Random], Iterator[Problem]]
+    demonstrations: int
+    tools: Sequence[Json] = ()
+    words: Sequence[str] = ()
+
+
+def generator(name: str) -> ModuleType:
+    """The environment's own generator."""
+    spec = spec_from_file_location(f"generate_{name}", shipped() / "data" / name / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def chat_tools(declared: list[Json]) -> list[Json]:
+    """The Responses API's tools as Chat Completions has them."""
+    return [{"type": "function", "function": {key: tool[key] for key in ("name", "parameters")}} for tool in declared]
+
+
+def asks(row: Json) -> list[Json]:
+    """The row's prompt as messages."""
+    params = row["responses_create_params"]
+    system = [{"role": "system", "content": params["instructions"]}] if "instructions" in params else []
+    return [*system, user(params["input"])] if params["input"] else system
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> Json:
+    return {"role": "assistant", "content": text}
