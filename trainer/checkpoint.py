@@ -20,6 +20,8 @@ def committed(folder: Path) -> Iterator[Path]:
     """
     aside = folder.with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # it was to be replaced, and the writer was killed between the two renames
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from ngym.errors import NgymError
 from ngym.schema import Json
@@ -48,6 +48,16 @@ class CheckpointOptions(Record):
 
 class CheckpointUnusable(NgymError):
     """There is no checkpoint to go on from, or it is not what was written."""
+
+
+class Written(Record):
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+WRITTEN = TypeAdapter(dict[str, Written])
 
 
 class Checkpoint(NamedTuple):
@@ -80,7 +90,9 @@ class Checkpoints:
             (aside / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
     def tidy(self, history: Iterable[Mapping[str, float]]) -> None:
-        """Remove those that are not wanted any more. history: the metrics of the run."""
+        """Remove those that are not wanted any more, and what killed writers left. history: the metrics of the run."""
+        for left_behind in self._folder.glob(".step-*"):
+            shutil.rmtree(left_behind)
         found = self._found()
         kept = set(sorted(found)[-self._options.keep :])
         best = self.best(history)
@@ -110,14 +122,11 @@ class Checkpoints:
         step = max(found)
         folder = found[step]
         try:
-            manifest = orjson.loads((folder / MANIFEST).read_bytes())
-            for name, told in manifest.items():
-                path = folder / name
-                if path.stat().st_size != told["bytes"] or _digest(path) != told["sha256"]:
-                    raise CheckpointUnusable(self._damaged(folder, f"{name} is not what was written", found))
+            if problem := _problem(folder):
+                raise CheckpointUnusable(self._damaged(folder, problem, found))
             return Checkpoint(step, folder, orjson.loads((folder / STATE).read_bytes()))
-        except (OSError, orjson.JSONDecodeError) as error:
-            raise CheckpointUnusable(self._damaged(folder, str(error), found)) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointUnusable(self._damaged(folder, str(error).split("\n")[0], found)) from error
 
     def clear(self) -> None:
         """Remove all of them: a new run begins in this folder."""
@@ -133,6 +142,19 @@ class Checkpoints:
         others = [step for step in sorted(found) if found[step] != folder]
         remedy = f"the one before is of step {others[-1]}" if others else "there is none before it"
         return f"{folder}: damaged: {problem}; {remedy}: remove this folder to go on from there"
+
+
+def _problem(folder: Path) -> str | None:
+    """What is not as it was written; ValueError or OSError where nobody can tell."""
+    manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
+    for name, written in manifest.items():
+        path = folder / name
+        if path.stat().st_size != written.bytes or _digest(path) != written.sha256:
+            return f"{name} is not what was written"
+    # `policy/` may be used, and added to, by others; what stands beside it is loaded
+    beside = {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST}
+    unknown = sorted(beside - manifest.keys())
+    return f"{unknown[0]} was not written with it" if unknown else None
 
 
 def _digest(path: Path) -> str:

@@ -28,6 +28,7 @@ from ngym.schema import Json
 from . import lora, optimizer, optimizer_state, tensor_parallel, zero
 from .activations import checkpoint_layers
 from .checkpoint import committed
+from .company import watched
 from .compiling import compile_layers
 from .config import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from .model import Policy
@@ -301,7 +302,8 @@ def joined(launch: Launch) -> Iterator[None]:
     else:
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        with watched(launch.rank, launch.ranks):
+            yield
     finally:
         _leave()
 

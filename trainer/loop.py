@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from ngym import tracing
+
 from .algorithms import Algorithm
 from .engine import Engine, Update
 from .guard import Guard
 from .packing import pack
 from .samples import Batch, Sample
 
+TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # with the span of a step
 # What compares the policy with its sampler is said of the first update: after that they differ on purpose.
 BEFORE_TRAINING = frozenset({"token_mult_prob_error", "mismatch_kl"})
 
@@ -55,11 +58,16 @@ def train(
     for number, batch in enumerate(batches, done + 1):
         began = time.monotonic()
         taken: list[Step] = []
-        for samples in batch.updates:
-            step = take_step(engine, algorithm, samples, budget, factor(number - 1))
-            if guard.passes(number, samples, step.means["loss"], step.update.grad_norm):
-                taken.append(step)
-        report(number, {**batch.values, **_values(batch, taken, guard.skipped, time.monotonic() - began)})
+        with tracing.span("train step") as span:
+            for samples in batch.updates:
+                step = take_step(engine, algorithm, samples, budget, factor(number - 1))
+                if guard.passes(number, samples, step.means["loss"], step.update.grad_norm):
+                    taken.append(step)
+            values = _values(batch, taken, guard.skipped, time.monotonic() - began)
+            span.set("ngym.step", number)
+            for name in TOLD:
+                span.set(f"ngym.{name}", values.get(name))
+        report(number, {**batch.values, **values})
 
 
 def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, factor: float) -> Step:

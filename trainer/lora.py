@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ngym.config import did_you_mean
 from ngym.errors import ConfigError
+from ngym.tree import did_you_mean
 
 from .config import LoraOptions
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 JUST_LOGPROBS = Asks()
+# A folder's weights are data: no pickle is opened, no code that comes with a model runs.
+SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
 
 class Policy(nn.Module):
@@ -118,7 +120,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
 
     name = options.tokenizer or options.path
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name}: {_first_line(error)}") from error
     if tokenizer.chat_template is None:
@@ -134,6 +136,7 @@ def load_policy(
     Raises:
         ConfigError: it cannot be loaded.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import logging
@@ -145,8 +148,8 @@ def load_policy(
     if options.from_scratch is not None:
         return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how), temperature)
     try:
-        network = AutoModelForCausalLM.from_pretrained(options.path, **how)
-    except (OSError, ValueError) as error:
+        network = AutoModelForCausalLM.from_pretrained(options.path, **how, **SAFE)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
     if options.lora is not None:
         lora.add(network, options.lora)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -117,10 +117,15 @@ def load(engine: Any, network: nn.Module, folder: Path, steps: Mapping[str, floa
     """`scatter` what `write` wrote; every rank reads it, a tensor at a time.
 
     Raises:
-        StateMissing: as scatter does.
+        StateMissing: as scatter does, or a file is none of ours.
     """
-    files = {path: safe_open(path, framework="pt") for path in sorted(folder.glob(_name("*")))}
-    where = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118 (it is no dict)
+    where: dict[str, safe_open] = {}
+    for path in sorted(folder.glob(_name("*"))):
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise StateMissing(f"{path} is no safetensors file, and nothing else is loaded: {error}") from None
+        where |= dict.fromkeys(file.keys(), file)
     scatter(engine, network, where, lambda key: where[key].get_tensor(key), steps)
 
 

@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ngym.config import Tree
+from ngym import tracing
+from ngym.config import tracing_from_environment
 from ngym.errors import ConfigError, UsageError
+from ngym.tree import Tree
 
 from . import arithmetic, offline, sinks
 from .checkpoint import committed
@@ -85,6 +87,9 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
     if new is not None:
         recipe = _to_be_saved(recipe, launch, resume)
     with ExitStack() as stack:
+        stack.callback(tracing.end)
+        if not recipe.live:  # a live run's services say where spans go
+            tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
         from . import critic, engine, loop, model, optimizer

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ngym import tracing
+
 from .colocated import Colocated
 from .config import Recipe
 from .engine import Engine
@@ -71,7 +73,9 @@ class Publisher:
         proof = Proof(self._probe.segments[0].token_ids, logprobs)
         weights = self._pushed()
         if self._pusher:
-            self._pusher.push(self.version, weights, proof, self._have_them_sample)
+            with tracing.span("push weights", "client") as span:
+                span.set("ngym.policy_version", self.version)
+                self._pusher.push(self.version, weights, proof, self._have_them_sample)
         else:
             self._have_them_sample()
         self._pushed_steps = self._engine.steps

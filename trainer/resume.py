@@ -117,7 +117,13 @@ def resumable(output: Path, resolved: str) -> None:
     earlier = output / "recipe.yaml"
     if not earlier.is_file():
         raise UsageError(f"{output}: no run to resume (there is no {earlier.name}); start it without --resume")
-    changed = differences(yaml.safe_load(earlier.read_text("utf-8")), yaml.safe_load(resolved), FREE)
+    try:
+        before = yaml.safe_load(earlier.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{earlier}: damaged, so nobody can tell what the run was: {error}") from None
+    if not isinstance(before, dict):
+        raise UsageError(f"{earlier}: damaged, so nobody can tell what the run was: no mapping is in it")
+    changed = differences(before, yaml.safe_load(resolved), FREE)
     if changed:
         remedy = "set it back, or start a new run in another output"
         raise UsageError("\n".join(f"--resume: {one}; {remedy}" for one in changed))
@@ -127,12 +133,18 @@ def cut(metrics: Path, checkpoint: Checkpoint) -> list[dict[str, float]]:
     """The metrics up to the checkpoint; what was logged later goes, because those steps are taken again.
 
     Raises:
-        CheckpointUnusable: the file is shorter than it was.
+        CheckpointUnusable: the file is not what it was.
     """
     size = checkpoint.state.get("metrics_bytes", 0)
-    if not metrics.exists() and size == 0:
+    there = metrics.stat().st_size if metrics.exists() else 0
+    if there < size:
+        raise CheckpointUnusable(
+            f"{metrics}: has {there} bytes, fewer than the {size} that it had at step {checkpoint.step}; put it back"
+        )
+    if there == 0:
         return []
-    if metrics.stat().st_size < size:
-        raise CheckpointUnusable(f"{metrics}: has fewer than the {size} bytes that it had at step {checkpoint.step}")
     os.truncate(metrics, size)
-    return [orjson.loads(line) for line in metrics.read_bytes().splitlines()]
+    try:
+        return [orjson.loads(line) for line in metrics.read_bytes().splitlines()]
+    except orjson.JSONDecodeError as error:
+        raise CheckpointUnusable(f"{metrics}: damaged before step {checkpoint.step}: {error}; put it back") from None

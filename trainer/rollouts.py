@@ -79,10 +79,20 @@ def read_rollouts(path: Path, temperature: float) -> Read:
     """The rollouts of a JSONL file.
 
     Raises:
-        UsageError: rows that are no rollouts, or not of this temperature; each is named.
+        UsageError: rows that are no rollouts, not of this temperature, or there twice; each is named.
     """
-    read = Read()
-    for line in jsonl.checked(path, lambda row: problem(row, temperature)):
+    read, seen = Read(), set[str]()
+
+    def wrong(row: Json) -> str | None:
+        if said := problem(row, temperature):
+            return said
+        name = (row.get("ng") or {}).get("rollout_id")
+        if name in seen:
+            return f"the rollout {name} stands twice in this file; remove one of the two"
+        seen.update([name] if name else [])
+        return None
+
+    for line in jsonl.checked(path, wrong):
         take(line.row, read)
     return read
 
@@ -105,6 +115,8 @@ def problem(row: Json, temperature: float) -> str | None:
         return "no scored rollout: it needs a reward and an ng record, as ng_collect_rollouts writes them"
     if row["reward"] is None:
         return None
+    if not isinstance(row["reward"], int | float) or not math.isfinite(row["reward"]):
+        return f"the reward is {row['reward']!r:.60}; it must be a number or null"
     if bent := bent_sampling(row.get("responses_create_params") or {}, temperature):
         return bent
     segments = row["ng"].get("segments")

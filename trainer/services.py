@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ngym import process
+from ngym import process, tracing
 from ngym.collect.discovery import discover
-from ngym.config import Config, load_config
+from ngym.config import Config, load_config, tracing_of
 from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
 from ngym.supervise.headfile import find_running
@@ -30,6 +30,7 @@ from .config import Recipe
 
 Result = TypeVar("Result")
 NEW_POLICY_WITHIN_S = 600
+OWNER = "ng_train"
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,11 @@ async def started(
     launcher = Launcher.start()
     try:
         config = needed(load_config([file], [f"{policy}.{option}" for option in options]), agents, policy)
+        tracing.begin(config.tracing, OWNER)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:
             say(f"services ready after {stack.ready_after_s:.0f} s")
-            peers = Peers(stack.urls, stack.head_url, stack.run_token, owner="ng_train", others=config.others)
+            peers = Peers(stack.urls, stack.head_url, stack.run_token, owner=OWNER, others=config.others)
             try:
                 yield Reached(peers, stack.admin_token, stack.failure)
             finally:
@@ -166,7 +168,8 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
     for name, names in (*((agent, known.agents) for agent in agents), (policy, known.urls)):
         if name not in names:
             raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
-    peers = Peers(known.urls, known.head_url, run.run_token, owner="ng_train", others=known.others)
+    tracing.begin(tracing_of(known.services), OWNER)
+    peers = Peers(known.urls, known.head_url, run.run_token, owner=OWNER, others=known.others)
     try:
         yield Reached(peers, run.admin_token, _never)
     finally:

@@ -26,6 +26,7 @@ from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
 from ngym.collect.plan import PlannedRollout, planned
 from ngym.collect.run import Run
 from ngym.errors import UsageError
+from ngym.groups import is_pending, judged
 from ngym.peers import Peers
 from ngym.schema import Json
 
@@ -103,6 +104,8 @@ class Stream:
         file: Path,
         teaches: Callable[[Group], bool],
     ) -> None:
+        self._peers = peers
+        self._judging: set[asyncio.Task[None]] = set()
         self._teaches = teaches
         self._tasks = tasks
         self._options = options
@@ -200,6 +203,9 @@ class Stream:
         self._collecting.cancel()
         with suppress(asyncio.CancelledError, Exception):  # `take` has told of it
             await self._collecting
+        for task in self._judging:
+            task.cancel()
+        await asyncio.gather(*self._judging, return_exceptions=True)
         await self._spool.close()
 
     def _admit(self) -> None:
@@ -233,7 +239,7 @@ class Stream:
         group.running += 1
         recipe = Recipe(params={"temperature": self._temperature}, seed=self._seed_of(group, index))
         for one in planned([group.task.row], recipe):
-            self._due.put_nowait(_renumbered(one, index))
+            self._due.put_nowait(_renumbered(one, index))  # its group is compared here, as it ends up
 
     def _seed_of(self, group: Group, index: int) -> int | None:
         """For the sampling of an attempt: with the same weights, the same rollout."""
@@ -258,6 +264,8 @@ class Stream:
         versions = outcome.row["ng"].get("policy_version") or [NEVER]
         oldest = self._step if "failure" in outcome.row else min(self._learned.get(one, NEVER) for one in versions)
         outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
+        if is_pending(outcome.row):
+            return  # kept with its reward, by _judge; a trainer that dies before collects the group again
         if not isinstance(outcome, FailedAttempt) or outcome.final:
             self._spool.keep(outcome.row)
 
@@ -270,9 +278,24 @@ class Stream:
             group.running += 1  # to come
         else:
             group.rows.append(outcome.row)
-            if group.complete:
+            if group.complete and any(map(is_pending, group.rows)):
+                group.running += 1
+                judging = asyncio.create_task(self._judge(group), name="judge a group")
+                self._judging.add(judging)
+                judging.add_done_callback(self._judging.discard)
+            elif group.complete:
                 self._finish(group)
         self._changed.set()
+
+    async def _judge(self, group: Group) -> None:
+        """Give the rows whose reward needs one another their rewards; without a judge they are unscored."""
+        pending = [row for row in group.rows if is_pending(row)]
+        scored = await judged(self._peers[pending[0]["agent_ref"]["name"]].post, pending)
+        for row in scored:
+            self._spool.keep(row)
+        group.rows = [row for row in group.rows if not is_pending(row)] + scored
+        group.running -= 1
+        self._finish(group)
 
     def _note_stale(self, group: Group, row: Json) -> None:
         self._stale += 1

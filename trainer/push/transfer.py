@@ -10,7 +10,7 @@ the proof after the push.
 from __future__ import annotations
 
 import base64
-import pickle
+import pickle  # noqa: TID251  (written, never loaded)
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,0 +1,115 @@
+"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT STAGES...`: steps in which one rank alone meets a number that is none.
+
+At the end rank 1 is killed. Each rank writes OUTPUT/rank-<n>.json: of each ZeRO stage, the weights after each step and how it ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from steps_on_ranks import OPTIMIZER, SHAPE, TOKENIZER
+from transformers import AutoTokenizer
+
+from ngym.cli.train import trainer
+from ngym.config import shipped
+
+config, engine, guard, loop, model, samples, sft = map(
+    trainer, ("config", "engine", "guard", "loop", "model", "samples", "algorithms.sft")
+)
+RANK = 1  # where it goes wrong
+
+
+class Faulty(sft.Sft):
+    """An algorithm in which `logprob` or `loss` is no number on one rank."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        super().__init__()
+        self._kind = kind if rank == RANK else "none"
+
+    def loss(self, scores: Any, packed: Any) -> Any:
+        if self._kind == "logprob":
+            worst = torch.zeros_like(scores.logprobs_N)
+            worst[-1] = -math.inf
+            scores = scores._replace(logprobs_N=scores.logprobs_N + worst)
+        loss = super().loss(scores, packed)
+        return loss._replace(sum=loss.sum * math.nan) if self._kind == "loss" else loss
+
+
+@contextmanager
+def broken_gradient(policy: Any, rank: int, wanted: bool) -> Iterator[None]:
+    """One element of one parameter's gradient is infinite, on one rank."""
+
+    def spoiled(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[-1] = math.inf
+        return gradient
+
+    parameter = dict(policy.named_parameters())["network.model.layers.1.mlp.down_proj.weight"]
+    hook = parameter.register_hook(spoiled) if wanted and rank == RANK else None
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+def digest(policy: Any) -> str:
+    """Of what this rank computes with: all weights, or its part of them."""
+    whole = hashlib.sha256()
+    for parameter in policy.parameters():
+        whole.update(getattr(parameter, "ds_tensor", parameter).detach().contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def main(data: Path, output: Path, stages: list[int]) -> None:
+    launch = config.read_launch()
+    tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
+    batches = list(loop.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
+    told: dict[str, Any] = {}
+
+    def new(stage: int) -> Any:
+        policy = model.load_policy(config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
+        options = config.EngineOptions(zero_stage=stage)
+        return engine.Engine(policy, launch, options, config.OptimizerOptions(**OPTIMIZER))
+
+    def trained(learner: Any, kind: str, batches: list[Any], watch: Any, report: Callable[..., None]) -> None:
+        with broken_gradient(learner.policy, launch.rank, kind == "gradient"):
+            groups = [samples.Batch([batch]) for batch in batches]
+            loop.train(learner, Faulty(kind, launch.rank), groups, 150, lambda step: 1.0, watch, report)
+
+    with engine.joined(launch):
+        for stage in stages:
+            learner, skipped = new(stage), []
+            watch = guard.Guard(None, 3)
+            hashes = [digest(learner.policy)]
+
+            def report(step: int, values: dict[str, float], into: list[float] = skipped) -> None:
+                into.append(values["skipped_steps"])
+
+            for kind in ("none", "logprob", "none", "loss", "none", "gradient", "none"):
+                trained(learner, kind, batches[:1], watch, report)
+                hashes.append(digest(learner.policy))
+            try:
+                trained(learner, "gradient", batches, watch, report)
+                ended = "it went on"
+            except guard.NotFinite as error:
+                ended = str(error)
+            hashes.append(digest(learner.policy))
+            told[str(stage)] = {"hashes": hashes, "skipped": skipped, "ended": ended}
+        (output / f"rank-{launch.rank}.json").write_text(json.dumps(told))
+        engine.wait_for_all()
+        if launch.rank == RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.wait_for_all()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), list(map(int, sys.argv[3:])))
