@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ngym.services import ServiceName as ServiceName
     from ngym.services import ServiceOptions as ServiceOptions
     from ngym.services import Session as Session
+    from ngym.services import VerifyGroup as VerifyGroup
     from ngym.services import VerifyRequest as VerifyRequest
     from ngym.services import agent as agent
     from ngym.services import gym_server as gym_server
@@ -33,6 +34,7 @@ _HOME = {
             "ServiceName",
             "ServiceOptions",
             "Session",
+            "VerifyGroup",
             "VerifyRequest",
             "agent",
             "gym_server",

@@ -21,13 +21,22 @@ _BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 _PHRASE = re.compile(
     r"answer\b[^\n:.=]{0,60}?(?:\bis\b|[:=\uff1a])[*_]*:?[*_]*[ \t]*\n?[ \t]*([^\n]+)|####[ \t]*([^\n]+)", re.IGNORECASE
 )
+_AGAIN = re.compile(
+    r"(?:so,? |thus,? )?(?:the |my )?(?:final |correct )?answer(?:\s+is\b:?|[:=])\s*(?=\S)", re.IGNORECASE
+)
 _DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
 _NUMBER = re.compile(
     r"(?<![\w.])(?:(?<![)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?"
+    r"|(?<![\w.])(?:(?<![)\]}])[-+])?\.\d+"
 )
+_TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
+_COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
-_ANOTHER = re.compile(r"[\s)\].:]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])")
+_ANOTHER = re.compile(
+    r"[\s)\].:\-\u2013\u2014]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])"
+    r"|[)\].:][\s(\[]*[A-Z][)\].:]"  # (A) (B)
+)
 _LABEL = re.compile(r"\s*(?:[):.\]\-\u2013\u2014]|,?\s*(?:because|since|as|for|which)\b)")
 _CLOSERS = " \t\n()[]{}.:;,!*$_`"
 
@@ -72,7 +81,12 @@ def boxed(text: str) -> str | None:
 def phrased(text: str) -> str | None:
     """The rest of the line after the last "answer is", "answer:" or "####"."""
     found = _PHRASE.findall(text[-WINDOW:])
-    return "".join(found[-1]).strip() if found else None
+    if not found:
+        return None
+    said = "".join(found[-1]).strip()
+    while again := _AGAIN.match(said):  # Final Answer: The final answer is 5
+        said = said[again.end() :].strip()
+    return said
 
 
 def fenced(text: str) -> str | None:
@@ -106,7 +120,7 @@ def number(text: str) -> Decimal | None:
     """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers."""
     text = _answering(text)
     box = boxed(text)
-    numbers = _NUMBER.findall(_plain(text[-WINDOW:] if box is None else box))
+    numbers = _NUMBER.findall(_plain((text if box is None else box)[-WINDOW:]))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -125,12 +139,19 @@ def formula(text: str) -> str | None:
         return box
     phrase = phrased(text)
     if phrase is not None:
-        return _delimited(phrase) or re.split(r"[.;!](?:\s|$)", phrase, maxsplit=1)[0].strip(" *_`") or None
+        sentence = re.split(r"[.;!](?:\s|$)", phrase, maxsplit=1)[0].strip(" *_`")
+        told = _TOLD.search(sentence)
+        return (told[1] if told else _delimited(phrase) or sentence) or None
     last = _delimited(text[-WINDOW:])
     if last is not None:
         return last
-    numbers = _NUMBER.findall(_plain(text[-WINDOW:]))
-    return numbers[-1] if numbers else None
+    plain = _plain(text[-WINDOW:])
+    numbers = list(_NUMBER.finditer(plain))
+    if not numbers:
+        return None
+    place = numbers[-1].start()  # in `\frac{10}{9}` without dollars, the answer is no 9
+    around = [word.group() for word in _COMMAND.finditer(plain) if word.start() <= place < word.end()]
+    return around[0].rstrip(".,;") if around else numbers[-1].group()
 
 
 def lettered(text: str, options: Mapping[str, str]) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,9 +14,11 @@ from ngym.addresses import wrong_url
 from ngym.errors import ConfigError, UsageError
 from ngym.schema import Kind
 from ngym.tls import check_pair, client_context, trust
+from ngym.tracing import Destination
 from ngym.tree import COMMAND_LINE, Tree, did_you_mean, load_tree, nearest, parse, subtree
 
 SETTINGS_KEY = "ngym"
+OTEL = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -47,6 +50,18 @@ class TlsSettings(BaseModel):
         return TlsSettings(**{name: root / path for name, path in self if path is not None})
 
 
+class TracingSettings(BaseModel):
+    """OpenTelemetry: where spans go. Headers and the like are told by the standard's OTEL_* variables."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    endpoint: str = Field(description="Of OTLP over HTTP, such as http://127.0.0.1:4318.")
+    sample: float = Field(default=1.0, ge=0, le=1, description="The share of rollouts that are traced.")
+    contents: bool = Field(default=False, description="With what was said to and by models and tools.")
+
+    def destination(self) -> Destination:
+        return Destination(self.endpoint, self.sample, self.contents)
+
+
 class Settings(BaseModel):
     """What holds for the whole run: the `ngym:` key of the global config."""
 
@@ -57,6 +72,8 @@ class Settings(BaseModel):
     model_ready_timeout_s: float = Field(default=600, gt=0, description="For model servers.")
     max_restarts: int = Field(default=5, ge=0, description="Deaths in a row before the run gives up.")
     tls: TlsSettings | None = None
+    tracing: TracingSettings | None = None
+    logs: Literal["text", "json"] = Field(default="text", description="What services print: lines, or JSON objects.")
     require_token: bool = Field(default=False, description="Lock the run on loopback, too; elsewhere it always is.")
 
 
@@ -96,6 +113,11 @@ class Config(BaseModel):
     root: Path
     files: tuple[Path, ...]
 
+    @property
+    def tracing(self) -> Destination | None:
+        """Where spans go: as the config says, else as the environment does."""
+        return self.settings.tracing.destination() if self.settings.tracing else tracing_from_environment()
+
     def stanza(self, name: str) -> Stanza:
         """The stanza of a service, or a ConfigError that names the nearest one."""
         if name not in self.services:
@@ -129,17 +151,41 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     tree = load_tree(paths, overrides)
     written = {key.partition(".")[0] for key, line in tree.lines.items() if line != COMMAND_LINE} | {SETTINGS_KEY}
     for key in tree.values:
-        if key not in written:  # only an override names it: more likely a typo than a whole service
+        if (
+            key not in written and key not in tree.lines
+        ):  # only an override names it: more likely a typo than a whole service
             raise ConfigError(f"{COMMAND_LINE}: no service named {key!r}{did_you_mean(key, written)}")
     settings = parse(Settings, subtree(tree, SETTINGS_KEY))
     if settings.tls is not None:
         settings = settings.model_copy(update={"tls": _checked(settings.tls.within(tree.root), tree)})
+    if settings.tracing is not None:
+        _check_tracing(settings.tracing, tree)
     services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}
     if not services:
         raise ConfigError(
             f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
         )
+    _check_ports(services, settings.head.port)
     return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
+
+
+def tracing_from_environment() -> Destination | None:
+    """Where the standard's variable says that spans go; None without it, and where OpenTelemetry's SDK is not installed."""
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    return Destination(endpoint) if endpoint and _has_otel() else None
+
+
+def tracing_of(shown: Mapping[str, Any]) -> Destination | None:
+    """Where the spans of a run go whose head shows this config; else where the environment says."""
+    told = (shown.get(SETTINGS_KEY) or {}).get("tracing")
+    return TracingSettings(**told).destination() if told and _has_otel() else tracing_from_environment()
+
+
+def _has_otel() -> bool:
+    try:
+        return all(find_spec(name) for name in OTEL)
+    except ModuleNotFoundError:
+        return False
 
 
 def app_file(app: str, root: Path, where: str = "config") -> Path:
@@ -164,6 +210,18 @@ def shipped_file(path: str, root: Path, where: str = "config") -> Path:
     raise ConfigError(f"{where}: there is no file {path!r} in {root}, nor among what ships with ngym")
 
 
+def _check_ports(services: dict[str, Stanza], head: int) -> None:
+    """Those that we start share an address; two of them cannot share a port."""
+    taken = {head: "the head"} if head else {}
+    for stanza in services.values():
+        if stanza.port is None or stanza.external:
+            continue
+        if stanza.port in taken:
+            where = stanza.key_where["port"]
+            raise ConfigError(f"{where}: port {stanza.port} is that of {taken[stanza.port]}; take another, or none")
+        taken[stanza.port] = f"service {stanza.name!r}"
+
+
 def _checked(tls: TlsSettings, tree: Tree) -> TlsSettings:
     try:
         check_pair(tls.certificate, tls.key)
@@ -173,6 +231,16 @@ def _checked(tls: TlsSettings, tree: Tree) -> TlsSettings:
     except UsageError as error:
         raise ConfigError(f"{tree.where(f'{SETTINGS_KEY}.tls')}: {error}") from None
     return tls
+
+
+def _check_tracing(tracing: TracingSettings, tree: Tree) -> None:
+    where = tree.where(f"{SETTINGS_KEY}.tracing")
+    if problem := wrong_url(tracing.endpoint):
+        raise ConfigError(f"{where}: {problem}")
+    if not _has_otel():
+        raise ConfigError(
+            f"{where}: traces need OpenTelemetry's packages: install the extra ngym[otel], or take it out"
+        )
 
 
 def _stanza(name: str, tree: Tree) -> Stanza:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -11,6 +11,24 @@ from typing import NamedTuple
 from ngym.schema import DEADLINE_HEADER, ROLLOUT_HEADER
 
 TRACEPARENT = "traceparent"
+
+
+class TraceIds(NamedTuple):
+    """trace: 32 hex digits. span: 16, of the span of the rollout itself."""
+
+    trace: str
+    span: str
+
+    @property
+    def traceparent(self) -> str:
+        """W3C's header."""
+        return f"00-{self.trace}-{self.span}-01"
+
+
+def trace_ids(rollout_id: str) -> TraceIds:
+    """The first 48 hex digits of the sha256 of the rollout's id."""
+    digest = hashlib.sha256(rollout_id.encode()).hexdigest()
+    return TraceIds(digest[:32], digest[32:48])
 
 
 class Correlation(NamedTuple):
@@ -31,7 +49,7 @@ current: ContextVar[Correlation] = ContextVar("ngym_correlation", default=Correl
 def begin(rollout_id: str, timeout_s: float | None = None) -> Correlation:
     """A fresh correlation for a rollout that starts here."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    return Correlation(rollout_id, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", deadline)
+    return Correlation(rollout_id, trace_ids(rollout_id).traceparent, deadline)
 
 
 def from_headers(headers: Mapping[str, str]) -> Correlation:

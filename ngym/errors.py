@@ -82,6 +82,11 @@ class ServiceError(NgymError):
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
 
+    @property
+    def is_for_the_model(self) -> bool:
+        """Of a tool call: the model sees it and may do better. Else the environment is broken, and the rollout failed."""
+        return not self.retryable and (self.status in (400, 404, 409, 422) or self.failure == "tool_error")
+
     def problem(self, service: str | None = None, rollout_id: str | None = None) -> dict[str, Any]:
         """This error as an RFC 9457 problem document (wire.md, section 1)."""
         return {

@@ -22,6 +22,8 @@ SESSION_HEADER = "x-ng-session"
 SESSION_COOKIE = "ng_session"
 ROLLOUT_HEADER = "x-ng-rollout-id"
 DEADLINE_HEADER = "x-ng-deadline-ms"
+IDEMPOTENCY_HEADER = "idempotency-key"  # of a POST that may be sent again: it is done once
+REPEATABLE_HEADER = "x-ng-repeatable-s"  # of a gym server's answers: for so long it keeps an answer under such a key
 WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: how many rollouts wait for their turn there
 TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay, too
 

@@ -65,6 +65,15 @@ def without_tokens(items: list[Any]) -> list[Any]:
     ]
 
 
+def with_latest_tokens(items: list[Any]) -> list[Any]:
+    """The items, with token data on the last that carries any: that has all that the engine was given and sampled before.
+
+    Sent with every turn's, a conversation would grow with the square of its turns.
+    """
+    last = max((place for place, item in enumerate(items) if "prompt_token_ids" in item), default=0)
+    return [*without_tokens(items[:last]), *items[last:]]
+
+
 def versions_in(segments: list[Segment]) -> list[int]:
     """The policy versions that sampled these segments, ascending."""
     return sorted({version for segment in segments for _, _, version in segment["policy_version"]})

@@ -14,16 +14,19 @@ CA = "NGYM_CA"
 
 def trust(ca: Path) -> None:
     """Believe this authority (a PEM file), too, from now on; so do the processes that this one starts."""
-    if os.environ.get(CA) != str(ca):
-        os.environ[CA] = str(ca)
-        client_context.cache_clear()
+    os.environ[CA] = str(ca)
 
 
-@cache
 def client_context() -> ssl.SSLContext:
-    """What every https request of this process is made with: TLS 1.2 or newer, certificates and host names checked."""
+    """What https requests are made with: TLS 1.2 or newer, certificates and host names checked."""
+    return _context(*(os.environ.get(name) for name in (CA, "SSL_CERT_FILE", "SSL_CERT_DIR")))
+
+
+@cache  # to read the machine's authorities takes milliseconds
+def _context(ca: str | None, *machines: str | None) -> ssl.SSLContext:
+    """machines: where OpenSSL looks for the machine's authorities, as far as its own variables say."""
     context = ssl.create_default_context()
-    if ca := os.environ.get(CA):
+    if ca:
         try:
             context.load_verify_locations(ca)
         except (OSError, ssl.SSLError) as error:

@@ -17,6 +17,8 @@ from ngym.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 COMMAND_LINE = "command line"
+MOST_NODES = 100_000  # of a YAML file
+MOST_DIGITS = 100
 REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
 
@@ -54,7 +56,13 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
     for path in paths:
         data, file_lines = _read_yaml(path)
         lines |= file_lines
-        merged = cast(DictConfig, OmegaConf.merge(merged, data))
+        try:
+            merged = cast(DictConfig, OmegaConf.merge(merged, data))
+        except OmegaConfBaseException as error:
+            key = error.full_key or ""
+            raise ConfigError(
+                f"{Tree({}, file_lines, default_where=str(path)).where(key)}: {key}: {_one_line(error)}"
+            ) from None
     for override in overrides:
         key, equals, value = override.partition("=")
         key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
@@ -104,19 +112,28 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """One YAML file as plain data, and the line of each of its keys."""
     shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    content = b""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        text = content.decode("utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_nodes(node, shown)
         data = yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"{shown}: no such file; name one with --config, or make a project with ng_init") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}:{_line(content, error.start)}: not UTF-8: {_one_line(error)}") from None
+    except OSError as error:
         raise ConfigError(f"{shown}: cannot be read: {_one_line(error)}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{shown}: not valid YAML: {_one_line(error)}") from None
+    except yaml.reader.ReaderError as error:
+        line = _line(text.encode(), len(text[: error.position].encode()))
+        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{shown}:1: not valid YAML: nested too deep to be read") from None
     if node is None:
         return {}, {}
     if not isinstance(data, dict):
@@ -124,6 +141,47 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     lines: dict[str, str] = {}
     _collect_lines(node, "", shown, lines)
     return data, lines
+
+
+def _line(content: bytes, position: int) -> int:
+    return content.count(b"\n", 0, position) + 1
+
+
+def _check_nodes(root: yaml.Node, shown: str) -> None:
+    """Refuse what cannot be built, or not in bounded memory: aliases within aliases, numbers and dates that are none."""
+    sizes: dict[int, int] = {}  # of each node with all that it stands for; 0: being counted
+
+    def size(node: yaml.Node) -> int:
+        where = f"{shown}:{node.start_mark.line + 1}"
+        if id(node) in sizes:
+            if not sizes[id(node)]:
+                raise ConfigError(f"{where}: not a tree: it contains itself by an alias")
+            return sizes[id(node)]
+        sizes[id(node)] = 0
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
+        total = 1 + sum(map(size, parts))
+        if total > MOST_NODES:
+            raise ConfigError(f"{where}: more than {MOST_NODES:,} values, with what its aliases stand for")
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node, where)
+        sizes[id(node)] = total
+        return total
+
+    size(root)
+
+
+def _check_scalar(node: yaml.ScalarNode, where: str) -> None:
+    kind = node.tag.rpartition(":")[2]
+    if kind == "int" and len(node.value) > MOST_DIGITS:
+        raise ConfigError(f"{where}: not valid YAML: a number of {len(node.value)} digits")
+    if kind in ("timestamp", "binary"):
+        raise ConfigError(f"{where}: {node.value!r:.60} is neither a text nor a number: write it in quotes")
+    try:
+        if kind in ("int", "float"):
+            yaml.SafeLoader("").construct_object(node)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
 
 
 def _from_environment(written: Any) -> dict[str, str]:
@@ -157,6 +215,8 @@ def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, st
     for key_node, value_node in node.value:
         key = f"{prefix}{key_node.value}"
         where = f"{shown}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode) or (not prefix and not key_node.tag.endswith(":str")):
+            raise ConfigError(f"{where}: {str(key_node.value)[:60]!r} is no name: write it in quotes, with a letter")
         if key in lines:
             raise ConfigError(f"{where}: {key!r} stands twice in this file (first at {lines[key]}); keep one")
         lines[key] = where

@@ -28,8 +28,8 @@ from ngym.collect.discovery import discover
 from ngym.config import load_config
 from ngym.convert import items_from_messages, messages_from_items
 from ngym.errors import ServiceError, UsageError
-from ngym.locks import RUN_TOKEN, token_from
 from ngym.jsonl import checked
+from ngym.locks import RUN_TOKEN, token_from
 from ngym.peers import Peer, Peers, PeerSession
 from ngym.schema import Json
 from ngym.services.agents import MAX_TOOL_ERROR_CHARS

@@ -14,6 +14,11 @@ from collections.abc import Iterable
 ARTICLES = frozenset({"a", "an", "the"})
 
 _SAME = str.maketrans({"\N{MINUS SIGN}": "-", "\u2019": "'", "\u2018": "'", "&": " and ", "_": " "})
+_LOOK_ALIKES = str.maketrans(
+    "АВЕКМНОРСТХаеорсх"  # noqa: RUF001  (Cyrillic)
+    "ΑΒΕΖΗΙΚΜΝΟΡΤΥΧο",  # noqa: RUF001  (Greek)
+    "ABEKMHOPCTXaeopcxABEZHIKMNOPTYXo",
+)
 _ACCENT = re.compile(r"(?<=[a-z])[\u0300-\u036f]+")
 _TOKEN = re.compile(
     r"(?<![^\s(\[\"'$~=:,;])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\w)"  # 1,234.5
@@ -22,6 +27,16 @@ _TOKEN = re.compile(
     r"|[^\W_][^\W_]*(?:['.][^\W_]+)*"
     r"|[^\w\s]"
 )
+
+
+def visible(text: str) -> str:
+    """The text without characters that nobody sees: zero-width spaces, soft hyphens, directional marks."""
+    return "".join(c for c in text if c.isascii() or unicodedata.category(c) != "Cf")
+
+
+def unmasked(text: str) -> str:
+    """What the text looks like: visible, full-width and Cyrillic or Greek look-alikes as Latin letters."""
+    return visible(unicodedata.normalize("NFKC", text)).translate(_LOOK_ALIKES)
 
 
 def normal(text: str) -> str:
@@ -33,8 +48,7 @@ def normal(text: str) -> str:
 
 def tokens(text: str) -> list[str]:
     """The words, numbers and meaningful signs (`+ % $ #`) of a text, in one spelling each."""
-    text = unicodedata.normalize("NFKC", text).casefold().translate(_SAME)
-    text = "".join(c for c in text if unicodedata.category(c) != "Cf")  # zero-width joiners, directional marks
+    text = visible(unicodedata.normalize("NFKC", text).casefold().translate(_SAME))
     text = unicodedata.normalize("NFC", _ACCENT.sub("", unicodedata.normalize("NFD", text)))
     return [word for word in map(_spelled, _TOKEN.findall(text)) if word]
 

@@ -38,6 +38,14 @@ def root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session")
+def shared_venvs(root: Path) -> Path:
+    """Where the virtual environments of services with packages of their own are kept: made once in a checkout."""
+    folder = root / ".ngym" / "venvs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
     """Fails the last test of a file whose tests started a process that still runs."""

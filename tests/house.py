@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
+from ngym.listening import Connection, Server, room
 from ngym.peers import Peers
 from ngym.services.options import ServiceContext
+from ngym.services.watchdog import Watchdog
+
+BLOCKED_S = 1.0  # computed without a break: while it does, a service answers nobody
+USUAL_WORK_S = 0.045  # what `_slowness` computes, on the machine for which that second was chosen
 
 
 def bound_socket() -> socket.socket:
@@ -22,14 +29,15 @@ def bound_socket() -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    def install_signal_handlers(self) -> None:
-        return None
-
-
 @asynccontextmanager
-async def house(options: dict[str, dict[str, Any]] | None = None, **apps: FastAPI) -> AsyncIterator[Peers]:
-    """Serve the apps by these names; each knows the others. Yields a client that knows them all."""
+async def house(
+    options: dict[str, dict[str, Any]] | None = None, *, crowd: bool = False, **apps: FastAPI
+) -> AsyncIterator[Peers]:
+    """Serve the apps by these names; each knows the others. Yields a client that knows them all.
+
+    Fails where the event loop was blocked. crowd: the test itself gives this one loop, callers and services together, more
+    to do at once than a second is enough for.
+    """
     listeners = {name: bound_socket() for name in apps}
     urls = {name: [f"http://127.0.0.1:{listener.getsockname()[1]}"] for name, listener in listeners.items()}
     servers, tasks = [], []
@@ -38,8 +46,16 @@ async def house(options: dict[str, dict[str, Any]] | None = None, **apps: FastAP
         app.state.context = ServiceContext(
             name, app.state.kind, model(**(options or {}).get(name, {})), Peers(urls, owner=name), [listeners[name]]
         )
-        config = uvicorn.Config(app, log_level="warning", lifespan="on", ws="none", timeout_graceful_shutdown=1)
-        server = _Server(config)
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            limit_concurrency=room(),
+            log_level="warning",
+            lifespan="on",
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        server = Server(config)
         servers.append(server)
         tasks.append(asyncio.create_task(server.serve(sockets=[listeners[name]])))
     client = Peers(urls, owner="the test")
@@ -48,9 +64,20 @@ async def house(options: dict[str, dict[str, Any]] | None = None, **apps: FastAP
             for task in tasks:
                 assert not task.done(), f"a service did not start: {task}"
             await asyncio.sleep(0.01)
-        yield client
+        with Watchdog(CollectorRegistry()) as watchdog:
+            yield client
+        if not crowd and watchdog.longest.cpu_s >= BLOCKED_S:
+            limit_s = BLOCKED_S * _slowness()
+            assert watchdog.longest.cpu_s < limit_s, f"the event loop was blocked:\n{watchdog.longest.where}"
     finally:
         await client.close()
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*tasks)
+
+
+def _slowness() -> float:
+    """How many times longer than usual this machine computes now, at least 1."""
+    began = time.thread_time()
+    sum(number * number for number in range(1_000_000))
+    return max(1.0, (time.thread_time() - began) / USUAL_WORK_S)

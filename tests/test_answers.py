@@ -82,6 +82,11 @@ def test_whole_numbers_are_equal_and_others_nearly():
         ("first $x$, then $x+1$", "x+1"),
         (r"thus \[ x = 5 \]", "x = 5"),
         ("in total 12.", "12"),
+        ("Final Answer: The final answer is 12,023. I hope it is correct.", "12,023"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
+        (r"The answer is $\frac{3}{4}$, which is close to 1.", r"\frac{3}{4}"),
+        (r"\frac{10}{9}", r"\frac{10}{9}"),
+        ("it is .4", ".4"),
         ("nothing", None),
     ],
 )

@@ -199,6 +199,20 @@ def test_json_has_an_event_for_each_change(run: Callable[..., Running]) -> None:
     assert {event["label"] for event in services} == {"one-0", "one-1"}
     assert {"time", "name", "kind", "status", "detail", "pid", "url", "restarts"} <= services[0].keys()
     assert events[-1]["event"] == "ready" and events[-1]["head"].startswith("http://127.0.0.1:")
+    assert events[-1]["locked"] is False
+
+
+def test_a_locked_run_says_where_its_token_is_and_ng_status_finds_it_there(
+    run: Callable[..., Running], folder: Path
+) -> None:
+    ready = run("ngym.require_token=true").events[-1]
+    assert ready["locked"] is True and ".ngym/head.json" in ready["text"]
+    status = subprocess.run(command("status"), cwd=folder, capture_output=True, text=True, check=False)
+    assert status.returncode == 0 and "1 of 1 services ready" in status.stdout
+    stranger = subprocess.run(
+        [*command("status"), "--head", ready["head"]], capture_output=True, text=True, check=False
+    )
+    assert stranger.returncode == 1 and "NGYM_TOKEN" in stranger.stderr and "Traceback" not in stranger.stderr
 
 
 def test_ng_status_shows_the_run_and_its_exit_code_tells_whether_all_is_ready(
@@ -307,7 +321,7 @@ def test_a_misspelt_command_gets_the_nearest_name(folder: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys, ngym.cli.{0}; print(*sorted(m for m in sys.modules if m in {1!r}))"
-    for name in ("main", "run", "status", "serve", "validate", "init"):
+    for name in ("main", "run", "status", "serve", "validate", "init", "list"):
         shown = subprocess.run(
             [sys.executable, "-c", code.format(name, HEAVY)], capture_output=True, text=True, check=False
         )

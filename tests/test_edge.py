@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import httpx
 from fastapi import Request
 from house import house
 from starlette.responses import Response
 
-from ngym import ServiceOptions
+from ngym import ModelCall, ServiceOptions, model_server
+from ngym.schema import Json
 from ngym.services.app import JsonResponse, add_route, json_body, service_app
-from ngym.services.edge import MAX_BODY_BYTES
+from ngym.services.edge import CALL_BYTES
 
 
 class Sold(Exception):
@@ -20,6 +22,10 @@ class Sold(Exception):
 
 class SoldOut(Sold):
     """A kind of it."""
+
+
+async def nothing(request: Json, call: ModelCall) -> Json:
+    return {}
 
 
 async def teapot(request: Request, error: Exception) -> Response:
@@ -68,7 +74,7 @@ async def test_what_nobody_serves_is_a_problem_document():
 async def test_a_body_that_announces_too_much_is_refused_before_all_of_it_came():
     async with house(shop=shop()) as peers, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(peers.urls["shop"][0].rpartition(":")[2]))
-        writer.write(f"POST /buy HTTP/1.1\r\nhost: shop\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n{{".encode())
+        writer.write(f"POST /buy HTTP/1.1\r\nhost: shop\r\ncontent-length: {CALL_BYTES + 1}\r\n\r\n{{".encode())
         head = await reader.readuntil(b"\r\n\r\n")
         writer.close()
     assert head.startswith(b"HTTP/1.1 413 ")
@@ -81,3 +87,16 @@ async def test_requests_are_counted_by_route_and_status():
         metrics = (await client.get("/metrics")).text
     assert 'ngym_requests_total{route="/buy",status="418"} 1.0' in metrics
     assert 'ngym_requests_total{route="unknown",status="404"} 1.0' in metrics
+
+
+async def test_the_openapi_document_tells_parameters_answers_and_problems():
+    async with house(policy=model_server(respond=nothing)) as peers:
+        document = await peers["policy"].get("/openapi.json")
+    for path, methods in document["paths"].items():
+        for method, told in methods.items():
+            assert {one["name"] for one in told.get("parameters", ())} == set(re.findall(r"{(\w+)}", path)), path
+            assert "application/problem+json" in told["responses"]["default"]["content"], path
+            assert ("requestBody" in told) == (method == "post" and not path.endswith("/cancel")), path
+    answers = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+    assert set(answers) == {"application/json", "text/event-stream"}
+    assert set(document["paths"]["/rollouts/{rollout_id}/segments"]["delete"]["responses"]) == {"204", "default"}

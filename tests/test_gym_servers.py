@@ -48,10 +48,19 @@ def serving(name: str, **options: Any):
     return house({name: options}, **{name: load(ROOT / "gym_servers" / name / "app.py").app})
 
 
+def serving_with_its_model(name: str):
+    """For one that asks a model, `policy`: a scripted one stands in for it, as in ng_validate."""
+    replies = ROOT / "data" / name / "model.jsonl"
+    if not replies.is_file():
+        return serving(name)
+    apps = {name: load(ROOT / "gym_servers" / name / "app.py").app, "policy": load(ROOT / "models/scripted/app.py").app}
+    return house({"policy": {"file": replies}}, **apps)
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_gold_case_gets_the_reward_it_must_get(name):
     wrong = []
-    async with serving(name) as peers:
+    async with serving_with_its_model(name) as peers:
         for gold in rows(name, "gold"):
             request = rollout(gold.get("output") or says(gold.get("text", "")), **gold["task"])
             session = peers[name].session()

@@ -179,3 +179,30 @@ async def test_the_further_instructions_of_if_multi_constraints_are_told_from_th
             if answers != [1.0, 0.0]:
                 wrong.append((name, answers))
     assert not wrong
+
+
+# id, arguments, a text, whether it follows: where IFEval's and IFBench's own checkers were found to differ from ours
+AS_THEIRS: list[tuple[str, dict[str, Any], str, bool]] = [
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "at least"},
+        "It is a/b. So c,d. Yes.",
+        True,
+    ),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "J. Doe came.", True),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "It ends with P.P.S.:\n\nP.P.S. Bye.", True),
+    ("keywords:frequency", {"keyword": " tea ", "frequency": 2}, "Tea, tea.", True),
+    ("format:newline", {}, "one .\ntwo\n***\nthree !", True),
+    ("format:newline", {}, "one\ntwo words\nthree", False),
+    ("words:last_first", {}, "Here is tea. Tea is hot.", True),
+    ("words:palindrome", {}, "level radar civic refer", False),
+    ("words:palindrome", {}, "level radar civic refer kayak rotor madam tenet sagas racecar", True),
+    ("words:palindrome", {"N": 2}, "mum and dad", True),
+]
+
+
+async def test_instructions_are_read_as_the_checkers_of_their_public_sets_read_them():
+    async with serving() as peers:
+        for name, given, text, followed in AS_THEIRS:
+            row = {"instruction_id_list": [name], "kwargs": [given]}
+            assert (await peers["gym"].post("/verify", rollout(text, **row)))["reward"] == float(followed), (name, text)

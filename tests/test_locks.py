@@ -24,7 +24,7 @@ SERVICES = {
     "games": {"kind": "gym_server", "app": "gym_servers/games"},
     "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
 }
-HEADS = ("/", "/servers", "/config", "/global_config_dict_yaml", "/server_instances")
+HEADS = ("/", "/servers", "/config", "/global_config_dict_yaml", "/server_instances", "/metrics", "/prometheus/targets")
 WRONG = {
     "nothing": {},
     "another token": {"authorization": "Bearer the-token-of-that-run"},

@@ -394,7 +394,7 @@ async def test_four_thousand_calls_are_in_flight_together():
         await go.wait()
         return new_response(request, [], response_id=f"resp_{request['input']}", model="m")
 
-    async with house({"policy": {}}, policy=model_server(respond=respond)) as peers:
+    async with house({"policy": {}}, crowd=True, policy=model_server(respond=respond)) as peers:
         calls = [
             asyncio.create_task(peers["policy"].post("/v1/responses", {"input": str(number)})) for number in range(4096)
         ]

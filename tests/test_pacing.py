@@ -72,7 +72,7 @@ async def test_a_rollout_whose_time_is_over_before_its_turn_calls_nobody():
     model = service_app("model", options=ServiceOptions)
     options = {"agent": {"gym": "gym", "model": "model"}}
     async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
-        with pytest.raises(ServiceError, match="time was over before its turn came") as caught:
+        with pytest.raises(ServiceError, match="/run was not begun: its caller's time was over") as caught:
             await peers["agent"].request("POST", "/run", ROW, headers={"x-ng-deadline-ms": "0"})
     assert (caught.value.status, caught.value.failure) == (504, "timeout")
     assert seeded == []
@@ -132,7 +132,7 @@ async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
     options = {"agent": {"gym": "gym", "model": "model"}}
     limits = Limits(concurrency=count, max_attempts=1)
     async with (
-        house(options, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app) as peers,
+        house(options, crowd=True, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app) as peers,
         asyncio.timeout(DEADLINE_S),
     ):
         rows = [o.row async for o in collect([ROW] * count, peers=peers, recipe=Recipe("agent"), limits=limits)]

@@ -253,9 +253,15 @@ QUESTIONS = (
         "question": [[{"role": "user", "content": "Convert 5."}]],
         "function": [{"name": "length.convert", "description": "Convert a length.", "parameters": LENGTH}],
     },
+    {
+        "id": "simple_2",
+        "question": [[{"role": "user", "content": "Convert 6 and 7."}]],
+        "function": [{"name": "length.convert", "description": "Convert a length.", "parameters": LENGTH}],
+    },
 )
 ANSWERS = (
     {"id": "simple_1", "ground_truth": [{"length.convert": {"base": [5, 5.0], "unit": ["metre", "m"]}}]},
+    {"id": "simple_2", "ground_truth": [{"length.convert": {"base": [[{"value": [6]}, {"value": [7]}]]}}]},
     {
         "id": "simple_0",
         "ground_truth": [
@@ -418,7 +424,7 @@ async def test_calls_are_joined_by_id_and_what_may_be_left_out_is_the_default(tm
         "unit": {"type": "string", "default": "feet"},
     }
     assert [call["arguments"] for call in row["expected_calls"]] == [{"base": 3}, {"base": 4.0, "unit": "yards"}]
-    assert left_out == {"an argument with several right values": 1}
+    assert left_out == {"an argument with several right values": 1, "an argument that is an object": 1}
 
 
 async def test_lines_of_two_texts_become_a_translation(tmp_path: Path) -> None:

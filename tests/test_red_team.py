@@ -192,7 +192,50 @@ async def test_a_body_that_is_nested_too_deep_to_be_written_again_is_refused():
     assert "250 levels" in refused.value.detail
 
 
-async def test_the_script_of_a_row_writes_no_file(tmp_path):
-    row = {"setup": f"ATTACH '{tmp_path}/made.db' AS z; CREATE TABLE z.t (a);", "gold": "SELECT 1"}
-    assert await rewards("sql", [rollout([message("SELECT 1")], row)]) == [None]
+async def test_the_script_of_a_row_writes_no_file_and_ends_and_leaves_the_connection_as_it_is(tmp_path):
+    endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c)"
+    scripts = [
+        f"ATTACH '{tmp_path}/made.db' AS z; CREATE TABLE z.t (a);",
+        f"CREATE TABLE t (a); VACUUM INTO '{tmp_path}/made.db';",
+        f"PRAGMA temp_store_directory = '{tmp_path}'; CREATE TABLE t (a);",
+        "CREATE TABLE t (a); PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = 'CREATE TABLE t (a, b)';",
+        "SELECT load_extension('libm.so');",
+        f"CREATE TABLE t AS {endless} SELECT n FROM c;",
+        f"{endless} SELECT count(*) FROM c;",
+        "CREATE TABLE t AS SELECT zeroblob(900000000) AS b;",
+    ]
+    good = "PRAGMA foreign_keys = ON; CREATE TABLE t (a); INSERT INTO t VALUES (1);"
+    rows = [{"setup": script, "gold": "SELECT 1"} for script in (*scripts, good)]
+    found = await rewards("sql", [rollout([message("SELECT 1")], row) for row in rows])
+    assert found == [None] * len(scripts) + [1.0]
     assert not list(tmp_path.iterdir())
+
+
+async def test_an_upright_i_or_e_is_no_unit_that_may_be_dropped_and_a_space_parts_thousands():
+    cases = [
+        ("2", r"2\mathrm{i}", 0.0),
+        ("2i", r"2\mathrm{i}", 1.0),
+        ("3", r"3\text{i}", 0.0),
+        ("12000", "12 000", 1.0),
+    ]
+    cases += [(r"1-\frac{1}{e}", r"1 - \frac{1}{\mathrm{e}}", 1.0), ("5", r"5\text{ cm}", 1.0), ("12000", "12 00", 0.0)]
+    bodies = [rollout([message(f"\\boxed{{{said}}}")], {"expected_answer": wanted}) for wanted, said, _ in cases]
+    assert await rewards("math", bodies) == [reward for *_, reward in cases]
+
+
+async def test_a_long_answer_is_cut_and_still_told_from_another_that_begins_alike():
+    query = f"SELECT 1 -- {'x' * 5_000}"
+    row = {"setup": "CREATE TABLE t (a);", "gold": "SELECT 1"}
+    async with serving("sql") as peers:
+        bodies = [rollout([message(text)], row) for text in (query, query, query + "y")]
+        said = [(await peers["gym"].post("/verify", body))["extracted_answer"] for body in bodies]
+    assert said[0].startswith(query[:1_000]) and len(said[0]) < 1_100
+    assert said[0] == said[1] != said[2]
+
+
+async def test_a_row_with_more_aliases_than_anybody_needs_is_refused():
+    row = {"expected_answer": "Lima", "aliases": [f"name {number}" for number in range(1_001)]}
+    async with serving("qa_short") as peers:
+        with pytest.raises(ServiceError) as refused:
+            await peers["gym"].post("/verify", rollout([message("Answer: Lima")], row))
+    assert refused.value.status == 422 and "aliases" in refused.value.detail

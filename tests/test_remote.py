@@ -16,9 +16,10 @@ from pydantic import ValidationError
 
 from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.remote import ContextOverflow, RemoteOptions, Upstream
-from ngym.remote.budget import Caps, RetryBudget, Used, UsedUp
+from ngym.remote.budget import Caps, Used, UsedUp
 from ngym.remote.hints import MAX_WAIT_S, wait_s
 from ngym.remote.sse import EventData
+from ngym.retries import RetryBudget
 from ngym.services import ServiceOptions
 
 Json = dict[str, Any]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ngym.segments import ModelCall, extend, tokens_of, versions_in, without_tokens
+from ngym.segments import ModelCall, extend, tokens_of, versions_in, with_latest_tokens, without_tokens
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 
@@ -66,3 +66,13 @@ def test_token_data_is_all_or_nothing():
 def test_items_are_shown_to_verifiers_without_their_token_data():
     item = {"type": "message", "prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
     assert without_tokens([item, {"type": "reasoning"}]) == [{"type": "message"}, {"type": "reasoning"}]
+
+
+def test_of_a_conversation_only_the_last_token_data_are_sent_back():
+    told = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
+    call, result = {"type": "function_call"}, {"type": "function_call_output"}
+    items = [{**call, **told}, result, {**call, **told, "prompt_token_ids": [1, 2, 3]}, result]
+    assert with_latest_tokens(items) == [call, result, items[2], result]
+    assert items[0] == {**call, **told}, "what was sampled keeps its own"
+    assert with_latest_tokens([result, call]) == [result, call]
+    assert with_latest_tokens([]) == []

@@ -89,7 +89,7 @@ def test_of_the_demonstrations_38_in_100_calculate_rightly_and_57_guess(demonstr
             continue
         _, call, result, answer = row["messages"]
         expression = json.loads(call["tool_calls"][0]["function"]["arguments"])["expression"]
-        assert str(eval(expression)) == result["content"]  # an expression that our own script wrote
+        assert str(eval(expression)) == result["content"]  # noqa: S307  (our own script wrote it)
         assert answer["content"] == f"The answer is {result['content']}."
 
 

@@ -7,7 +7,6 @@ import datetime
 import ipaddress
 import ssl
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -22,7 +21,7 @@ from ngym.config import Config, load_config
 from ngym.errors import ConfigError, Unreachable
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
-from ngym.tls import CA, client_context
+from ngym.tls import CA
 
 SERVICES = {
     "policy": {"kind": "model", "app": "models/scripted"},
@@ -56,14 +55,12 @@ def certify(folder: Path, name: str, signer: str | None, address: str = "127.0.0
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With an authority and a server's certificate of it; what the test came to believe is forgotten afterwards."""
     monkeypatch.setenv(CA, "")
-    client_context.cache_clear()
     certify(tmp_path, "ca", None)
     certify(tmp_path, "server", "ca")
-    yield tmp_path
-    client_context.cache_clear()
+    return tmp_path
 
 
 def config_in(folder: Path, **tls: str) -> Config:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.answers import last_text, without_reasoning
-from ngym.errors import boundary
+from ngym.errors import BadRequest, boundary
 from ngym.services.acting import act, as_items, user
 
 DONE = "###DONE###"
@@ -35,7 +35,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     if not prompt:
         begun = await _next(rollout, [], 1)
         if begun is None:
-            raise ServiceError("nobody begins: the row has neither input nor user_turns", failure="config")
+            raise BadRequest("nobody begins: the row has neither input nor user_turns", failure="config")
         output.append(user(begun))
         turns = 1
     while True:

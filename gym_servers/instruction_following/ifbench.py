@@ -73,10 +73,11 @@ def repeats(text: str, small_n: Count) -> bool:
     return bool(counts) and max(counts.values()) <= small_n
 
 
-def palindrome(text: str, N: Count = 1) -> bool:
-    """At least so many different words of three letters or more that read the same backwards."""
-    said = {word.casefold() for word in words(text) if len(word) > 2 and word.isalpha()}
-    return sum(word == word[::-1] and len(set(word)) > 1 for word in said) >= N
+def palindrome(text: str, N: Count | None = None) -> bool:
+    """At least N different words of three letters or more that read the same backwards; without N, as in IFBench's rows, ten of five."""
+    least, letters = (10, 5) if N is None else (N, 3)
+    said = {word.casefold() for word in words(text) if len(word) >= letters and word.isalpha()}
+    return sum(word == word[::-1] and len(set(word)) > 1 for word in said) >= least
 
 
 def last_first(text: str) -> bool:
@@ -92,9 +93,9 @@ def increment(text: str, small_n: Count) -> bool:
 
 
 def newline(text: str) -> bool:
-    """Each word stands on a line of its own. At least three."""
-    told = lines(text)
-    return len(told) > 2 and all(len(line.split()) == 1 for line in told)
+    """Each word stands on a line of its own, with any marks. At least three."""
+    counts = [sum(any(c.isalnum() for c in word) for word in line.split()) for line in lines(text)]
+    return sum(counts) > 2 and max(counts) == 1
 
 
 def no_whitespace(text: str) -> bool:
@@ -131,6 +132,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "words:palindrome": palindrome,
     "words:alternating_case": alternating_case,
     "sentence:last_first": last_first,
+    "words:last_first": last_first,
     "sentence:increment": increment,
     "format:newline": newline,
     "format:no_whitespace": no_whitespace,

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StringConstraints
 
 from ngym.words import unmasked
 
@@ -18,7 +18,7 @@ from .reading import sentences, spoken, words
 
 Relation = Literal["at least", "less than"]
 Count = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Letter = Annotated[str, Field(min_length=1, max_length=1)]
 
 
@@ -91,8 +91,8 @@ def number_placeholders(text: str, num_placeholders: Count) -> bool:
 def postscript(text: str, postscript_marker: Text) -> bool:
     """The marker, spaces in it aside, and something after it."""
     letters = [re.escape(c) for c in postscript_marker.rstrip(".") if not c.isspace()]
-    found = re.search(r"(?:^|\s)[*_]*" + r"[ ]?".join(letters) + r"[.:]?[*_]*([^\n]*\S)", text, re.IGNORECASE)
-    return found is not None and any(c.isalnum() for c in found[1])
+    said = re.findall(r"(?:^|\s)[*_]*" + r"[ ]?".join(letters) + r"[.:]?[*_]*([^\n]*\S)", text, re.IGNORECASE)
+    return any(c.isalnum() for rest in said for c in rest)
 
 
 def number_bullet_lists(text: str, num_bullets: Count) -> bool:

@@ -11,7 +11,7 @@ import re
 import sys
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, MatrixBase
+from sympy import Basic, I, MatrixBase, Symbol
 
 from ngym.answers import boxed
 
@@ -22,6 +22,8 @@ MAX_FACTORIAL = 10_000
 
 LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\})(?=\d{3})")
+SPACED = re.compile(r"(?<![\w.,\\^_{])\d{1,3}(?:(?:\\ |~| )\d{3})+(?!\d)")  # 12 000
+UPRIGHT = re.compile(r"\\(?:mathrm|textrm|text|rm|operatorname)\s*\{\s*([ei])\s*\}")  # as a unit, it would be dropped
 FLOAT = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([-+]?\d{1,3})")
 # What may go so that powers stand as `10^10^10`; a space or sign between two factors stays.
 LOOSE = re.compile(r"\\left|\\right|\s+(?=[\^{}!])|(?<=[\^{])\s+|[{(]|(?<=\d),(?=\d{3}(?!\d))|(?<=\d)}(?=\s*\^)")
@@ -88,16 +90,27 @@ def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str
 
 def read(text: str) -> list[Basic | MatrixBase | str]:
     parsed: list[Basic | MatrixBase | str] = parse(f"\\boxed{{{text}}}", extraction_config=LATEX, parsing_timeout=None)
-    return parsed
+    return [complex_i(part) if isinstance(part, Basic | MatrixBase) else part for part in parsed]
+
+
+def complex_i(part: Basic | MatrixBase) -> Basic | MatrixBase:
+    """With `i` as the imaginary unit. The parser makes it a variable, real in `2i` and not real in `2 i`, as all beside it."""
+    if not any(symbol.name == "i" for symbol in part.free_symbols):
+        return part
+    try:
+        return part.xreplace({s: I if s.name == "i" else Symbol(s.name) for s in part.free_symbols})
+    except (TypeError, ValueError):  # an end of an interval, or less than something: no imaginary number
+        return part
 
 
 def bare(text: str) -> str:
-    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; `1\,000`, `2**3` and `1e3` as LaTeX."""
+    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; `1\,000`, `1 000`, `2**3`, `1e3` and `\mathrm{e}` plain."""
     text = " ".join(text.split())
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
             text = text[len(opening) : -len(closing)].strip()
     text = THIN_SPACE.sub("", text.removesuffix(".").strip().replace("**", "^"))
+    text = UPRIGHT.sub(r" \1", SPACED.sub(lambda number: re.sub(r"\D", "", number.group()), text)).strip()
     return FLOAT.sub(r"\1 \\times 10^{\2}", text) if FLOAT.fullmatch(text) else text
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from ngym.scores import means_by
 
 from .comparison import Kind, measures
 
+MAX_ACCEPTED = 1_000  # each is compared, about 50 us a piece
 IN_JSON = re.compile(r'\{\s*"answer"\s*:\s*("(?:[^"\\\n]|\\.)*")[^{}]*\}\s*(?:```)?\s*$')
 
 
@@ -24,8 +25,10 @@ class QaOptions(ServiceOptions):
 
 
 class QaTask(VerifyRequest):
-    expected_answer: str | list[str] = Field(min_length=1)  # a list: any of them, as in TriviaQA and NQ-open
-    aliases: tuple[str, ...] = ()  # further accepted spellings
+    expected_answer: str | Annotated[list[str], Field(max_length=MAX_ACCEPTED)] = Field(
+        min_length=1
+    )  # a list: any of them, as in TriviaQA and NQ-open
+    aliases: tuple[str, ...] = Field(default=(), max_length=MAX_ACCEPTED)  # further accepted spellings
     answer_kind: Kind = "text"
     tolerance: float = Field(default=0.0, ge=0)  # relative, for numbers
 

@@ -34,6 +34,9 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
+# What the script that fills a database needs none of: other files, settings of the connection.
+NOT_IN_SCRIPTS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}
+SCRIPT_PRAGMAS = {"foreign_keys", "encoding"}
 # Different at every call, or not about the data.
 REFUSED_FUNCTIONS = {"load_extension", "random", "randomblob", "sqlite_compileoption_get", "fts3_tokenizer"}
 
@@ -95,7 +98,10 @@ def opened(database: Database) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(location, uri=True, isolation_level=None, cached_statements=0)) as connection:
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # no script writes a file
         if database["script"] is not None:
-            connection.executescript(database["script"])
+            connection.set_authorizer(authorize_script)
+            with counted(connection):
+                connection.executescript(database["script"])
+            connection.set_authorizer(None)
         connection.execute(f"PRAGMA hard_heap_limit = {HEAP_BYTES}")
         connection.execute("PRAGMA temp_store = MEMORY")
         connection.execute("PRAGMA query_only = ON")
@@ -115,8 +121,34 @@ def authorize(action: int, first: str | None, second: str | None, *_: object) ->
     return sqlite3.SQLITE_DENY
 
 
+def authorize_script(action: int, first: str | None, second: str | None, *_: object) -> int:
+    """Anything that stays in the one database."""
+    if action in NOT_IN_SCRIPTS:
+        return sqlite3.SQLITE_DENY
+    if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() not in SCRIPT_PRAGMAS:
+        return sqlite3.SQLITE_DENY
+    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() == "load_extension":
+        return sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK
+
+
 def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
     """Names of the columns and all rows. sqlite3.Error, TooHeavy."""
+    rows: Rows = []
+    with counted(connection):
+        cursor = connection.execute(sql)
+        if cursor.description is None:
+            raise ValueError("that is no query")
+        for row in cursor:
+            rows.append(row)
+            if len(rows) > MAX_ROWS or len(rows) * len(row) > MAX_CELLS:
+                raise TooHeavy(f"more than {min(MAX_ROWS, MAX_CELLS // len(row)):,} rows")
+    return [column[0] for column in cursor.description], rows
+
+
+@contextmanager
+def counted(connection: sqlite3.Connection) -> Iterator[None]:
+    """TooHeavy after MAX_STEPS of SQLite's instructions."""
     looks = 0
 
     def look() -> bool:
@@ -125,20 +157,12 @@ def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
         return looks * STEPS_A_LOOK > MAX_STEPS
 
     connection.set_progress_handler(look, STEPS_A_LOOK)
-    rows: Rows = []
     try:
-        cursor = connection.execute(sql)
-        if cursor.description is None:
-            raise ValueError("that is no query")
-        for row in cursor:
-            rows.append(row)
-            if len(rows) > MAX_ROWS or len(rows) * len(row) > MAX_CELLS:
-                raise TooHeavy(f"more than {min(MAX_ROWS, MAX_CELLS // len(row)):,} rows")
+        yield
     except sqlite3.OperationalError as error:
         if str(error) == "interrupted":
             raise TooHeavy(f"more than {MAX_STEPS:,} steps") from None
         raise
-    return [column[0] for column in cursor.description], rows
 
 
 def equal(wanted: Rows, got: Rows, ordered: bool) -> bool:

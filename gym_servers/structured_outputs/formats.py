@@ -121,7 +121,7 @@ def parse_yaml(text: str, schema: Schema) -> Any:
                 raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
             if getattr(event, "anchor", None) or (isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None)):
                 raise Malformed("anchors, aliases and tags are not allowed")
-        return yaml.load(text, Loader=Loader)  # a safe loader
+        return yaml.load(text, Loader=Loader)  # noqa: S506  (a safe loader)
     except (yaml.YAMLError, ValueError) as error:
         raise Malformed(" ".join(str(error).split())) from None
 

@@ -1,9 +1,9 @@
 """tool_minimal: answer with the fewest calls. Reward: a right, looked-up answer, and how few calls it took."""
 
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from ngym import NotFound, Session, VerifyRequest, gym_server
 from ngym.answers import number, same_number
@@ -38,7 +38,18 @@ class Task(VerifyRequest):
     world: int
     needs: list[str] = Field(description="The facts that the answer rests on.")
     minimal_calls: int
-    expected_answer: str
+    expected_answer: str = Field(description="A number, or a city.")
+
+    @field_validator("expected_answer")
+    @classmethod
+    def _can_be_compared(cls, expected: str) -> str:
+        try:
+            compared = expected in CITIES or Decimal(expected).is_finite()
+        except InvalidOperation:
+            compared = False
+        if not compared:
+            raise ValueError("must be a number or one of the cities")
+        return expected
 
 
 def _look(tool: str, body: BaseModel, session: Session) -> Any:

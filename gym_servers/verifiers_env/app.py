@@ -25,6 +25,8 @@ from .bridge import Bridge
 from .environment import Source
 from .scoring import NotScored
 
+ROWS = "application/x-ndjson"
+
 
 class Options(ServiceOptions):
     environment: str = Field(description="The id of an installed environment: the name of its package.")
@@ -88,8 +90,8 @@ async def rows(request: Request) -> Response:
         raise BadRequest("GET /rows?skip=0&limit=100: both are whole numbers") from None
     with boundary("config", "the tasks cannot be written as rows"):
         lines = await run_sync(app.state.bridge.rows, max(skip, 0), max(limit, 0))
-    return Response(b"".join(lines), media_type="application/x-ndjson")
+    return Response(b"".join(lines), media_type=ROWS)
 
 
 app = step_server(task=Task, reset=reset, step=step, verify=verify, options=Options, lifespan=lifespan)
-add_route(app, "GET", "/rows", rows, summary="Tasks of the environment as rows, a line each")
+add_route(app, "GET", "/rows", rows, summary="Tasks of the environment as rows, a line each", answers=[ROWS])

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, ValidationInfo, field_validator
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
 from ngym.called import calls_in
@@ -18,6 +18,24 @@ MAX_ROWS = 2000
 class Task(VerifyRequest):
     office: int
     actions: list[tuple[str, dict[str, Any]]]
+
+    @field_validator("actions")
+    @classmethod
+    def _can_be_done(cls, actions: list[tuple[str, dict[str, Any]]], info: ValidationInfo) -> Any:
+        state = office(info.data.get("office", 0))
+        for place, (tool, arguments) in enumerate(actions):
+            try:
+                act(state, tool, arguments)
+            except (ServiceError, ValidationError) as error:
+                raise ValueError(f"actions[{place}], {tool}: {_reason(error)}") from None
+        return actions
+
+
+def _reason(error: ServiceError | ValidationError) -> str:
+    if isinstance(error, ServiceError):
+        return error.detail
+    told = error.errors()[0]
+    return f"{'.'.join(map(str, told['loc']))}: {told['msg']}"
 
 
 def as_tool(name: str, action: type[Action]) -> Callable[..., Any]:

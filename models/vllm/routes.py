@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -77,12 +77,15 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
             raise NotReady("asleep: its GPU memory is lent to a trainer; POST /weights/wake ends that")
         return JsonResponse({"status": "ready"})
 
+    if get_prometheus_registry() is REGISTRY:  # which tells of the process as well
+        app.state.registry.unregister(app.state.process_metrics)
+
     async def metrics(request: Request) -> Response:
         both = generate_latest(app.state.registry) + generate_latest(get_prometheus_registry())
         return Response(both, media_type=CONTENT_TYPE_LATEST)
 
     add_route(app, "GET", "/ready", ready, summary="Readiness")
-    add_route(app, "GET", "/metrics", metrics, summary="Prometheus metrics, ours and vLLM's")
+    add_route(app, "GET", "/metrics", metrics, summary="Prometheus metrics, ours and vLLM's", answers=["text/plain"])
     for method, path, handler, summary in push.routes:
         most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by what was announced
         add_route(app, method, path, handler, summary=summary, most_bytes=most_bytes, finishes=True)

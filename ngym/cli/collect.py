@@ -81,6 +81,7 @@ class CollectCommand(Command):
 )
 @click.option("--head", metavar="URL", help="The run to use  [default: the one in this folder, else port 11000]")
 @click.option("--dry-run", is_flag=True, help="Check everything, show what would be done, and do nothing.")
+@click.option("--by", metavar="FIELD", help="Also a table by what this field of the rows says, such as level.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to standard error.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context

@@ -37,6 +37,7 @@ class Options:
     head: str | None
     dry_run: bool
     as_json: bool
+    by: str | None
     overrides: tuple[str, ...]
 
     def __post_init__(self) -> None:

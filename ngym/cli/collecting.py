@@ -14,10 +14,11 @@ from typing import TextIO
 import click
 import orjson
 
-from ngym import process
+from ngym import process, tracing
 from ngym.cli.collect_options import Options
 from ngym.collect.discovery import Known, discover
 from ngym.collect.display import Meter, Show, clock, display
+from ngym.collect.environment import environment_metrics
 from ngym.collect.files import Files
 from ngym.collect.gate import Gate
 from ngym.collect.outcome import FailedAttempt
@@ -25,14 +26,14 @@ from ngym.collect.plan import PlannedRollout, input_rows, planned
 from ngym.collect.record import Source
 from ngym.collect.report import as_json, files, tables
 from ngym.collect.run import Run
-from ngym.config import Config, load_config
+from ngym.config import Config, load_config, tracing_of
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.rowlog import DiskFull
-from ngym.supervise.headfile import find_running
+from ngym.supervise.headfile import find_running, token_of
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redact import shown_config
 from ngym.supervise.service import State
+from ngym.supervise.shown import shown_config
 from ngym.supervise.supervisor import Supervisor
 
 DEFAULT_HEAD = "http://127.0.0.1:11000"
@@ -64,7 +65,8 @@ def _known(options: Options, config: Config | None) -> Known:
         agents = frozenset(name for name, stanza in config.services.items() if stanza.kind == "agent")
         return Known({}, agents, shown_config(config))
     running = find_running(Path.cwd())
-    return process.run(discover(options.head or (running.url if running else DEFAULT_HEAD)))
+    url = options.head or (running.url if running else DEFAULT_HEAD)
+    return process.run(discover(url, token_of(url, Path.cwd())))
 
 
 def _dry_run(options: Options, known: Known) -> int:
@@ -97,16 +99,18 @@ class Session:
     def run(self, config: Config | None, launcher: Launcher | None) -> int:
         options = self.options
         source = Source(options.source, options.recipe, options.token_format, self.known.services)
-        store = Files(options.output, source, on_stall=lambda reason: self.gate.hold("disk", reason))
+        store = Files(options.output, source, by=options.by, on_stall=lambda reason: self.gate.hold("disk", reason))
         try:
             self._prepare(store)
             try:
                 if store.progress.left:
+                    tracing.begin(config.tracing if config else tracing_of(self.known.services), "ng_collect_rollouts")
                     process.run(self._collect(store, config, launcher))
                 else:
                     self.status = "done"
                     store.finish(self.status)
             finally:
+                tracing.end()
                 self._tell(store)
         except DiskFull as error:
             click.echo(str(error), err=True)
@@ -152,6 +156,8 @@ class Session:
                     await self._run(store, peers, task)
                 finally:
                     await self._flush(store)
+                for name, tally in store.aggregates.by_agent.items():
+                    tally.own = await environment_metrics(store.paths.output, peers[name])
             self.status = "done"
         except asyncio.CancelledError:
             if self.status != "interrupted":
@@ -180,13 +186,15 @@ class Session:
     async def _peers(self, config: Config | None, launcher: Launcher | None) -> AsyncIterator[Peers]:
         """The services: started here, or those of a running head."""
         async with AsyncExitStack() as stack:
-            urls, head_url = self.known.urls, self.known.head_url
+            urls, head_url, others = self.known.urls, self.known.head_url, self.known.others
+            token = token_of(head_url, Path.cwd()) if head_url else None
             if config is not None:
                 self._supervisor = Supervisor(config, lambda state: self._on_state(state), launcher)
                 async with self._startup():
                     await stack.enter_async_context(self._supervisor)
                 urls, head_url = self._supervisor.urls, self._supervisor.head_url
-            peers = Peers(urls, head_url, owner="ng_collect_rollouts")
+                token, others = self._supervisor.run_token, config.others
+            peers = Peers(urls, head_url, token, owner="ng_collect_rollouts", others=others)
             stack.push_async_callback(peers.close)
             yield peers
 

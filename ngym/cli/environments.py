@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import click
 
-from ngym.config import Config
+from ngym.config import Config, app_file
 from ngym.errors import ConfigError
+from ngym.facts import readme_of
 from ngym.peers import Peers
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
-from ngym.validation import Environment, Finding, examine, find_environment
+from ngym.validation import Environment, Finding, described, examine, find_environment
 from ngym.validation.checks import SHOWN
+from ngym.validation.standin import MODEL, can_be_alone, others, with_stand_ins
 
 EXIT_RIGHT, EXIT_WRONG = 0, 1
+_REMEDY = f"{MODEL} beside its gold.jsonl, with replies of models/scripted, lets a scripted model stand in"
 
 
 async def try_environments(config: Config, launcher: Launcher, names: Sequence[str], within_s: float) -> int:
@@ -27,9 +31,16 @@ async def try_environments(config: Config, launcher: Launcher, names: Sequence[s
     """
     chosen = [_named(config, name) for name in names] or _all(config)
     wrong = 0
-    async with started(config, {each.name for each in chosen}, launcher) as peers:
+    alone = with_stand_ins(config, chosen)
+    async with started(alone, alone.services, launcher) as peers:
         for environment in chosen:
-            wrong += _show(environment, await examine(environment, peers[environment.name], within_s))
+            if asked := others(config, environment.name):
+                click.echo(
+                    f"{environment.name} asks {', '.join(asked)}: a scripted model stands in, which judges nothing"
+                )
+            peer = peers[environment.name]
+            facts = await described(environment, readme_of(_app(config, environment.name)), peer)
+            wrong += _show(environment, [facts, *await examine(environment, peer, within_s)])
     click.echo(f"{len(chosen)} environments, " + (f"{wrong} with mistakes" if wrong else "all right"))
     return EXIT_WRONG if wrong else EXIT_RIGHT
 
@@ -39,7 +50,7 @@ async def started(config: Config, names: Collection[str], launcher: Launcher) ->
     """These services of the config and no other; they stop when the block ends."""
     services = {name: stanza for name, stanza in config.services.items() if name in names}
     async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
-        peers = Peers(stack.urls, stack.head_url, owner="this command")
+        peers = Peers(stack.urls, stack.head_url, stack.run_token, owner="this command", others=config.others)
         try:
             yield peers
         finally:
@@ -53,28 +64,27 @@ def _named(config: Config, name: str) -> Environment:
     environment = find_environment(config, stanza)
     if environment is None:
         raise ConfigError(f"{stanza.where}: {name!r} has no gold answers; write data/NAME/gold.jsonl beside the config")
-    if others := _others(config, name):
-        raise ConfigError(f"{stanza.where}: {name!r} asks {', '.join(others)}, and no other service is started here")
+    if not can_be_alone(config, environment):
+        asked = ", ".join(others(config, name))
+        raise ConfigError(f"{stanza.where}: {name!r} asks {asked}, and no other service is started here; {_REMEDY}")
     return environment
 
 
-def _others(config: Config, name: str) -> list[str]:
-    """The services that its options name, such as a judge."""
-    return [
-        value for value in config.services[name].options.values() if isinstance(value, str) and value in config.services
-    ]
+def _app(config: Config, name: str) -> Path:
+    stanza = config.services[name]
+    return app_file(stanza.app or "", config.root, stanza.where)
 
 
 def _all(config: Config) -> list[Environment]:
     gyms = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"]
     found = []
     for environment in filter(None, (find_environment(config, stanza) for stanza in gyms)):
-        if others := _others(config, environment.name):
-            click.echo(
-                f"{environment.name} asks {', '.join(others)}, and no other service is started here: it is not tried"
-            )
-        else:
+        if can_be_alone(config, environment):
             found.append(environment)
+        else:
+            click.echo(
+                f"{environment.name} asks {', '.join(others(config, environment.name))}: it is not tried; {_REMEDY}"
+            )
     if not found:
         raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/NAME/gold.jsonl")
     return found

@@ -26,6 +26,8 @@ COMMANDS = {
     "validate": ("ngym.cli.validate", "Check a config; try its environments without a model."),
     "train": ("ngym.cli.train", "Train a policy."),
     "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and teach it."),
+    "list": ("ngym.cli.list", "Show every environment: domain, kind, rows, licence."),
+    "prepare": ("ngym.cli.prepare", "Turn a public set into rows that its environment accepts."),
     "init": ("ngym.cli.init", "Make a folder with an environment of your own."),
 }
 

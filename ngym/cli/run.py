@@ -68,7 +68,7 @@ def _print_resolved(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> No
     import yaml
 
     from ngym.config import load_config
-    from ngym.supervise.redact import shown_config
+    from ngym.supervise.shown import shown_config
 
     click.echo(yaml.safe_dump(shown_config(load_config(configs, overrides)), sort_keys=False), nl=False)
 
@@ -101,7 +101,12 @@ async def _serve(supervisor: Supervisor, show: Display) -> None:
     async with supervisor:
         seconds = supervisor.ready_after_s or 0.0
         text = f"ready in {seconds:.1f} s; status: {supervisor.head_url}; Ctrl-C stops everything"
-        show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url)
+        if supervisor.run_token:
+            text += (
+                "\nlocked: callers show the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"
+            )
+        locked = supervisor.run_token is not None
+        show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url, locked=locked)
         await supervisor.failure()
 
 

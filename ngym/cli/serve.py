@@ -11,8 +11,11 @@ from urllib.parse import urlsplit
 
 import click
 
+from ngym.addresses import is_loopback
 from ngym.cli.main import command, config_options
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, UsageError
+from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, token_from
+from ngym.supervise.headfile import find_running
 
 if TYPE_CHECKING:
     from ngym.config import Config, Stanza
@@ -42,25 +45,41 @@ def main(
     It finds the other services at the `url` of their stanza, or, when ng_run runs in the same folder, where that says.
     """
     from ngym.config import load_config
+    from ngym.supervise.job import Job, perform
     from ngym.supervise.sockets import listen, url_of
     from ngym.supervise.supervisor import service_spec
+    from ngym.supervise.venvs import find_uv, make, venv_of
 
     config = load_config(configs, overrides)
     stanza = config.stanza(name)
     if stanza.app is None:
         raise ConfigError(f"{stanza.where}: {name!r} has no app, only a url: somebody else runs it")
     wanted = _own_port(stanza) if port is None else port
-    sock = listen(host or config.settings.host, wanted, f"service {name!r}", "stop that program or give another --port")
-    head_url, urls = asyncio.run(_addresses(config))
+    address = host or config.settings.host
+    token = _token(config, address)
+    sock = listen(address, wanted, f"service {name!r}", "stop that program or give another --port")
+    head_url, urls = asyncio.run(_addresses(config, token))
     _warn_of_unknown_addresses(stanza, urls)
-    spec = service_spec(config, stanza, {**urls, name: urls[name] or [url_of(sock)]}, head_url)
-    click.echo(f"{name} listens at {url_of(sock)}", err=True)
+    known = {**urls, name: urls[name] or [url_of(sock, config.settings.tls is not None)]}
+    spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
+    click.echo(f"{name} listens at {url_of(sock, config.settings.tls is not None)}", err=True)
 
-    from ngym.process import leave
-    from ngym.services.runner import EXIT_CONFIG, run, spec_from
+    request = {"action": "serve", "spec": spec}
+    if venv := venv_of(config, stanza):
+        request["python"] = str(asyncio.run(make(venv, lambda text: click.echo(text, err=True), find_uv())))
+    perform(Job(request, [sock]))
 
-    code = run(spec_from(spec), [sock])
-    leave(2 if code == EXIT_CONFIG else code)
+
+def _token(config: Config, address: str) -> str | None:
+    """The run's: that of the ng_run in this folder, else NGYM_TOKEN's. UsageError where one is needed and there is none."""
+    running = find_running(config.root)
+    token = token_from(RUN_TOKEN) or (running.run_token if running else None)
+    if token is None and (config.settings.require_token or not is_loopback(address)):
+        raise UsageError(
+            f"{RUN_TOKEN} is not set, and other machines reach what listens at {address}: give it the same value, such as "
+            "that of `openssl rand -hex 32`, for every service of the run and for whoever calls them"
+        )
+    return token
 
 
 def _own_port(stanza: Stanza) -> int:
@@ -77,9 +96,8 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
             )
 
 
-async def _addresses(config: Config) -> tuple[str | None, dict[str, list[str]]]:
+async def _addresses(config: Config, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
     """The head of a run in this folder, if there is one, and where each service is, as far as anybody knows."""
-    from ngym.supervise.headfile import find_running
     from ngym.supervise.probe import get
 
     urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
@@ -87,6 +105,6 @@ async def _addresses(config: Config) -> tuple[str | None, dict[str, list[str]]]:
     if running is None:
         return None, urls
     with contextlib.suppress(OSError, ValueError):  # it ended this moment
-        for server in json.loads((await get(f"{running.url}/servers", HEAD_TIMEOUT_S)).body):
+        for server in json.loads((await get(f"{running.url}/servers", HEAD_TIMEOUT_S, token)).body):
             urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]
     return running.url, urls

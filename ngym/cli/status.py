@@ -1,21 +1,34 @@
-"""`ng_status`: what the run in this folder is doing."""
+"""`ng_status`: what the run in this folder is doing, and how fast."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sys
+import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ngym.cli.main import command
+from ngym.cli.status_table import tables
 from ngym.errors import NgymError
+from ngym.locks import RUN_TOKEN
+from ngym.supervise.headfile import find_running, token_of
+
+if TYPE_CHECKING:
+    from ngym.supervise.scrapes import Scrape
 
 TIMEOUT_S = 5.0
+CLEAR = "\x1b[H\x1b[2J"
 EXIT_CODES = """\
 Exit codes: 0  every service is ready
             1  something is not ready, or nothing runs here"""
+
+Server = dict[str, Any]  # a record of the head's /servers
 
 
 @command("ng_status", epilog=EXIT_CODES)
@@ -28,22 +41,49 @@ Exit codes: 0  every service is ready
     help="The config that ng_run was given (the first one).",
 )
 @click.option("--head", metavar="URL", help="Ask this head instead, such as http://127.0.0.1:11000.")
-@click.option("--json", "as_json", is_flag=True, help="The head's own JSON.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: the head's records, each with its `metrics`.")
+@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What rates are measured over.",
+)
 @click.pass_context
-def main(ctx: click.Context, config: Path, head: str | None, as_json: bool) -> None:
-    """Show every service of the run: whether it is ready, where it is, since when."""
-    url = head or _running_head(config)
-    servers = asyncio.run(_ask(url))
+def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watch: bool, interval_s: float) -> None:
+    """Show every service of the run: whether it is ready, where it is, since when; how much it does, how fast, and what fails."""
+    url = (head or _running_head(config)).rstrip("/")
+    token = token_of(url, config.resolve().parent)
+    ready = True
+
+    async def show() -> None:
+        nonlocal ready
+        async with contextlib.aclosing(_looks(url, token, interval_s)) as looks:
+            async for servers in looks:
+                ready = all(server["status"] == "ready" for server in servers)
+                _print(url, servers, as_json, watch)
+                if not watch:
+                    return
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show())
+    ctx.exit(0 if ready else 1)
+
+
+def _print(url: str, servers: list[Server], as_json: bool, watch: bool) -> None:
     if as_json:
-        click.echo(json.dumps({"head": url, "servers": servers}, indent=2))
-    else:
-        _print_table(url, servers)
-    ctx.exit(0 if all(server["status"] == "ready" for server in servers) else 1)
+        click.echo(json.dumps({"head": url, "servers": servers}, indent=None if watch else 2))
+        return
+    if watch and sys.stdout.isatty():
+        click.echo(CLEAR, nl=False)
+    for line in tables(url, servers):
+        click.echo(line)
 
 
 def _running_head(config: Path) -> str:
-    from ngym.supervise.headfile import find_running
-
     root = config.resolve().parent
     running = find_running(root)
     if running is None:
@@ -51,30 +91,56 @@ def _running_head(config: Path) -> str:
     return running.url
 
 
-async def _ask(url: str) -> list[dict[str, Any]]:
+async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
+    """The head's records, each with what was measured since the one before, for ever."""
+    from ngym.supervise.scrapes import numbers
+
+    before = await _scrapes(await _ask(url, token), token)
+    while True:
+        await asyncio.sleep(interval_s)
+        servers = await _ask(url, token)
+        now = await _scrapes(servers, token)
+        both = {name: numbers(before[name], scrape).as_json() for name, scrape in now.items() if name in before}
+        yield [{**server, "metrics": both.get(server["name"])} for server in servers]
+        before = now
+
+
+async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape]:
+    """By service; those that answer with no metrics have none."""
+    from ngym.supervise.scrapes import together
+
+    found: dict[str, Scrape] = {}
+    all_urls = [server.get("urls") or [server["url"]] for server in servers]
+    # The token is the run's: nobody else is shown it.
+    tokens = [token if server["app"] else None for server in servers]
+    asked = [
+        asyncio.gather(*(_scrape(url, opener) for url in urls)) for urls, opener in zip(all_urls, tokens, strict=True)
+    ]
+    for server, scrapes in zip(servers, await asyncio.gather(*asked), strict=True):
+        if told := [scrape for scrape in scrapes if scrape is not None]:
+            found[server["name"]] = together(told)
+    return found
+
+
+async def _scrape(url: str, token: str | None) -> Scrape | None:
+    from ngym.supervise.probe import get
+    from ngym.supervise.scrapes import read
+
+    try:
+        reply = await get(f"{url.rstrip('/')}/metrics", TIMEOUT_S, token)
+        return read(reply.body.decode(), time.monotonic()) if reply.status == 200 else None
+    except (OSError, ValueError):  # it is not there, or of another make
+        return None
+
+
+async def _ask(url: str, token: str | None) -> list[Server]:
     from ngym.supervise.probe import get
 
     try:
-        reply = await get(f"{url.rstrip('/')}/servers", TIMEOUT_S)
-        servers: list[dict[str, Any]] = json.loads(reply.body)
+        reply = await get(f"{url}/servers", TIMEOUT_S, token)
+        if reply.status == 401:
+            raise NgymError(f"{url}: the run there is locked; put its token into the variable {RUN_TOKEN}")
+        servers: list[Server] = json.loads(reply.body)
     except (OSError, ValueError) as error:
         raise NgymError(f"{url}: no head of ng_run answers there ({error or type(error).__name__})") from None
     return servers
-
-
-def _print_table(url: str, servers: list[dict[str, Any]]) -> None:
-    ready = sum(server["status"] == "ready" for server in servers)
-    click.echo(f"{ready} of {len(servers)} services ready; {url}")
-    rows: list[tuple[str, ...]] = [("NAME", "KIND", "STATUS", "PID", "UP", "RESTARTS", "URL")]
-    rows += [_row(server) for server in servers]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _row(server: dict[str, Any]) -> tuple[str, ...]:
-    status = server["status"] + (f" ({server['detail']})" if server["detail"] else "")
-    urls = server.get("urls") or [server["url"]]
-    pids = ",".join(str(pid) for pid in server["pids"] if pid) or "external"
-    up = f"{server['uptime_seconds']:.0f} s" if server["started_at"] else ""
-    return (server["name"], server["kind"], status, pids, up, str(server["restarts"]), " ".join(urls))

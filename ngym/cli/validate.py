@@ -82,10 +82,17 @@ async def _check_all(config: Config, launcher: Launcher) -> list[str]:
 async def _check(config: Config, stanza: Stanza, launcher: Launcher) -> str:
     from ngym.supervise.service import EXIT_CONFIG
     from ngym.supervise.supervisor import service_spec
+    from ngym.supervise.venvs import find_uv, make, venv_of
 
+    venv = venv_of(config, stanza)
+    try:
+        python = await make(venv, click.echo, find_uv()) if venv else None
+    except ConfigError as error:
+        return str(error)
     names: dict[str, list[str]] = {name: [] for name in config.services}
     with tempfile.TemporaryFile() as output:
-        child = await launcher.fork("check", stanza.name, service_spec(config, stanza, names), os.dup(output.fileno()))
+        spec = service_spec(config, stanza, names)
+        child = await launcher.fork("check", stanza.name, spec, os.dup(output.fileno()), python=python)
         code = await child.exit_code
         output.seek(0)
         text = output.read().decode(errors="replace").strip()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ngym import tracing
 from ngym.collect.plan import PlannedRollout
 from ngym.errors import BadRequest, FailureClass, ServiceError, UpstreamError
 from ngym.schema import SCHEMA_VERSION, Failure, Json, RolloutKey, Segment, Status, StopReason
@@ -56,6 +57,20 @@ class FailedAttempt:
 
 
 Outcome = Rollout | FailedAttempt
+
+
+def tell(span: tracing.Span, attempt: Attempt, outcome: Outcome) -> None:
+    """What became of it, for its span."""
+    span.set("gen_ai.agent.name", attempt.planned.agent)
+    span.set("ngym.run.id", attempt.run_id)
+    span.set("ngym.task.index", outcome.key.task_index)
+    span.set("ngym.rollout.index", outcome.key.rollout_index)
+    span.set("ngym.attempt", attempt.number)
+    if isinstance(outcome, FailedAttempt):
+        span.fail(outcome.failure["class"], outcome.failure["message"])
+        return
+    span.set("ngym.status", outcome.row["ng"]["status"])
+    span.set("ngym.reward", outcome.row["reward"])
 
 
 def rollout(attempt: Attempt, answer: Any, elapsed_s: float, token_format: TokenFormat) -> Rollout:

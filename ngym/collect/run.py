@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 
 import orjson
 
-from ngym import correlation, groups
+from ngym import correlation, groups, tracing
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
-from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout
+from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout, tell
 from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.together import Together
@@ -201,12 +201,19 @@ class Run:
             number += 1
 
     async def _attempt(self, planned: PlannedRollout, number: int) -> Outcome:
-        limits, key = self._limits, planned.key
+        key = planned.key
         rollout_id = f"{self.run_id}-{key.task_index}-{key.rollout_index}-{secrets.token_hex(3)}"
         attempt = Attempt(
             planned, number, self.run_id, rollout_id, datetime.now(UTC).isoformat(timespec="milliseconds")
         )
-        correlation.current.set(correlation.begin(rollout_id, limits.timeout_s))
+        correlation.current.set(correlation.begin(rollout_id, self._limits.timeout_s))
+        with tracing.span("rollout", is_rollout=True) as span:
+            outcome = await self._answered(attempt)
+            tell(span, attempt, outcome)
+        return outcome
+
+    async def _answered(self, attempt: Attempt) -> Outcome:
+        limits, planned, rollout_id = self._limits, attempt.planned, attempt.rollout_id
         began = time.perf_counter()
         try:
             peer = self._peers[planned.agent]
@@ -226,7 +233,7 @@ class Run:
                 return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:
             failure = failure_of(error, planned.agent)
-            final = not failure["retryable"] or number + 1 >= limits.max_attempts
+            final = not failure["retryable"] or attempt.number + 1 >= limits.max_attempts
             return failed(attempt, failure, final=final)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ngym.config import did_you_mean
 from ngym.convert.shapes import shown
+from ngym.tree import did_you_mean
 
 Check = Callable[[Any], str | None]
 """A field's value -> what is wrong with it, or None. Null is the same as leaving the field out, always."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ngym.config import did_you_mean
 from ngym.convert.checks import (
     COUNT,
     FLAG,
@@ -26,6 +25,7 @@ from ngym.convert.checks import (
 from ngym.convert.shapes import Problem, input_problems, message_problems, tool_problems
 from ngym.errors import BadRequest
 from ngym.schema import Json
+from ngym.tree import did_you_mean
 
 
 def check_create_params(body: Json) -> Json:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ngym.config import did_you_mean
 from ngym.schema import TOKEN_FIELDS, Json
+from ngym.tree import did_you_mean
 
 
 class Problem(NamedTuple):
@@ -33,7 +33,7 @@ def input_problems(items: Any) -> Iterator[Problem]:
         if not isinstance(item, dict):
             yield Problem(where, f"must be an object, not {shown(item)}")
             continue
-        kind = item.get("type") or "message"
+        kind = "message" if item.get("type") is None else item["type"]
         if not isinstance(kind, str) or kind not in _STRINGS_OF:
             yield Problem(f"{where}.type", f"{shown(kind)} is not supported{_hint(kind)}")
             continue

@@ -1,7 +1,7 @@
 """FastAPI factories: an author writes functions, the house makes the service."""
 
 from ngym.services.agents import AgentOptions, RolloutContext, agent
-from ngym.services.gym import VerifyRequest, gym_server
+from ngym.services.gym import VerifyGroup, VerifyRequest, gym_server
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.sessions import Session
 
@@ -12,6 +12,7 @@ __all__ = [
     "ServiceName",
     "ServiceOptions",
     "Session",
+    "VerifyGroup",
     "VerifyRequest",
     "agent",
     "gym_server",

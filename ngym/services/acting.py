@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, NamedTuple
 
 from ngym.schema import Json, StopReason
+from ngym.segments import with_latest_tokens
 from ngym.services.agents import RolloutContext
 
 
@@ -29,7 +30,7 @@ async def act(
     prompt = as_items(request.get("input"))
     parallel = request.get("parallel_tool_calls") is not False
     while True:
-        response = await rollout.sample({**request, "input": prompt + output})
+        response = await rollout.sample({**request, "input": prompt + with_latest_tokens(output)})
         output += response["output"]
         if response.get("status") == "incomplete":
             return Acted(response, "length" if _said_anything(response) else "context")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -15,16 +16,23 @@ from starlette.responses import Response
 
 from ngym import correlation
 from ngym.convert import message_item, new_response, output_text
-from ngym.errors import PeerTimeout, ServiceError, boundary
+from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
+from ngym.groups import ROUTE, TIMEOUT_S
 from ngym.schema import SCHEMA_VERSION, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json, Segment, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in, without_tokens
 from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app
+from ngym.services.edge import BULK_BYTES, ROW_BYTES
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.traced import invoke_agent
 from ngym.services.turns import Turns
 from ngym.usage import added
 
 MAX_TOOL_ERROR_CHARS = 2000
 BEGINNING_CHARS = 1000
+METRICS_S = 120.0
+ABANDON_S = 10.0
+CLOCKS_S = 0.01  # a timer of the event loop's may come so much too early
+_ANY: Json = {"type": "object"}
 
 
 class AgentOptions(ServiceOptions):
@@ -75,6 +83,11 @@ class RolloutContext:
             self._captured_at = f"{self.model.url}/rollouts/{self.rollout_id}"
         return f"{self._captured_at}/v1"
 
+    @property
+    def model_api_key(self) -> str:
+        """What an SDK's client takes as its api_key beside `model_base_url`."""
+        return self.peers.token(self.model.peer.name) or "unused"
+
     def declare(self, tools: list[Json] | None) -> None:
         """Let `call_tool` call these."""
         self._declared |= {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
@@ -121,9 +134,8 @@ class RolloutContext:
         try:
             reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
         except ServiceError as error:
-            shown = error.status in (400, 404, 409, 422) or error.failure == "tool_error"
-            if error.retryable or not shown:
-                raise  # the environment is broken: the rollout failed, the model did nothing wrong
+            if not error.is_for_the_model:
+                raise
             return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
         return reply.body.decode("utf-8", "replace"), False
 
@@ -214,16 +226,23 @@ def agent(
     app = service_app("agent", options=options, lifespan=running)
     app.state.agent_state = None
     turns = Turns()
+    abandoned: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
 
     async def run(request: Request) -> Response:
         await _turn(turns)
         row = await json_body(request)
-        rollout = _rollout(request, row.get("responses_create_params"))
+        rollout = _rollout(request, _checked(row.get("responses_create_params"), "responses_create_params."))
         rollout.row = row
-        seeded = await _seed(rollout, row)
-        response = await _respond(respond, rollout, _params(row, seeded))
-        shown = {**response, "output": without_tokens(response["output"])}
-        scored = await _verify(rollout, {**row, "response": shown})
+        try:
+            seeded = await _seed(rollout, row)
+            response = await _respond(respond, rollout, _params(row, seeded))
+            shown = {**response, "output": without_tokens(response["output"])}
+            scored = await _verify(rollout, {**row, "response": shown})
+        except BaseException:
+            ending = asyncio.create_task(_end_session(rollout))
+            abandoned.add(ending)
+            ending.add_done_callback(abandoned.discard)
+            raise
         if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
             scored["response"] = response
         scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
@@ -232,34 +251,70 @@ def agent(
     async def responses(request: Request) -> Response:
         await _turn(turns)
         params = await json_body(request)
-        rollout = _rollout(request, params)
+        rollout = _rollout(request, _checked(params))
         rollout.row = {"responses_create_params": params}
         return JsonResponse(await _respond(respond, rollout, params))
 
     async def aggregate(request: Request) -> Response:
         context = context_of(request)
         peer = context.peers[context.options.gym]
-        return JsonResponse(await peer.post("/aggregate_metrics", await request.body()))
+        body = await request.body() if request.method == "POST" else None
+        reply = await peer.request(request.method, "/aggregate_metrics", body, timeout=METRICS_S, idempotent=True)
+        return JsonResponse(reply.json())
+
+    async def verify_group(request: Request) -> Response:
+        context = context_of(request)
+        peer = context.peers[context.options.gym]
+        return JsonResponse(await peer.post(ROUTE, await request.body(), timeout=TIMEOUT_S, idempotent=True))
 
     row_schema = {
         "type": "object",
         "required": ["responses_create_params"],
         "properties": {"responses_create_params": {"type": "object"}},
     }
-    add_route(app, "POST", "/run", run, summary="One whole rollout: seed, act, verify", body=row_schema)
-    add_route(app, "POST", "/v1/responses", responses, summary="The trajectory, unscored", body={"type": "object"})
-    add_route(app, "POST", "/aggregate_metrics", aggregate, summary="Passed to the gym server", body={"type": "object"})
+    for path, handler, summary, body, most_bytes in (
+        ("/run", invoke_agent(run), "One whole rollout: seed, act, verify", row_schema, ROW_BYTES),
+        ("/v1/responses", invoke_agent(responses), "The trajectory, unscored", _ANY, ROW_BYTES),
+        ("/aggregate_metrics", aggregate, "Passed to the gym server", _ANY, BULK_BYTES),
+        (ROUTE, verify_group, "Passed to the gym server", _ANY, BULK_BYTES),
+    ):
+        add_route(app, "POST", path, handler, summary=summary, body=body, most_bytes=most_bytes)
+    add_route(app, "GET", "/aggregate_metrics", aggregate, summary="Passed to the gym server")
     return app
 
 
 async def _turn(turns: Turns) -> None:
     """Returns when the rollout may begin; its waiting counts into its deadline."""
-    await turns.mine()
-    if correlation.current.get().remaining_s() == 0:
+    try:
+        await turns.mine()
+    except asyncio.CancelledError:
+        remaining_s = correlation.current.get().remaining_s()
+        if remaining_s is None or remaining_s > CLOCKS_S:
+            raise  # the caller hung up
         raise PeerTimeout(
             f"the rollout's time was over before its turn came ({turns.waiting} more wait at this agent): collect with less "
             "--concurrency, or give the agent replicas"
-        )
+        ) from None
+
+
+def _checked(params: Any, where: str = "") -> Any:
+    """What every agent relies on; the rest is the model server's to check."""
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise BadRequest(f"field '{where.removesuffix('.')}': must be an object, not {type(params).__name__}")
+    asked, tools = params.get("input"), params.get("tools") or []
+    if not (isinstance(asked, str | None) or _are_objects(asked)):
+        raise BadRequest(f"field '{where}input': must be a string or a list of items")
+    if not (_are_objects(tools) and all(isinstance(tool.get("name", ""), str) for tool in tools)):
+        raise BadRequest(f"field '{where}tools': must be a list of objects, each with its name")
+    if params.get("stream"):
+        raise BadRequest(f"field '{where}stream': an agent answers when all is done; leave it out")
+    return params
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def _rollout(request: Request, params: Any) -> RolloutContext:
@@ -302,6 +357,13 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
         rollout.declare(params.get("tools"))
         response = await respond(params, rollout)
     return await rollout.with_captured(response)
+
+
+async def _end_session(rollout: RolloutContext) -> None:
+    """Nobody goes on with a rollout that failed or was given up: its state, and what still runs for it, need not wait to expire."""
+    correlation.current.set(correlation.current.get()._replace(deadline=None))  # it may be over
+    with suppress(ServiceError):  # the server may be gone, or know no sessions; then they expire
+        await rollout.gym.request("/session", None, method="DELETE", timeout=ABANDON_S, idempotent=True)
 
 
 async def _verify(rollout: RolloutContext, body: Json) -> Json:

@@ -25,7 +25,6 @@ from ngym.segments import ModelCall as CallTokens
 from ngym.segments import tokens_of
 from ngym.services.admission import Admission
 from ngym.services.app import JsonResponse, context_of, json_body
-from ngym.services.caller import Caller, CallerGone, nobody
 from ngym.services.calls import ModelCall, Respond, Stream
 from ngym.services.captures import Captures, Question
 from ngym.services.edge import Handler
@@ -33,6 +32,7 @@ from ngym.services.seen import take_seen
 from ngym.services.store import ResponseStore, input_items
 from ngym.services.streaming import EventStream, whole_stream
 from ngym.services.tongues import Native, Tongue
+from ngym.services.traffic import Call, Traffic
 from ngym.services.whole import WHOLE
 from ngym.services.writing import Writer, complete
 
@@ -53,12 +53,13 @@ class Asked(NamedTuple):
     """A call on its way.
 
     body: as the client sent it, checked. native: what the back end is asked. stored: the body's bytes, where the answer
-    is to be stored.
+    is to be stored. told: where this call is counted and traced.
     """
 
     body: Json
     native: Json
     call: ModelCall
+    told: Call
     question: Question | None
     stored: bytes | None
 
@@ -74,6 +75,7 @@ class Answering:
         self._store = store
         self._admission = admission
         self._back_end = back_end
+        self._traffic = Traffic(state.registry)
 
     def handler(self, tongue: Tongue) -> Handler:
         """What answers the calls that come in this tongue."""
@@ -81,17 +83,13 @@ class Answering:
         async def handle(request: Request) -> Response:
             with refusals(tongue.refusal):
                 body = tongue.check(await json_body(request))
+                began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
-                    with Caller(request.receive):
-                        began = 0.0 if self._admission.is_open else await self._admission.enter()
-                        try:
-                            asked = self._asked(request, tongue, body, await request.body())
-                            response = await (self._streamed if body.get("stream") else self._whole)(tongue, asked)
-                        except BaseException:
-                            self._admission.leave(began)
-                            raise
-                except CallerGone:
-                    return nobody()
+                    asked = self._asked(request, tongue, body, await request.body())
+                    response = await (self._streamed if body.get("stream") else self._whole)(tongue, asked)
+                except BaseException:
+                    self._admission.leave(began)
+                    raise
             if isinstance(response, EventStream):
                 response.when_over = partial(self._admission.leave, began)
             else:
@@ -118,10 +116,12 @@ class Answering:
             seen = seen or question.seen
         call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen)
         stored = raw if tongue.name == "responses" and body.get("store", True) else None
-        return Asked(body, native, call, question, stored)
+        model = str(body.get("model") or context.options.model)
+        told = self._traffic.call(native, model, streamed=bool(body.get("stream")))
+        return Asked(body, native, call, told, question, stored)
 
     async def _respond(self, asked: Asked) -> Json:
-        with boundary("model_error", "the model failed"):
+        with asked.told, boundary("model_error", "the model failed"):
             answer = await self._back_end.respond(asked.native, asked.call)
             self._keep(asked, answer)
         return answer
@@ -155,7 +155,7 @@ class Answering:
         writer = Writer(tongue, asked.body, asked.stored is not None)
         held: list[bytes] = []
         try:
-            with boundary("model_error", "the model failed"):
+            with asked.told, boundary("model_error", "the model failed"):
                 async for event in events:
                     whole.take(event)
                     written = writer.written(converter.take(event))
@@ -183,6 +183,7 @@ class Answering:
             self._store.keep(response["id"], asked.stored, orjson.dumps(response), previous)
 
     def _keep(self, asked: Asked, answer: Json) -> None:
+        asked.told.answered(answer)
         if asked.question is None:
             return
         tokens = _tokens(answer)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from functools import reduce
+from http import HTTPStatus
+from typing import Any, get_args
 
 import orjson
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, ProcessCollector, generate_latest
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ngym import correlation
-from ngym.errors import BadRequest, ServiceError
+from ngym.errors import BadRequest, FailureClass, NotReady, ServiceError
+from ngym.memory import is_room_for, parsed_bytes
 from ngym.schema import Json, Kind
-from ngym.services.edge import OF_A_ROLLOUT, Edge, Handler
+from ngym.services.caller import LARGE
+from ngym.services.edge import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
 from ngym.services.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
+
+MAX_DEPTH = 250  # of JSON that comes in; there is something around it when it goes out again
+ORJSON_WRITES = 254
+FAILURES = frozenset(get_args(FailureClass))  # what a peer calls its failures is its own affair
 
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 
@@ -31,7 +40,14 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
+        try:
+            return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
+        except (
+            TypeError
+        ) as error:  # orjson reads 1024 levels and writes 254; what came in goes out again in many answers
+            if "Recursion limit" not in str(error):
+                raise
+            raise BadRequest("the JSON is nested deeper than 250 levels") from None
 
 
 class ProblemResponse(JsonResponse):
@@ -59,40 +75,109 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
     app.state.not_ready = None
     registry = CollectorRegistry()
     app.state.registry = registry
-    app.state.handlers = {}
-    app.add_middleware(Edge, registry=registry, handlers=app.state.handlers)
+    app.state.errors = Counter(
+        "ngym_errors", "Answers that are problems, by failure class", ["class"], registry=registry
+    )
+    app.state.process_metrics = ProcessCollector(registry=registry)
+    app.state.served = {}
+    app.add_middleware(Edge, registry=registry, served=app.state.served)
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(MemoryError, _no_memory)
     app.add_exception_handler(Exception, _bug)
     add_route(app, "GET", "/", _health, summary="Liveness")
     add_route(app, "GET", "/health", _health, summary="Liveness")
     add_route(app, "GET", "/ready", _ready, summary="Readiness: 503 with a reason until it can serve")
-    add_route(app, "GET", "/metrics", _metrics, summary="Prometheus metrics")
+    add_route(app, "GET", "/metrics", _metrics, summary="Prometheus metrics", answers=["text/plain"])
     return app
 
 
 def add_route(
-    app: FastAPI, method: str, path: str, handler: Handler, *, summary: str = "", body: dict[str, Any] | None = None
+    app: FastAPI,
+    method: str,
+    path: str,
+    handler: Handler,
+    *,
+    summary: str = "",
+    body: dict[str, Any] | None = None,
+    answers: Sequence[str] = (JsonResponse.media_type,),
+    most_bytes: int | None = CALL_BYTES,
+    finishes: bool = False,
 ) -> None:
-    """A route whose handler reads the raw request itself; `body` is its JSON Schema for /openapi.json."""
-    extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}} if body else None
+    """A route whose handler reads the raw request itself.
+
+    Args:
+        body: its JSON Schema, for /openapi.json.
+        answers: the media types that it answers in; none: with 204.
+        most_bytes, finishes: as `Served` has them; a path with parameters of its own has neither.
+    """
+    names = re.findall(r"{(\w+)", path)
+    extra: Json = {"parameters": [{**_IN_PATH, "name": name} for name in names]} if names else {}
+    if body:
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     if "{" not in path.removeprefix(OF_A_ROLLOUT):
-        app.state.handlers[method, path] = handler
+        app.state.served[method, path] = Served(handler, most_bytes, finishes)
     app.add_api_route(
-        path, handler, methods=[method], summary=summary or None, openapi_extra=extra, response_model=None
+        path,
+        handler,
+        methods=[method],
+        summary=summary or None,
+        openapi_extra=extra,
+        response_class=Response,
+        response_model=None,
+        status_code=200 if answers else 204,
+        responses={**({200: {"content": {kind: {} for kind in answers}}} if answers else {}), "default": _PROBLEM},
     )
+
+
+_IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_PROBLEM: Json = {
+    "description": "What went wrong, as a problem document (RFC 9457)",
+    "content": {
+        ProblemResponse.media_type: {
+            "schema": {
+                "type": "object",
+                "required": ["type", "title", "status", "detail"],
+                "properties": {
+                    "type": {"type": "string"},
+                    "title": {"type": "string"},
+                    "status": {"type": "integer"},
+                    "detail": {"type": "string"},
+                    "retryable": {"type": "boolean"},
+                },
+            }
+        }
+    },
+}
 
 
 async def json_body(request: Request) -> Json:
     """The request's JSON object. BadRequest names what is wrong with it."""
     raw = await request.body()
+    if len(raw) > LARGE and not is_room_for(parsed_bytes(raw)):  # orjson does not survive it
+        raise MemoryError
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the body of {request.url.path} is no JSON: {error}", status=400) from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body of {request.url.path} must be a JSON object, not {type(value).__name__}")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value):
+        raise BadRequest(f"the body of {request.url.path} is nested deeper than {MAX_DEPTH} levels")
     return value
+
+
+def _is_deep(value: Json) -> bool:
+    """Whether it is nested deeper than MAX_DEPTH. orjson reads 1024 levels and writes 254: so many less fit around it."""
+    try:
+        orjson.dumps(reduce(_in_a_list, range(ORJSON_WRITES - MAX_DEPTH), value))
+    except TypeError:
+        return True
+    return False
+
+
+def _in_a_list(value: Any, _: int) -> Any:
+    return [value]
 
 
 def validated(model: type[BaseModel], value: Json, what: str) -> Any:
@@ -122,27 +207,34 @@ def _default(value: Any) -> Any:
 def _problem(request: Request, error: ServiceError) -> Response:
     context = getattr(request.app.state, "context", None)
     rollout_id = correlation.current.get().rollout_id
+    request.app.state.errors.labels(error.failure if error.failure in FAILURES else type(error).__name__).inc()
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
     if error.status in (429, 503):
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))}
     body = error.problem(context.name if context else request.app.state.kind, rollout_id)
+    if context:
+        body["detail"] = context.redact.text(body["detail"])  # an exception's words may quote what it was called with
     return ProblemResponse(body, status_code=error.status, headers=headers)
 
 
 async def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     if error.status >= 500:
-        rollout = correlation.current.get().rollout_id
-        log.warning(
-            "%s %s [rollout %s]: %s", request.method, request.url.path, rollout, error.detail, exc_info=error.__cause__
-        )
+        log.warning("%s %s: %s", request.method, request.url.path, error.detail, exc_info=error.__cause__)
     return _problem(request, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    detail = f"{request.method} {request.url.path}: {error.detail}"
-    return _problem(request, ServiceError(detail, status=error.status_code, retryable=False))
+    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    told.title = HTTPStatus(error.status_code).phrase
+    response = _problem(request, told)
+    response.headers.update(error.headers or {})  # which methods are allowed
+    return response
+
+
+async def _no_memory(request: Request, error: Exception) -> Response:
+    return _problem(request, NotReady(f"{request.url.path}: there is not enough memory for this request now"))
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -1,5 +1,7 @@
 """What happens to a request before its handler? Its ids are taken from the headers, its body is bounded, it is counted and timed.
 
+What its caller has hung up on, or set a deadline to that is over, is cancelled.
+
 Then it goes straight to its handler. What FastAPI would put between the two (exit stacks, dependencies, a scan over
 all routes) costs more than most handlers do, and our handlers read the request themselves; FastAPI gets the rest: paths
 with parameters other than a rollout's id, the documentation, what does not exist.
@@ -10,33 +12,49 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym import correlation
-from ngym.errors import BadRequest
+from ngym.listening import OWN_PACE
+from ngym.services.caller import Body, Caller, CallerGone, nobody
+from ngym.services.deadlines import in_time
 
-MAX_BODY_BYTES = 256 * 1024 * 1024
+CALL_BYTES = 16 << 20  # arguments of a tool, and what is not one of these:
+ROW_BYTES = 64 << 20  # a row, a conversation; images are in them
+BULK_BYTES = 256 << 20  # many rows
 
 OF_A_ROLLOUT = "/rollouts/{rollout_id}"
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class Served(NamedTuple):
+    """What answers a route.
+
+    most_bytes: of a body; None: the handler bounds it itself, in size and in time.
+    finishes: what it has begun is brought to its end, though its caller has hung up.
+    """
+
+    handler: Handler
+    most_bytes: int | None = CALL_BYTES
+    finishes: bool = False
+
+
 class Edge:
     """The outermost middleware.
 
     Args:
-        handlers: (method, path) -> what answers it, for paths without parameters; they may stand under OF_A_ROLLOUT.
+        served: (method, path) -> what answers it, for paths without parameters; they may stand under OF_A_ROLLOUT.
     """
 
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry, handlers: Mapping[tuple[str, str], Handler]) -> None:
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry, served: Mapping[tuple[str, str], Served]) -> None:
         self.app = app
-        self.handlers = handlers
+        self.served = served
         self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
         self.seconds = Histogram("ngym_request_seconds", "Time to answer", ["route"], registry=registry)
         self.in_flight = Gauge("ngym_requests_in_flight", "Requests being served", registry=registry)
@@ -48,7 +66,6 @@ class Edge:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        receive = _bounded(receive, headers.get("content-length"))
         token = correlation.current.set(correlation.from_headers(headers))
         status = 500
 
@@ -59,26 +76,37 @@ class Edge:
             await send(message)
 
         route = scope["path"]
-        handler = self.handlers.get((scope["method"], route))
-        if handler is None and route.startswith("/rollouts/"):
+        served = self.served.get((scope["method"], route))
+        if served is None and route.startswith("/rollouts/"):
             rollout_id, slash, rest = route.removeprefix("/rollouts/").partition("/")
             route = f"{OF_A_ROLLOUT}{slash}{rest}"
-            handler = self.handlers.get((scope["method"], route))
+            served = self.served.get((scope["method"], route))
             scope["path_params"] = {"rollout_id": rollout_id}
         self.in_flight.inc()
         started = time.perf_counter()
         try:
-            if handler is None:
-                await self.app(scope, receive, watched)
+            most_bytes = CALL_BYTES if served is None else served.most_bytes
+            if most_bytes is None:
+                scope[OWN_PACE] = True
             else:
-                response = await _answer(handler, Request(scope, receive))
+                receive = Body(receive, headers, most_bytes)
+            if served is None:
+                await self._elsewhere(scope, receive, watched)
+            else:
+                response = await _answer(served, Request(scope, receive), receive)
                 await response(scope, receive, watched)
         finally:
             self.in_flight.dec()
             correlation.current.reset(token)
-            if handler is None:
+            if served is None:
                 route = getattr(scope.get("route"), "path", "unknown")
             self._count(route, status, time.perf_counter() - started)
+
+    async def _elsewhere(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except ClientDisconnect:
+            await nobody()(scope, receive, send)
 
     def _count(self, route: str, status: int, seconds: float) -> None:
         """route: its template, so that labels stay few."""
@@ -90,10 +118,15 @@ class Edge:
         self._timers[route].observe(seconds)
 
 
-async def _answer(handler: Handler, request: Request) -> Response:
+async def _answer(served: Served, request: Request, receive: Receive) -> Response:
     """The handler's response, or that of the application's exception handler for what it raised."""
     try:
-        return await handler(request)
+        if served.finishes:
+            return await served.handler(request)
+        with Caller(receive):
+            return await in_time(served.handler, request)
+    except (CallerGone, ClientDisconnect):
+        return nobody()
     except Exception as error:
         known = request.app.exception_handlers
         # not the one for Exception itself: that is called further out, where the traceback goes to the log
@@ -103,20 +136,3 @@ async def _answer(handler: Handler, request: Request) -> Response:
         answered = respond(request, error)
         response: Response = await answered if inspect.isawaitable(answered) else answered
         return response
-
-
-def _bounded(receive: Receive, content_length: str | None) -> Receive:
-    """`receive` that refuses bodies over MAX_BODY_BYTES, announced or not."""
-    declared = int(content_length) if content_length and content_length.isdigit() else 0
-    size = 0
-
-    async def bounded() -> Message:
-        nonlocal size
-        message = await receive()
-        if message["type"] == "http.request":
-            size += len(message.get("body", b""))
-            if max(size, declared) > MAX_BODY_BYTES:
-                raise BadRequest(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
-        return message
-
-    return bounded

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from hashlib import blake2b
+from typing import Any
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ngym.answers import last_text
 from ngym.errors import ServiceError, boundary
-from ngym.peers import Peers
-from ngym.schema import SESSION_COOKIE, SESSION_HEADER, Json
-from ngym.services.aggregate import aggregate
-from ngym.services.app import JsonResponse, Lifespan, add_route, context_of, json_body, service_app, validated
+from ngym.groups import ROUTE
+from ngym.schema import SESSION_HEADER, Json
+from ngym.scores import ANSWER
+from ngym.services import traced
+from ngym.services.aggregate import ComputeMetrics, aggregated
+from ngym.services.app import JsonResponse, Lifespan, add_route, json_body, service_app, validated
+from ngym.services.edge import BULK_BYTES, ROW_BYTES
+from ngym.services.mcp import McpRoute
 from ngym.services.options import ServiceOptions
-from ngym.services.sessions import Session, SessionStore
+from ngym.services.repeats import Repeats
+from ngym.services.sessions import Session, SessionStore, session_for, session_id_of, with_session
+from ngym.services.tools import Author, inspected, of_function, offer
 
-RESERVED = frozenset(
-    [
-        "verify",
-        "seed_session",
-        "aggregate_metrics",
-        "tools",
-        "session",
-        "mcp",
-        "reset",
-        "step",
-        "health",
-        "ready",
-        "metrics",
-        "openapi.json",
-        "docs",
-        "redoc",
-    ]
-)
 EMPTY_RESPONSE: Json = {"output": []}
+MOST_ANSWER = 1_000  # characters of a reported answer; a program or document stands in the response already
 
 
 class VerifyRequest(BaseModel):
@@ -49,32 +39,36 @@ class VerifyRequest(BaseModel):
     responses_create_params: dict[str, Any]
     response: dict[str, Any]
 
+    @field_validator("response")
+    @classmethod
+    def _can_be_read(cls, response: Json) -> Json:
+        """Items are objects and what messages say is text, so that no verifier has to look again."""
+        output = response.get("output")
+        if output is not None and not isinstance(output, list):
+            raise ValueError(f"output must be a list of items, not {type(output).__name__}")
+        for place, item in enumerate(output or ()):
+            if not isinstance(item, dict):  # pydantic wants a ValueError
+                raise ValueError(f"output[{place}] must be an object, not {type(item).__name__}")  # noqa: TRY004
+            if item.get("type", "message") == "message" and not _is_said(item.get("content")):
+                raise ValueError(f"output[{place}].content must be text, or a list of parts whose text is text")
+        return response
+
     @property
     def text(self) -> str:
         """The text of the last assistant message; empty when there is none."""
         return last_text(self.response)
 
 
-class _Author(NamedTuple):
-    """A function of the author's and where each of its parameters comes from."""
+class VerifyGroup(BaseModel):
+    """The rollouts of one task, to be compared. Derive, and give `rollouts` your own type: `list[MyTask]`."""
 
-    call: Callable[..., Any]
-    body: type[BaseModel]
-    body_name: str
-    session: str | None
-    options: str | None
-    peers: str | None
-    is_async: bool
+    rollouts: Sequence[VerifyRequest] = Field(min_length=1, max_length=1024)
 
-    async def run(self, body: BaseModel, session: Session, request: Request) -> Any:
-        context = context_of(request)
-        given: dict[str, Any] = {self.body_name: body}
-        for name, value in ((self.session, session), (self.options, context.options), (self.peers, context.peers)):
-            if name:
-                given[name] = value
-        if self.is_async:
-            return await self.call(**given)
-        return await run_sync(lambda: self.call(**given))  # a plain function may block; the event loop may not
+
+def _is_said(content: Any) -> bool:
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(isinstance(part, dict) and isinstance(part.get("text", ""), str | None) for part in content)
 
 
 def gym_server(
@@ -83,6 +77,8 @@ def gym_server(
     tools: Sequence[Callable[..., Any]] = (),
     options: type[ServiceOptions] = ServiceOptions,
     lifespan: Lifespan | None = None,
+    compute_metrics: ComputeMetrics | None = None,
+    verify_group: Callable[..., Any] | None = None,
 ) -> FastAPI:
     """An environment as an application.
 
@@ -93,48 +89,81 @@ def gym_server(
             are what the model sees. A ServiceError's text, too. Plain functions run in a thread.
         options: the record of the stanza's own keys.
         lifespan: async context manager around serving, given the ServiceContext.
+        compute_metrics: `(rows)` -> numbers of its own by name, over what `verify` answered for many rollouts; those
+            whose reward is null are not among them.
+        verify_group: `(group: <a VerifyGroup>, [options], [peers])` -> for each of its rollouts what `verify` would return.
+            It is asked when all rollouts of a task are there for which `verify` returned `{"reward": None, "reward_pending": "group"}`.
     """
-    verifier = _inspect(verify, VerifyRequest)
     store = SessionStore()
-    app = service_app("gym_server", options=options, lifespan=lifespan)
+    over_mcp = McpRoute()
+    app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
     app.state.sessions = store
-    by_name = {_tool_name(tool): _inspect(tool, BaseModel) for tool in tools}
-    app.state.tools = [_describe(name, tool) for name, tool in by_name.items()]
+    repeats = app.state.repeats = Repeats()
+    app.state.verifier = inspected(verify, VerifyRequest)
+    app.state.tools = []
+    app.state.callable = {}
+    app.router.routes.append(Route("/mcp", over_mcp))
 
     async def seed_session(request: Request) -> Response:
         row = await json_body(request)
-        validated(verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
+        validated(app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = store.start(request.headers.get(SESSION_HEADER))
         session["task"] = row
-        return with_session(JsonResponse({"tools": app.state.tools} if by_name else {}), session)
+        seeded = {"tools": app.state.tools} if app.state.tools else {}
+        return with_session(JsonResponse(seeded | over_mcp.seeded(app, session)), session)
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
-        task = validated(verifier.body, raw, _row_name(raw))
+        task = validated(app.state.verifier.body, raw, _row_name(raw))
         session = session_for(store, request)
         try:
-            with boundary("verify_error", "verify failed"):
-                outcome = _reward_fields(await verifier.run(task, session, request))
+            with traced.verify() as span, boundary("verify_error", "verify failed"):
+                outcome = _reward_fields(await app.state.verifier.run(task, session, request))
+                traced.scored(span, outcome)
         finally:
             store.end(session.id)
+            repeats.forget(session.id)
+            session.over()  # one that was never kept, too
         return JsonResponse({**raw, **outcome})
 
     async def list_tools(request: Request) -> Response:
         return JsonResponse(app.state.tools)
 
     async def end_session(request: Request) -> Response:
-        return JsonResponse({"ended": store.end(_session_id(request) or "")})
+        session_id = session_id_of(request) or ""
+        repeats.stop(session_id)
+        repeats.forget(session_id)
+        return JsonResponse({"ended": store.end(session_id)})
 
     async def aggregate_route(request: Request) -> Response:
         body = await json_body(request)
-        return JsonResponse(aggregate(body.get("verify_responses") or []))
+        return JsonResponse(await run_sync(aggregated, body, compute_metrics))
 
+    async def has_metrics(request: Request) -> Response:
+        return JsonResponse({"compute_metrics": compute_metrics is not None})
+
+    task = app.state.verifier.body
     add_route(
-        app, "POST", "/seed_session", seed_session, summary="Start a rollout's session", body=_row_schema(verifier.body)
+        app,
+        "POST",
+        "/seed_session",
+        seed_session,
+        summary="Start a rollout's session",
+        body=_row_schema(task),
+        most_bytes=ROW_BYTES,
     )
-    add_route(app, "POST", "/verify", verify_route, summary="Score a rollout", body=verifier.body.model_json_schema())
+    add_route(
+        app,
+        "POST",
+        "/verify",
+        repeats.once(verify_route),
+        summary="Score a rollout",
+        body=task.model_json_schema(),
+        most_bytes=ROW_BYTES,
+    )
     add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
     add_route(app, "DELETE", "/session", end_session, summary="End a session")
+    add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether it has metrics of its own")
     add_route(
         app,
         "POST",
@@ -142,91 +171,34 @@ def gym_server(
         aggregate_route,
         summary="Metrics over verify responses",
         body={"type": "object"},
+        most_bytes=BULK_BYTES,
     )
-    for name, tool in by_name.items():
-        add_route(
-            app,
-            "POST",
-            f"/{name}",
-            _tool_route(name, tool, store),
-            summary=f"Tool {name}",
-            body=tool.body.model_json_schema(),
-        )
+    if verify_group is not None:
+        _add_group_route(app, inspected(verify_group, VerifyGroup))
+    for tool in tools:
+        offer(app, of_function(tool))
     return app
 
 
-def _tool_route(name: str, tool: _Author, store: SessionStore) -> Callable[[Request], Any]:
-    async def call(request: Request) -> Response:
-        body = validated(tool.body, await json_body(request), name)
-        has_id = _session_id(request) is not None
-        session = session_for(store, request) if has_id else store.start()
-        with boundary("tool_error", f"{name} failed"):
-            result = await tool.run(body, session, request)
-        response = JsonResponse(result)
-        return response if has_id else with_session(response, session)
+def _add_group_route(app: FastAPI, author: Author) -> None:
+    async def group_route(request: Request) -> Response:
+        group = validated(author.body, await json_body(request), "the group")
+        with boundary("verify_error", "verify_group failed"):
+            outcomes = list(await author.run(group, Session(), request))
+            if len(outcomes) != len(group.rollouts):
+                raise ServiceError(f"verify_group gave {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
+            return JsonResponse({"rollouts": [_reward_fields(outcome) for outcome in outcomes]})
 
-    call.__name__ = name
-    return call
-
-
-def _inspect(function: Callable[..., Any], base: type[BaseModel]) -> _Author:
-    """Which parameter is the body, the session, the options, the peers: told by their annotations."""
-    name = getattr(function, "__name__", repr(function))
-    hints = get_type_hints(function)
-    hints.pop("return", None)
-    found: dict[str, str] = {}
-    body: tuple[str, type[BaseModel]] | None = None
-    for parameter in inspect.signature(function).parameters:
-        kind = hints.get(parameter)
-        if not isinstance(kind, type):
-            raise TypeError(
-                f"{name}: parameter {parameter!r} needs a type: a pydantic model, Session, ServiceOptions or Peers"
-            )
-        role = next(
-            (
-                r
-                for r, t in (("session", Session), ("options", ServiceOptions), ("peers", Peers))
-                if issubclass(kind, t)
-            ),
-            None,
-        )
-        if role:
-            found[role] = parameter
-        elif issubclass(kind, base) and body is None:
-            body = (parameter, kind)
-        else:
-            raise TypeError(
-                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, Session, ServiceOptions or Peers"
-            )
-    if body is None:
-        raise TypeError(f"{name}: no parameter is a {base.__name__}; its body is where the arguments arrive")
-    return _Author(
-        function,
-        body[1],
-        body[0],
-        found.get("session"),
-        found.get("options"),
-        found.get("peers"),
-        inspect.iscoroutinefunction(function),
+    schema = author.body.model_json_schema()
+    add_route(
+        app,
+        "POST",
+        ROUTE,
+        group_route,
+        summary="Score the rollouts of a task beside one another",
+        body=schema,
+        most_bytes=BULK_BYTES,
     )
-
-
-def _tool_name(tool: Callable[..., Any]) -> str:
-    name = getattr(tool, "__name__", "")
-    if name in RESERVED or not name.isidentifier():
-        raise TypeError(f"a tool cannot be called {name!r}: that is a route of every gym server, or no name")
-    return name
-
-
-def _describe(name: str, tool: _Author) -> Json:
-    """The tool as the Responses API wants it."""
-    schema = tool.body.model_json_schema()
-    schema.pop("title", None)
-    for field in schema.get("properties", {}).values():
-        field.pop("title", None)
-    schema["additionalProperties"] = False
-    description = inspect.getdoc(tool.call) or ""
-    return {"type": "function", "name": name, "description": description, "parameters": schema, "strict": False}
 
 
 def _reward_fields(outcome: Any) -> Json:
@@ -248,7 +220,17 @@ def _reward_fields(outcome: Any) -> Json:
                 f"reward_components sum to {total}, not to the reward {fields['reward']}", failure="verify_error"
             )
         fields["reward_components"] = components
+    if isinstance(fields.get(ANSWER), str):
+        fields[ANSWER] = _bounded(fields[ANSWER])
     return fields
+
+
+def _bounded(answer: str) -> str:
+    """A long answer's beginning, and a digest of all of it: two that begin alike are still two in a vote."""
+    if len(answer) <= MOST_ANSWER:
+        return answer
+    digest = blake2b(answer.strip().encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{answer.strip()[:MOST_ANSWER]}... (cut, blake2b {digest})"
 
 
 def _finite(value: Any, what: str) -> float | None:
@@ -270,24 +252,3 @@ def _row_schema(model: type[BaseModel]) -> Json:
 def _row_name(row: Json) -> str:
     index = row.get("_ng_task_index")
     return "the row" if index is None else f"row {index}"
-
-
-def _session_id(request: Request) -> str | None:
-    return request.headers.get(SESSION_HEADER) or request.cookies.get(SESSION_COOKIE)
-
-
-def session_for(store: SessionStore, request: Request, *, start: bool = False) -> Session:
-    """The caller's session; one that is not kept when the caller never started any (a bare POST to /verify).
-
-    start: who has none yet gets one that is kept, under the caller's own id when it sent one.
-    """
-    session_id = _session_id(request)
-    if start and (session_id is None or session_id not in store):
-        return store.start(session_id)
-    return Session() if session_id is None else store.get(session_id)
-
-
-def with_session(response: Response, session: Session) -> Response:
-    response.headers[SESSION_HEADER] = session.id
-    response.headers["set-cookie"] = f"{SESSION_COOKIE}={session.id}; HttpOnly; Path=/; SameSite=strict"
-    return response

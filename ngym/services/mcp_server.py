@@ -43,7 +43,7 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
         request = context.request
         assert request is not None  # it came over HTTP
         try:
-            answer = await tool.call(params.arguments or {}, request.state.session, request)
+            answer = await tool.answer(params.arguments or {}, request.state.session, request)
         except ServiceError as error:
             if not error.is_for_the_model:
                 raise MCPError(types.INTERNAL_ERROR, error.detail, error.problem()) from error

@@ -20,9 +20,11 @@ from ngym.services.answering import ROLLOUT_ID, Answering, BackEnd, refusals, ro
 from ngym.services.app import JsonResponse, add_route, context_of, service_app
 from ngym.services.calls import ModelCall, Respond, Stream
 from ngym.services.captures import Captures
+from ngym.services.edge import ROW_BYTES
 from ngym.services.options import ServiceContext, ServiceOptions
 from ngym.services.seen import SeenCall
 from ngym.services.store import ResponseStore
+from ngym.services.streaming import MEDIA_TYPE
 from ngym.services.tongues import Native, openai_refusal, tongues
 
 __all__ = [
@@ -115,7 +117,17 @@ def model_server(
     for prefix in ("", "/rollouts/{rollout_id}"):
         for tongue in tongues(api):
             handler = answering.handler(tongue)
-            add_route(app, "POST", prefix + tongue.path, handler, summary=tongue.title, body=_BODIES[tongue.name])
+            asked, path = _BODIES[tongue.name], prefix + tongue.path
+            add_route(
+                app,
+                "POST",
+                path,
+                handler,
+                summary=tongue.title,
+                body=asked,
+                answers=[JsonResponse.media_type, MEDIA_TYPE],
+                most_bytes=ROW_BYTES,
+            )
         add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name")
         add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
         stored = f"{prefix}/v1/responses/{{response_id}}"
@@ -124,7 +136,7 @@ def model_server(
         add_route(app, "GET", f"{stored}/input_items", _input_items, summary="What a stored response was given for")
         add_route(app, "POST", f"{stored}/cancel", _cancel, summary="Refused: nothing runs in the background")
     add_route(app, "GET", "/rollouts/{rollout_id}/segments", _segments, summary="The rollout's captured calls")
-    add_route(app, "DELETE", "/rollouts/{rollout_id}/segments", _forget, summary="Forget them")
+    add_route(app, "DELETE", "/rollouts/{rollout_id}/segments", _forget, summary="Forget them", answers=())
     add_route(app, "GET", "/weights", _weights, summary="Policy version; this server's weights never change")
     return app
 

@@ -10,10 +10,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from ngym.config import Tree, did_you_mean, parse
 from ngym.errors import ConfigError
 from ngym.peers import Peers
+from ngym.redact import Redactor
 from ngym.schema import Kind
+from ngym.tree import Tree, did_you_mean, parse
 
 
 class _Reference:
@@ -36,7 +37,9 @@ Options = TypeVar("Options", bound=ServiceOptions)
 class ServiceContext:
     """What a service process knows: itself, its options, its sockets (bound and listening) and its peers.
 
-    root is the folder of the config file: relative paths in options are relative to it.
+    root is the folder of the config file: relative paths in options are relative to it. run_token: what callers have to
+    show, None where the run is open; admin_token: what opens the weights as well. tls: the files of ngym.tls, where the run speaks https. redact:
+    takes the secrets that this process knows out of what it tells others.
     """
 
     name: str
@@ -46,6 +49,9 @@ class ServiceContext:
     sockets: list[socket.socket] = field(default_factory=list)
     root: Path = Path()
     admin_token: str | None = None
+    run_token: str | None = None
+    tls: Mapping[str, str] | None = None
+    redact: Redactor = field(default_factory=lambda: Redactor([]))
 
 
 def parse_options(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import signal
 import socket
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +13,17 @@ from typing import Any, Literal
 
 import uvicorn
 
-from ngym import process
+from ngym import logs, process, tracing
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.listening import Connection, Server, room
+from ngym.locks import Lock, Locked
 from ngym.peers import Peers
+from ngym.redact import Redactor, secrets_in
 from ngym.schema import Kind
 from ngym.services.loader import load
 from ngym.services.options import ServiceContext, ServiceOptions, parse_options
+from ngym.services.watchdog import Watchdog
+from ngym.tls import trust
 
 EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
 KEEPALIVE_S = 75
@@ -46,24 +48,29 @@ class ServiceSpec:
     replica: int = 0
     admin_token: str | None = field(default=None, repr=False)
     run_token: str | None = field(default=None, repr=False)
+    others: dict[str, str | None] = field(default_factory=dict, repr=False)
+    tls: dict[str, str] | None = None
+    tracing: tuple[str, float, bool] | None = None  # of ngym.tracing.Destination
+    logs: logs.Form = "text"
 
 
 def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG or 1."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr, force=True
-    )
+    logs.begin(spec.name, spec.logs)
     try:
         module = load(Path(spec.app_file))
         options = check(spec, module)
     except UsageError as error:
-        print(error, file=sys.stderr, flush=True)
+        logs.say(str(error), spec.name, spec.logs)
         return EXIT_CONFIG
+    tracing.begin(tracing.Destination(*spec.tracing) if spec.tracing else None, spec.name, spec.replica)
     try:
         process.run(_serve(spec, module, options, list(sockets)))
     except NgymError as error:
-        print(error, file=sys.stderr, flush=True)
+        logs.say(str(error), spec.name, spec.logs)
         return EXIT_CONFIG if isinstance(error, UsageError) else 1
+    finally:
+        tracing.end()
     return 0
 
 
@@ -78,8 +85,14 @@ def check(spec: ServiceSpec, module: ModuleType) -> ServiceOptions:
 
 
 async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions, sockets: list[socket.socket]) -> None:
-    peers = Peers(spec.urls, spec.head_url, spec.run_token, owner=spec.name)
-    context = ServiceContext(spec.name, spec.kind, options, peers, sockets, Path(spec.root), spec.admin_token)
+    if spec.tls and spec.tls.get("ca"):
+        trust(Path(spec.tls["ca"]))
+    peers = Peers(spec.urls, spec.head_url, spec.run_token, owner=spec.name, others=spec.others)
+    tokens = (spec.admin_token, spec.run_token)
+    known = (*secrets_in(spec.options), *(value or "" for value in (*tokens, *spec.others.values())))
+    context = ServiceContext(
+        spec.name, spec.kind, options, peers, sockets, Path(spec.root), *tokens, spec.tls, Redactor(known)
+    )
     if hasattr(module, "serve"):
         await module.serve(context)
         return
@@ -88,33 +101,38 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
     async with app.router.lifespan_context(
         app
     ):  # here, so that what it raises is an error of ours and no traceback of uvicorn's
-        await serve_app(app, sockets, lifespan="off")
+        await serve_app(app, context, lifespan="off")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's own signal handling re-raises SIGTERM after serving, so that nobody's `finally` runs."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
+class _Server(Server):
     def stop(self) -> None:
         self.should_exit = True
 
 
-async def serve_app(app: Any, sockets: list[socket.socket], lifespan: Literal["on", "off"] = "on") -> None:
-    """An ASGI application on sockets that are already bound, until SIGTERM or SIGINT; answers in flight are finished first."""
+async def serve_app(
+    app: Any, context: ServiceContext, lifespan: Literal["on", "off"] = "on", keys: Sequence[str] = ()
+) -> None:
+    """An ASGI application on the context's sockets, until SIGTERM or SIGINT; answers in flight are finished first.
+
+    keys: open it too, where the run is locked.
+    """
+    sockets, title, registry = context.sockets, app.title, app.state.registry
+    if context.run_token:
+        app = Locked(app, Lock([context.run_token, *filter(None, [context.admin_token]), *keys]), context.name)
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan=lifespan,
+        limit_concurrency=room(),
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=int(GRACE_S),
         backlog=BACKLOG,
+        ssl_certfile=context.tls["certificate"] if context.tls else None,
+        ssl_keyfile=context.tls["key"] if context.tls else None,
         server_header=False,
         proxy_headers=False,  # nobody stands between our services
         date_header=False,
@@ -122,9 +140,10 @@ async def serve_app(app: Any, sockets: list[socket.socket], lifespan: Literal["o
     server = _Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
-    await server.serve(sockets=[*sockets, *(one.dup() for one in sockets for _ in range(ACCEPTS - 1))])
+    with Watchdog(registry):
+        await server.serve(sockets=[*sockets, *(one.dup() for one in sockets for _ in range(ACCEPTS - 1))])
     if not server.started:
-        raise ConfigError(f"{getattr(app, 'title', 'the service')} could not start; its log says why")
+        raise ConfigError(f"{title} could not start; its log says why")
 
 
 def spec_from(mapping: Mapping[str, Any]) -> ServiceSpec:

@@ -6,11 +6,17 @@ import re
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ngym.errors import BadRequest, NotFound, Overloaded
+from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
+REPEATABLE_S = 60  # for so long a call under an idempotency key may be made again
 
 
 class Session(dict[str, Any]):
@@ -19,6 +25,17 @@ class Session(dict[str, Any]):
     def __init__(self, session_id: str = "") -> None:
         super().__init__()
         self.id = session_id
+        self._closing: list[Callable[[], object]] = []
+
+    def when_over(self, close: Callable[[], object]) -> None:
+        """Call this once, when the session ends, however it ends."""
+        self._closing.append(close)
+
+    def over(self) -> None:
+        """The session has ended: what it held is closed."""
+        closing, self._closing = self._closing, []
+        for close in closing:
+            close()
 
 
 class SessionStore:
@@ -44,9 +61,10 @@ class SessionStore:
         self._expire()
         if session_id is not None and not SESSION_ID.fullmatch(session_id):
             raise BadRequest("a session id is 16 to 128 letters, digits, '-' or '_'")
+        session = Session(session_id or secrets.token_hex(16))
+        self.end(session.id)  # seeded again: it starts afresh
         if len(self._sessions) >= self.limit:
             raise Overloaded(f"{self.limit} sessions are alive; end some with /verify or DELETE /session")
-        session = Session(session_id or secrets.token_hex(16))
         self._sessions[session.id] = (time.monotonic(), session)
         return session
 
@@ -63,7 +81,11 @@ class SessionStore:
         return session
 
     def end(self, session_id: str) -> bool:
-        return self._sessions.pop(session_id, None) is not None
+        _, session = self._sessions.pop(session_id, (0.0, None))
+        if session is None:
+            return False
+        session.over()
+        return True
 
     def _expire(self) -> None:
         oldest_kept = time.monotonic() - self.ttl_s
@@ -71,4 +93,34 @@ class SessionStore:
             session_id, (used, _) = next(iter(self._sessions.items()))
             if used >= oldest_kept:
                 return
-            del self._sessions[session_id]
+            self.end(session_id)
+
+
+def session_id_of(request: Request) -> str | None:
+    """The session that a caller names, by header or by cookie."""
+    return request.headers.get(SESSION_HEADER) or request.cookies.get(SESSION_COOKIE)
+
+
+def session_for(store: SessionStore, request: Request, *, start: bool = False) -> Session:
+    """The caller's session; one that is not kept when the caller never started any (a bare POST to /verify).
+
+    start: who has none yet gets one that is kept, under the caller's own id when it sent one.
+    """
+    session_id = session_id_of(request)
+    if start and (session_id is None or session_id not in store):
+        return store.start(session_id)
+    return Session() if session_id is None else store.get(session_id)
+
+
+def with_session(response: Response, session: Session) -> Response:
+    """The answer that tells a caller its session."""
+    response.headers.update(session_headers(session))
+    return response
+
+
+def session_headers(session: Session) -> dict[str, str]:
+    return {
+        SESSION_HEADER: session.id,
+        REPEATABLE_HEADER: str(REPEATABLE_S),
+        "set-cookie": f"{SESSION_COOKIE}={session.id}; HttpOnly; Path=/; SameSite=strict",
+    }

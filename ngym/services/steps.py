@@ -6,13 +6,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from ngym.convert import message_item, output_text
 from ngym.errors import ServiceError, boundary
 from ngym.schema import Json
-from ngym.services.app import JsonResponse, add_route, json_body, validated
-from ngym.services.gym import EMPTY_RESPONSE, VerifyRequest, gym_server, session_for, with_session
-from ngym.services.sessions import Session
+from ngym.services.aggregate import ComputeMetrics
+from ngym.services.app import JsonResponse, Lifespan, add_route, json_body, validated
+from ngym.services.edge import ROW_BYTES
+from ngym.services.gym import EMPTY_RESPONSE, VerifyRequest, gym_server
+from ngym.services.options import ServiceOptions
+from ngym.services.sessions import Session, session_for, with_session
+from ngym.services.tools import of_function
 
 
 class Step(NamedTuple):
@@ -25,29 +31,43 @@ class Step(NamedTuple):
     info: Json | None = None
 
 
+class Turn(BaseModel):
+    text: str = Field(description="What you say: your next move, as the last observation asks for it.")
+
+
 Reset = Callable[[Any, Session], Awaitable[str]]
 Advance = Callable[[Any, Session], Awaitable[Step]]
 
 
-def step_server(*, task: type[VerifyRequest], reset: Reset, step: Advance) -> FastAPI:
+def step_server(
+    *,
+    task: type[VerifyRequest],
+    reset: Reset,
+    step: Advance,
+    verify: Callable[..., Any] | None = None,
+    options: type[ServiceOptions] = ServiceOptions,
+    lifespan: Lifespan | None = None,
+    compute_metrics: ComputeMetrics | None = None,
+) -> FastAPI:
     """A step-wise environment as an application; agents/gymnasium drives it. A rollout's reward is the sum over its steps.
 
     Args:
         task: the record of a row.
         reset: `(task, session)` -> the first observation; it puts into the session what `step` needs.
         step: `(task, session)` -> what came of the turn whose response the task has (`task.text`).
+        verify, options, lifespan, compute_metrics: as `gym_server` takes them; with a `verify`, that is the reward, and not the sum.
 
     The same row and the same turns must lead to the same rewards: a stored rollout, which has no session any more, is
     scored by playing its turns again.
     """
 
-    async def verify(body: VerifyRequest, session: Session) -> Json:
+    async def summed(body: VerifyRequest, session: Session) -> Json:
         played = session if "return" in session else await _replayed(body, reset, step)
         total, steps, over = played["return"], played["steps"], played["over"]
         return {"reward": total, "reward_components": {"return": total}, "steps": steps, "over": over}
 
-    verify.__annotations__["body"] = task
-    app = gym_server(verify=verify)
+    summed.__annotations__["body"] = task
+    app = gym_server(verify=verify or summed, options=options, lifespan=lifespan, compute_metrics=compute_metrics)
 
     async def reset_route(request: Request) -> Response:
         row = await json_body(request)
@@ -60,13 +80,29 @@ def step_server(*, task: type[VerifyRequest], reset: Reset, step: Advance) -> Fa
     async def step_route(request: Request) -> Response:
         turn = validated(task, await json_body(request), "the row")
         session = session_for(app.state.sessions, request)
-        if session.get("over", True):
-            raise ServiceError("POST /reset first: this session has no episode, or it is over", status=409)
         return JsonResponse((await _advance(turn, session, step))._asdict())
 
-    schema = task.model_json_schema()
-    add_route(app, "POST", "/reset", reset_route, summary="Begin an episode", body={"type": "object"})
-    add_route(app, "POST", "/step", step_route, summary="One turn of the model", body=schema)
+    async def say(body: Turn, session: Session) -> Json:
+        """Take your next turn; answers with what came of it."""
+        said = {"output": [message_item([output_text(body.text)], "msg_turn")]}
+        turn = validated(task, {**session.get("task", {}), "response": said}, "the row")
+        outcome = await _advance(turn, session, step)
+        return {"observation": outcome.observation, "over": session["over"]}
+
+    app.state.callable["say"] = of_function(say)  # over MCP alone: agents take steps
+    schema, once = task.model_json_schema(), app.state.repeats.once
+    add_route(
+        app,
+        "POST",
+        "/reset",
+        once(reset_route),
+        summary="Begin an episode",
+        body={"type": "object"},
+        most_bytes=ROW_BYTES,
+    )
+    add_route(
+        app, "POST", "/step", once(step_route), summary="One turn of the model", body=schema, most_bytes=ROW_BYTES
+    )
     return app
 
 
@@ -78,6 +114,8 @@ async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> str:
 
 
 async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step:
+    if session.get("over", True):
+        raise ServiceError("POST /reset first: this session has no episode, or it is over", status=409)
     with boundary("tool_error", "step failed"):
         outcome = await step(turn, session)
     session["return"] += outcome.reward

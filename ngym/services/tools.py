@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ngym.errors import boundary
 from ngym.peers import Peers
 from ngym.schema import Json
+from ngym.services import traced
 from ngym.services.app import JsonResponse, add_route, context_of, json_body, validated
 from ngym.services.options import ServiceOptions
 from ngym.services.sessions import Session, session_id_of, with_session
@@ -44,6 +45,15 @@ class Tool(NamedTuple):
 
     described: Json
     call: Callable[[Json, Session, Request], Awaitable[Response]]
+
+    async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
+        """The same, within its span."""
+        with traced.execute_tool(self.described["name"]) as span:
+            span.say("gen_ai.tool.call.arguments", arguments)
+            answer = await self.call(arguments, session, request)
+            if span.is_told:
+                span.say("gen_ai.tool.call.result", bytes(answer.body).decode("utf-8", "replace"))
+            return answer
 
 
 class Author(NamedTuple):
@@ -88,10 +98,10 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
         arguments = await json_body(request)
         session_id = session_id_of(request)
         if session_id is not None:
-            return await tool.call(arguments, app.state.sessions.get(session_id), request)
+            return await tool.answer(arguments, app.state.sessions.get(session_id), request)
         session: Session = app.state.sessions.start()
         try:
-            return with_session(await tool.call(arguments, session, request), session)
+            return with_session(await tool.answer(arguments, session, request), session)
         except BaseException:
             app.state.sessions.end(session.id)  # nobody learns its id
             raise

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ngym.errors import UsageError
+from ngym.errors import ServiceError, UsageError
 from ngym.listening import Connection, Server, room
 from ngym.locks import Lock, Locked
-from ngym.supervise import nemo
+from ngym.supervise import nemo, prometheus
+from ngym.supervise.resident import resident_bytes
 from ngym.supervise.service import State
 from ngym.supervise.shown import shown_config
 from ngym.supervise.sockets import listen, url_of
@@ -79,10 +83,11 @@ def servers(states: list[State]) -> list[dict[str, Any]]:
     by_name: dict[str, list[State]] = {}
     for state in states:
         by_name.setdefault(state.name, []).append(state)
-    return [_server(replicas) for replicas in by_name.values()]
+    sizes = resident_bytes([state.pid for state in states if state.pid])
+    return [_server(replicas, sizes) for replicas in by_name.values()]
 
 
-def _server(replicas: list[State]) -> dict[str, Any]:
+def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
     worst = max(replicas, key=lambda state: SEVERITY.index(state.status))
     address = {"url": worst.url} if len(replicas) == 1 else {"urls": [state.url for state in replicas]}
     started = min((state.started_at for state in replicas if state.started_at), default=None)
@@ -99,6 +104,7 @@ def _server(replicas: list[State]) -> dict[str, Any]:
         "started_at": started.isoformat() if started else None,
         "uptime_seconds": uptime_seconds(started),
         "restarts": sum(state.restarts for state in replicas),
+        "memory_bytes": sum(sizes.get(state.pid or 0, 0) for state in replicas) or None,
     }
 
 
@@ -128,15 +134,33 @@ def _app(supervisor: Supervisor) -> Starlette:
         uptimes = {state.label: uptime_seconds(state.started_at) for state in supervisor.states}
         return JSONResponse(nemo.server_instances(supervisor.states, uptimes))
 
+    async def metrics(request: Request) -> Response:
+        return Response(prometheus.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
+
+    async def targets(request: Request) -> Response:
+        return JSONResponse(prometheus.targets(supervisor.states, supervisor.head_url))
+
     routes = {
         "/": root,
         "/health": root,
         "/servers": list_servers,
+        "/metrics": metrics,
+        "/prometheus/targets": targets,
         "/config": show_config,
         "/global_config_dict_yaml": nemo_config,
         "/server_instances": nemo_instances,
     }
-    return Starlette(routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()])
+    served = [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
+    app = Starlette(routes=served, exception_handlers={HTTPException: _problem})
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    told.title = HTTPStatus(error.status_code).phrase
+    return JSONResponse(told.problem("the head"), error.status_code, error.headers, "application/problem+json")
 
 
 def status_page(records: list[dict[str, Any]]) -> str:

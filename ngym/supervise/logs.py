@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from ngym import logs
+
 STATUS_PREFIX = "ngym-status: "
 KEPT_LINES = 200
 MAX_LINE_BYTES = 64 << 10
@@ -19,11 +21,19 @@ DRAIN_S = 0.5
 class ServiceLog:
     """One service's log over all of its lives; `open` gives the descriptor that the next life writes to.
 
-    redact: takes the secrets out of a line.
+    redact: takes the secrets out of a line. wrap_as: the name of a service whose every line shall be a JSON object, also
+    those that something in it just prints.
     """
 
-    def __init__(self, path: Path, on_status: Callable[[str], None], redact: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_status: Callable[[str], None],
+        redact: Callable[[bytes], bytes],
+        wrap_as: str | None = None,
+    ) -> None:
         self.path = path
+        self._wrap_as = wrap_as
         self._redact = redact
         self._on_status = on_status
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -74,9 +84,17 @@ class ServiceLog:
             transport.close()
 
     def _take(self, lines: bytes) -> None:
+        if self._wrap_as is not None:
+            lines = b"".join(self._wrapped(line) for line in lines.removesuffix(b"\n").split(b"\n"))
         self._write(lines)
         for line in lines.removesuffix(b"\n").split(b"\n"):
             self._keep(line)
+
+    def _wrapped(self, line: bytes) -> bytes:
+        text = line.decode(errors="replace").rstrip("\r")
+        if not logs.is_json(text):
+            text = logs.from_text(text, self._wrap_as or "")
+        return text.encode() + b"\n"
 
     def _write(self, chunk: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk must not take the services down with it
@@ -88,6 +106,8 @@ class ServiceLog:
 
     def _keep(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
+        if self._wrap_as is not None:
+            text = logs.to_text(text)
         if text.startswith(STATUS_PREFIX):
             self._on_status(text[len(STATUS_PREFIX) :])
             return

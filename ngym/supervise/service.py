@@ -156,7 +156,8 @@ class Process(Watched):
         self._launcher = launcher
         self._spec = spec
         self._socket = sock
-        self._log = ServiceLog(log, on_status=self._said, redact=redact)
+        wrap = state.label if spec["logs"] == "json" else None
+        self._log = ServiceLog(log, on_status=self._said, redact=redact, wrap_as=wrap)
         self._limits = limits
         self._venv = venv
         self._speaks = False

@@ -207,6 +207,8 @@ def service_spec(
         "run_token": run_token,
         "others": config.others,
         "tls": config.settings.tls.model_dump(mode="json") if config.settings.tls else None,
+        "tracing": config.tracing,
+        "logs": config.settings.logs,
     }
 
 

@@ -1,0 +1,77 @@
+"""What `ng_status` prints: the records of a head's /servers, with what was measured, as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+COLUMNS = (
+    "NAME", "KIND", "STATUS", "PID", "UP", "RESTARTS", "MEMORY", "REQ/S", "P50", "P95", "IN FLIGHT", "ERRORS", "URL",
+)  # fmt: skip
+OF_MODELS = ("MODEL", "TOKENS IN/S", "TOKENS OUT/S", "WAITING", "POLICY VERSION")
+
+
+def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
+    """A table of all services; one of the model servers; what failed, by class and by status."""
+    ready = sum(server["status"] == "ready" for server in servers)
+    yield f"{ready} of {len(servers)} services ready; {url}"
+    yield from _aligned([COLUMNS, *map(_row, servers)])
+    models = [server for server in servers if "waiting" in (server.get("metrics") or {})]
+    if models:
+        yield ""
+        yield from _aligned([OF_MODELS, *map(_of_model, models)])
+    failed = [line for server in servers if (line := _failures(server))]
+    if failed:
+        yield ""
+        yield "failed since the start, by class and by HTTP status:"
+        yield from failed
+
+
+def _row(server: dict[str, Any]) -> tuple[str, ...]:
+    status = server["status"] + (f" ({server['detail']})" if server["detail"] else "")
+    urls = server.get("urls") or [server["url"]]
+    pids = ",".join(str(pid) for pid in server["pids"] if pid) or "external"
+    up = _time(server["uptime_seconds"]) if server["started_at"] else ""
+    memory = f"{server['memory_bytes'] / 2**20:.0f} MiB" if server.get("memory_bytes") else ""
+    measured = server.get("metrics")
+    work = ("", "", "", "", "")
+    if measured:
+        latencies = (_latency(measured.get("p50_s")), _latency(measured.get("p95_s")))
+        errors = str(sum(measured["errors"].values()))
+        work = (f"{measured['requests_per_s']:.1f}", *latencies, str(measured["in_flight"]), errors)
+    known = (server["name"], server["kind"], status, pids, up, str(server["restarts"]), memory)
+    return (*known, *work, " ".join(urls))
+
+
+def _of_model(server: dict[str, Any]) -> tuple[str, ...]:
+    measured = server["metrics"]
+    tokens = [f"{measured[f'{way}_tokens_per_s']:.0f}" for way in ("input", "output")]
+    return (server["name"], *tokens, str(measured["waiting"]), str(measured.get("policy_version", "")))
+
+
+def _failures(server: dict[str, Any]) -> str:
+    measured = server.get("metrics") or {}
+    bad = {status: count for status, count in measured.get("statuses", {}).items() if status >= "400"}
+    if not bad and not measured.get("errors"):
+        return ""
+    told = [f"{name} {count}" for counts in (measured["errors"], bad) for name, count in counts.items()]
+    return f"  {server['name']}: {', '.join(told)} ({measured['errors_per_s']:.1f}/s)"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _latency(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _time(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 48:
+        return f"{hours / 24:.1f} d"
+    return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"

@@ -1,0 +1,291 @@
+"""ng_collect_rollouts on a machine that fails: no room, no permission, a broken disk, signals, a clock that jumps, rows that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from machine import PATIENCE_S, until
+from stub_agents import head, scored, task, text_item
+
+from ngym.jsonl import read
+from ngym.schema import Json
+
+COLLECT = [sys.executable, "-m", "ngym", "collect_rollouts"]
+SIGNALS = [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM, signal.SIGTERM], [signal.SIGHUP, signal.SIGINT]]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    return written(tmp_path / "tasks.jsonl", 20)
+
+
+def written(path: Path, count: int) -> Path:
+    path.write_bytes(b"".join(orjson.dumps(task(n)) + b"\n" for n in range(count)))
+    return path
+
+
+async def begun(command: list[Any], cwd: Path, **environment: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    words = list(map(str, command))
+    return await asyncio.create_subprocess_exec(
+        *words, cwd=cwd, stdout=pipe, stderr=pipe, env={**os.environ, **environment}
+    )
+
+
+async def ended(process: asyncio.subprocess.Process, patience_s: float = PATIENCE_S) -> tuple[int, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), patience_s)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+def numbers(path: Path) -> list[int]:
+    """Of a file in which every line is whole."""
+    assert path.read_bytes().endswith(b"}\n")
+    return sorted(line.row["_ng_task_index"] for line in read(path))
+
+
+def one_line(err: str) -> str:
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    return err
+
+
+# The disk
+
+
+@pytest.fixture
+def mounting() -> list[str]:
+    """The beginning of a command that may mount what only it sees."""
+    command = ["unshare", "--mount", "--map-root-user"]
+    probe = [*command, "mount", "-t", "tmpfs", "none", "/tmp"]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this process may not mount a file system of its own")
+    return [*command, "sh", "-c"]
+
+
+class Full:
+    """A collector whose disk of 2 MB has no room for its rows. disk: as this process sees it, also when that one has gone."""
+
+    def __init__(self) -> None:
+        self.answered = 0
+
+    def answer(self, row: Json) -> Json:
+        self.answered += 1
+        return scored(row, 1.0, text_item("x" * 40_000))
+
+    async def begin(self, mounting: list[str], tasks: Path, url: str) -> None:
+        disk = tasks.parent / "disk"
+        disk.mkdir()
+        script = f'mount -t tmpfs -o size=2m none {disk} && head -c 1500000 /dev/zero >{disk}/filler && exec "$@"'
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", disk / "out.jsonl"]
+        self.process = await begun([*mounting, script, "sh", *run], tasks.parent)
+        await until(lambda: self.answered == 20 or self.process.returncode is not None)
+        self._held = os.open(f"/proc/{self.process.pid}/root{disk}", os.O_RDONLY)
+        self.disk = Path(f"/proc/self/fd/{self._held}")
+        assert self.process.stdout is not None
+        said = b""
+        while b"No space left on device" not in said:  # as told to whoever watches
+            said = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+            assert said, "it ended"
+
+    def close(self) -> None:
+        os.close(self._held)
+
+
+async def test_a_full_disk_is_waited_out_and_nothing_is_lost(mounting: list[str], tasks: Path) -> None:
+    full = Full()
+    async with head(full.answer) as url:
+        await full.begin(mounting, tasks, url)
+        assert len((full.disk / "out.jsonl").read_bytes()) < 500_000
+        (full.disk / "filler").unlink()
+        code, out, err = await ended(full.process)
+    assert (code, err) == (0, ""), out
+    assert numbers(full.disk / "out.jsonl") == list(range(20))
+    full.close()
+
+
+@pytest.mark.soak
+async def test_a_disk_that_stays_full_ends_the_run_with_75(mounting: list[str], tasks: Path) -> None:
+    """It is tried for ten minutes."""
+    full = Full()
+    async with head(full.answer) as url:
+        await full.begin(mounting, tasks, url)
+        code, _, err = await ended(full.process, 800)
+    assert code == 75 and "No space left on device for 600 s; make room, then run again with --resume" in err
+    assert "Traceback" not in err
+    assert (full.disk / "out.jsonl").read_bytes()[-2:] in (b"", b"}\n")
+    full.close()
+
+
+async def test_a_read_only_disk_is_one_line(mounting: list[str], tasks: Path) -> None:
+    disk = tasks.parent / "disk"
+    disk.mkdir()
+    async with head() as url:
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", disk / "out.jsonl"]
+        script = f'mount -t tmpfs -o ro none {disk} && exec "$@"'
+        code, _, err = await ended(await begun([*mounting, script, "sh", *run], tasks.parent))
+    assert code != 0 and "out.jsonl: cannot be opened for writing: Read-only file system" in one_line(err)
+
+
+BROKEN_DISK = """
+import errno, os
+
+whole, calls = os.fdatasync, 0
+
+def fdatasync(fd):
+    global calls
+    calls += 1
+    if calls > 1:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    whole(fd)
+
+os.fdatasync = fdatasync
+"""
+
+
+def customised(folder: Path, script: str) -> dict[str, str]:
+    """What makes every Python process run this first."""
+    (folder / "first").mkdir()
+    (folder / "first" / "sitecustomize.py").write_text(script)
+    return {"PYTHONPATH": str(folder / "first")}
+
+
+async def test_a_disk_that_breaks_ends_the_run_in_one_line_and_keeps_whole_rows(tasks: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+
+    async def answer(row: Json) -> Json:
+        if row["n"] >= 5:
+            await until(lambda: out.read_bytes())
+        return scored(row)
+
+    async with head(answer) as url:
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
+        code, _, err = await ended(await begun(run, tmp_path, **customised(tmp_path, BROKEN_DISK)))
+        assert code == 1 and "out.jsonl: cannot be written: Input/output error" in one_line(err)
+        assert set(numbers(out)) <= {0, 1, 2, 3, 4}
+        code, _, err = await ended(await begun([*run, "--resume"], tmp_path))
+    assert (code, err) == (0, "") and numbers(tmp_path / "out.jsonl") == list(range(20))
+
+
+@pytest.mark.parametrize("output", ["none/out.jsonl", "/proc/out.jsonl", "folder"])
+async def test_a_place_where_nothing_can_be_written_is_one_line(tasks: Path, tmp_path: Path, output: str) -> None:
+    (tmp_path / "folder").mkdir()
+    asked: list[Json] = []
+    async with head(lambda row: asked.append(row)) as url:
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", output]
+        code, _, err = await ended(await begun(run, tmp_path))
+    assert code != 0 and output in one_line(err) and not asked
+
+
+# Signals and the clock
+
+
+async def interrupted(folder: Path, tasks: Path, numbers_sent: list[signal.Signals], pause: float = 0) -> None:
+    async def answer(row: Json) -> Json:
+        if row["n"] >= 5:
+            await asyncio.sleep(3600)
+        return scored(row)
+
+    out = folder / "out.jsonl"
+    async with head(answer) as url:
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
+        process = await begun(run, folder)
+        await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 5)
+        for number in numbers_sent:
+            if process.returncode is None:
+                process.send_signal(number)
+            await asyncio.sleep(pause)
+        code, _, err = await ended(process)
+    assert code == 130 and "Traceback" not in err
+    assert numbers(out) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("sent", SIGNALS, ids=str)
+async def test_whoever_asks_twice_for_an_end_loses_no_row_either(
+    tasks: Path, tmp_path: Path, sent: list[signal.Signals]
+) -> None:
+    await interrupted(tmp_path, tasks, sent)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_a_hundred_ends_by_signals_lose_no_row(tasks: Path, tmp_path: Path) -> None:
+    draw = random.Random(2)
+    for place in range(100):
+        (tmp_path / str(place)).mkdir()
+        await interrupted(tmp_path / str(place), tasks, draw.choice(SIGNALS), draw.uniform(0, 0.2))
+
+
+JUMPING_CLOCK = """
+import itertools, time
+
+whole, jumps = time.time, itertools.cycle([0, -3600, 86400])
+time.time = lambda: whole() + next(jumps)
+"""
+
+
+async def test_a_clock_that_jumps_by_an_hour_and_by_a_day_changes_nothing(tasks: Path, tmp_path: Path) -> None:
+    """In the collector and in every service that it starts, from one look at the clock to the next."""
+    (tmp_path / "global_config.yaml").write_text(
+        "ngym: {head: {port: 0}}\n"
+        "policy: {kind: model, app: models/scripted, model: echo}\n"
+        "counter: {kind: gym_server, app: gym_servers/counter}\n"
+        "agent: {kind: agent, app: agents/simple, gym: counter, model: policy}\n"
+    )
+    rows = [{"responses_create_params": {"input": f"count to {n}"}, "target": n, "initial": 0} for n in range(20)]
+    tasks.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    run = [*COLLECT, "--config", "global_config.yaml", "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
+    code, out, err = await ended(await begun(run, tmp_path, **customised(tmp_path, JUMPING_CLOCK)))
+    assert (code, err) == (0, ""), out
+    assert numbers(tmp_path / "out.jsonl") == list(range(20))
+    assert not (tmp_path / "out_failures.jsonl").exists()
+
+
+# Rows that are none
+
+
+def bad_rows() -> Iterator[tuple[bytes, str]]:
+    yield b'{"responses_create_params": {"input": "\xff\xfe"}}', "not JSON"
+    yield b'{"responses_create_params": {"input": "a"}, "x": NaN}', "not JSON"
+    yield b'{"responses_create_params": {"input": "a"}, "x": 1e999}', "not JSON"
+    yield b'{"responses_create_params": {"input": "\\ud800"}}', "not JSON"
+    yield b'{"responses_create_params": {"input": "a"}', "not JSON"
+    yield b"[" * 5000 + b"]" * 5000, "not JSON"
+    yield b'{"input": "a"}', "no responses_create_params"
+    yield b'{"responses_create_params": []}', "responses_create_params"
+    yield b"3", "not a JSON object but int"
+
+
+async def test_rows_that_are_no_tasks_are_named_before_anything_is_sent(tmp_path: Path) -> None:
+    bad = list(bad_rows())
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'{"responses_create_params": {"input": "a"}}\n' + b"".join(line + b"\n" for line, _ in bad))
+    asked: list[Json] = []
+    async with head(lambda row: asked.append(row)) as url:
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl"]
+        code, _, err = await ended(await begun(run, tmp_path))
+    assert code == 2 and not asked
+    for number, (said, (_, message)) in enumerate(zip(err.splitlines(), bad, strict=True), 2):
+        assert said.startswith(f"tasks.jsonl:{number}: ") and message in said
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
+
+
+@pytest.mark.soak
+async def test_a_row_of_fifty_megabytes_goes_through_whole(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(orjson.dumps(task(0, pad="x" * 50_000_000)) + b"\n" + orjson.dumps(task(1)) + b"\n")
+    async with head(lambda row: scored(row, 1.0, length=len(row.get("pad", "")))) as url:
+        run = [*COLLECT, "--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl"]
+        code, _, err = await ended(await begun(run, tmp_path))
+    assert (code, err) == (0, "")
+    assert sorted(line.row["length"] for line in read(tmp_path / "out.jsonl")) == [0, 50_000_000]

@@ -1,0 +1,150 @@
+"""Whatever is posted to whichever route: the answer is no 5xx but a deliberate 503, it comes, and what is refused is told why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from hostile import RAW
+from machine import PATIENCE_S
+from test_model_fuzz import WHOLE, mutated
+
+from ngym.config import load_config
+from ngym.schema import Json
+from ngym.supervise.supervisor import Supervisor
+
+FEW = ("counter", "games")
+LIGHT = (
+    *FEW,
+    "mcqa",
+    "calculator",
+    "function_call",
+    "judge",
+    "letters",
+    "long_context",
+    "qa_short",
+    "retrieval",
+    "weather",
+)
+MANY = (*LIGHT, "code_exec", "instruction_following", "math", "safety", "sandbox", "sql", "tool_minimal", "workplace")
+AGENTS = ("simple", "multi_turn", "gymnasium")
+SAID = {"output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]}
+HEADS = ("/", "/servers", "/config")
+RPC = "/mcp"  # has refusals of its own
+
+
+def stack(folder: Path, gyms: tuple[str, ...]) -> Supervisor:
+    """A model, these gym servers, and an agent of each kind; of few, one agent."""
+    acting = AGENTS if len(gyms) > len(FEW) else AGENTS[:1]
+    services: Json = {"policy": {"kind": "model", "app": "models/scripted", "tokens": True}}
+    services |= {name: {"kind": "gym_server", "app": f"gym_servers/{name}"} for name in gyms}
+    asked = {"gym": gyms[0], "model": "policy"}
+    services |= {f"{name}_agent": {"kind": "agent", "app": f"agents/{name}", **asked} for name in acting}
+    file = folder / "global_config.yaml"
+    file.write_text(yaml.safe_dump({**services, "ngym": {"head": {"port": 0}}}))
+    return Supervisor(load_config([file]))
+
+
+def example(root: Path, name: str) -> Json:
+    """A row of this environment, with a response."""
+    file = root / "data" / name / "example.jsonl"
+    text = file.read_text().splitlines()[0] if file.exists() else '{"responses_create_params": {"input": "2 + 2?"}}'
+    return {**json.loads(text), "response": SAID}
+
+
+def sound(path: str, row: Json, whole: dict[str, Json]) -> Json:
+    """A body that this route takes, more or less.
+
+    whole: of a model's routes.
+    """
+    if path.endswith("/aggregate_metrics"):
+        return {"verify_responses": [{**row, "reward": 1.0}]}
+    if path.endswith("/verify_group"):
+        return {"rollouts": [row, row]}
+    if path == RPC:
+        return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add", "arguments": {"a": 1}}}
+    if path == "/v1/responses" and not whole:
+        return {**WHOLE[path], "stream": False}
+    return whole.get(path.removeprefix("/rollouts/r"), row)
+
+
+def bodies(path: str, row: Json, mutations: int, whole: dict[str, Json]) -> Iterator[tuple[str, bytes]]:
+    yield from RAW.items()
+    luck = random.Random(path)
+    for number in range(mutations):
+        body = json.dumps(mutated(sound(path, row, whole), luck)).encode()
+        yield f"mutation {number}", body
+        place = luck.randrange(len(body))
+        yield f"torn mutation {number}", body[:place] + luck.choice(list(RAW.values()))[:1000] + body[place:]
+
+
+def wrong(answer: httpx.Response, path: str) -> str | None:
+    """What is wrong with an answer; None: nothing."""
+    if answer.status_code >= 500 and answer.status_code != 503:
+        return answer.text
+    if answer.status_code < 400 or path == RPC:
+        return None
+    if answer.headers["content-type"] != "application/problem+json":
+        return f"no problem document: {answer.text}"
+    problem = answer.json()
+    whole = problem["status"] == answer.status_code and problem["type"] and problem["title"] and problem["detail"]
+    return None if whole else answer.text
+
+
+async def routes_of(client: httpx.AsyncClient, url: str) -> dict[tuple[str, str], str]:
+    """(method, path with its parameters filled in) of what takes a body."""
+    schema = (await client.get(f"{url}/openapi.json")).json()
+    takes = {
+        (m, p) for p, methods in schema.get("paths", {}).items() for m in methods if m in ("post", "put", "delete")
+    }
+    takes |= {("post", RPC)} if "/verify" in schema.get("paths", {}) else set()
+    takes |= set() if schema.get("paths") else {("post", path) for path in HEADS}
+    filled = {"{rollout_id}": "r", "{response_id}": "x"}
+    for name, value in filled.items():
+        takes = {(method, path.replace(name, value)) for method, path in takes}
+    return {(method.upper(), path): path for method, path in sorted(takes)}
+
+
+async def every_answer_is_sound(root: Path, folder: Path, gyms: tuple[str, ...], mutations: int) -> int:
+    """How many requests were answered."""
+    found: list[tuple[object, ...]] = []
+    answered, at_once = 0, asyncio.Semaphore(16)
+    async with stack(folder, gyms) as running, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+
+        async def ask(name: str, method: str, url: str, path: str, label: str, body: bytes) -> None:
+            nonlocal answered
+            header = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+            async with at_once:
+                try:
+                    answer = await client.request(method, url + path, content=body, headers=header)
+                    problem = wrong(answer, path)
+                except httpx.TransportError as error:
+                    problem = repr(error)
+            answered += 1
+            if problem:
+                found.append((name, path, label, problem[:300], body[:500]))
+
+        for name, (url,) in [*running.urls.items(), ("the head", [running.head_url])]:
+            acts = name.endswith("_agent")
+            row = example(root, gyms[0] if acts else name)
+            for method, path in await routes_of(client, url):
+                sent = bodies(path, row, mutations, whole={} if acts else WHOLE)
+                await asyncio.gather(*(ask(name, method, url, path, label, body) for label, body in sent))
+            assert (await client.get(f"{url}/health")).status_code == 200, name
+    assert not found, "\n".join(map(str, found[:20]))
+    return answered
+
+
+async def test_bytes_that_are_no_request_are_refused_by_every_kind_of_service(root: Path, tmp_path: Path) -> None:
+    assert await every_answer_is_sound(root, tmp_path, FEW, mutations=5) > 1000
+
+
+@pytest.mark.soak
+async def test_bytes_that_are_no_request_are_refused_by_all_services(root: Path, tmp_path: Path) -> None:
+    assert await every_answer_is_sound(root, tmp_path, MANY, mutations=200) > 20_000

@@ -1,0 +1,466 @@
+"""Clients that send slowly, too much, nonsense, or go away: each costs a bounded share, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from house import bound_socket, house
+from machine import PATIENCE_S
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ngym import (
+    AgentOptions,
+    ModelCall,
+    RolloutContext,
+    ServiceOptions,
+    VerifyRequest,
+    agent,
+    gym_server,
+    model_server,
+)
+from ngym.listening import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
+from ngym.peers import Peers
+from ngym.schema import Json
+from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
+from ngym.services.model import ModelOptions
+from ngym.services.options import ServiceContext
+from ngym.services.watchdog import Watchdog
+
+HASTE = 10  # its seconds are a tenth of ours
+UPLOAD = 12
+
+
+class Hasty(Server):
+    """A server whose seconds are short, so that nobody has to wait for them."""
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(0)
+
+
+class Shop(NamedTuple):
+    url: str
+    address: tuple[str, int]
+    server: Server
+    sold: asyncio.Event  # what takes long is over when this is set
+
+
+def wares(sold: asyncio.Event) -> FastAPI:
+    app = service_app("gym_server", options=ServiceOptions)
+
+    async def order(request: Request) -> Response:
+        return JsonResponse({"keys": len(await json_body(request))})
+
+    async def slow(request: Request) -> Response:
+        await json_body(request)
+        await sold.wait()
+        return JsonResponse({"answered": True})
+
+    async def upload(request: Request) -> Response:
+        return JsonResponse({"bytes": sum([len(part) async for part in request.stream()])})
+
+    add_route(app, "POST", "/order", order)
+    add_route(app, "POST", "/slow", slow)
+    add_route(app, "PUT", "/upload", upload, most_bytes=None, finishes=True)
+    return app
+
+
+@asynccontextmanager
+async def shop(room: int | None = None) -> AsyncIterator[Shop]:
+    listener, sold = bound_socket(), asyncio.Event()
+    app = wares(sold)
+    app.state.context = ServiceContext("shop", "gym_server", ServiceOptions(), Peers({}), [listener])
+    config = uvicorn.Config(app, http=Connection, ws="none", limit_concurrency=room, log_level="critical")
+    server = Hasty(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    host, port = listener.getsockname()
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield Shop(f"http://{host}:{port}", (host, port), server, sold)
+    finally:
+        sold.set()
+        server.should_exit = True
+        await serving
+
+
+async def told(reader: asyncio.StreamReader) -> bytes:
+    """All that the server says until it hangs up."""
+    async with asyncio.timeout(PATIENCE_S):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+async def said_to(at: Shop, *parts: bytes) -> bytes:
+    """What the server says to somebody who sends this and then waits."""
+    reader, writer = await asyncio.open_connection(*at.address)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await told(reader)
+    finally:
+        writer.close()
+
+
+def is_problem(answer: bytes, status: int) -> bool:
+    return answer.startswith(f"HTTP/1.1 {status} ".encode()) and b"content-type: application/problem+json" in answer
+
+
+HEAD = b"POST /order HTTP/1.1\r\nhost: shop\r\n"
+SLOW = {
+    "nothing": b"",
+    "a line break": b"\r\n",
+    "half a request line": b"POST /ord",
+    "half a head": HEAD,
+    "a head alone": HEAD + b"content-length: 100\r\n\r\n",
+    "half a body": HEAD + b'content-length: 100\r\n\r\n{"a": ',
+    "half a chunk": HEAD + b'transfer-encoding: chunked\r\n\r\nff\r\n{"a": ',
+    "a second head": b"GET /health HTTP/1.1\r\nhost: shop\r\n\r\nGET /he",
+    "a body for nobody": b"POST /nowhere HTTP/1.1\r\nhost: shop\r\ncontent-length: 100\r\n\r\n{",
+}
+
+
+async def test_who_sends_too_slowly_is_hung_up_on_and_nobody_else_is() -> None:
+    async def drips(at: Shop, begun: bytes) -> bytes:
+        """A client that sends a little now and then."""
+        reader, writer = await asyncio.open_connection(*at.address)
+        writer.write(begun)
+        answer = asyncio.create_task(told(reader))
+        while not answer.done():
+            await asyncio.wait([answer], timeout=0.3)
+            if begun.endswith((b"shop\r\n", b": ")):
+                writer.write(b"x-a: b\r\n")
+        writer.close()
+        return await answer
+
+    async def steadily() -> AsyncIterator[bytes]:
+        for _ in range(UPLOAD):
+            yield b" " * BODY_BYTES
+            await asyncio.sleep(BODY_S / HASTE / 4)
+        yield b"{}"
+
+    async with shop() as at, httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
+        answers = asyncio.gather(client.post("/slow", json={}), client.post("/order", content=steadily()))
+        slow = await asyncio.gather(*(drips(at, begun) for begun in SLOW.values()))
+        upload = await client.put("/upload", content=b"x")
+        for (name, begun), answer in zip(SLOW.items(), slow, strict=True):
+            if name == "a second head":
+                assert answer.startswith(b"HTTP/1.1 200 ")
+            elif name == "a body for nobody":
+                assert is_problem(answer, 404)
+            else:
+                assert is_problem(answer, 408), (name, begun, answer)
+        at.sold.set()
+        answered, uploaded = await answers
+        assert answered.json() == {"answered": True}, "an answer may take as long as it takes"
+        assert uploaded.json() == {"keys": 0}, "a body may take as long as it takes while it comes along"
+        assert upload.json() == {"bytes": 1}
+
+
+async def test_a_handler_that_watches_its_body_itself_may_wait_longer_for_it() -> None:
+    async with shop() as at:
+        reader, writer = await asyncio.open_connection(*at.address)
+        writer.write(b"PUT /upload HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\nx")
+        others = [said_to(at, HEAD + b"content-length: 2\r\n\r\nx") for _ in range(3)]
+        for refused in await asyncio.gather(*others):
+            assert is_problem(refused, 408)
+        writer.write(b"y")
+        assert b'{"bytes":2}' in await asyncio.wait_for(reader.readuntil(b"}"), PATIENCE_S)
+        writer.close()
+
+
+async def test_what_comes_of_a_refused_body_is_thrown_away_for_a_while_and_then_hung_up_on() -> None:
+    async with shop() as at:
+        reader, writer = await asyncio.open_connection(*at.address)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        sent = 0
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    writer.write(chunk)
+                    await writer.drain()
+                    sent += 0x10000
+        assert sent > CALL_BYTES
+        answer = await told(reader)
+        assert not answer or is_problem(answer, 413)
+        assert not [one for one in at.server.server_state.connections if not one.transport.is_closing()]
+        writer.close()
+
+
+WRONG = {
+    "no HTTP": (b"\x16\x03\x01 hello\r\n\r\n", 400),
+    "two lengths": (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400),
+    "a length and chunks": (HEAD + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "a negative length": (HEAD + b"content-length: -2\r\n\r\n{}", 400),
+    "a length of letters": (HEAD + b"content-length: two\r\n\r\n{}", 400),
+    "a length beyond 64 bits": (HEAD + b"content-length: 99999999999999999999999\r\n\r\n{}", 400),
+    "a chunk without a size": (HEAD + b"transfer-encoding: chunked\r\n\r\nxyz\r\n", 400),
+    "a path beyond ASCII": (b"GET /\xc3\xa4 HTTP/1.1\r\nhost: shop\r\n\r\n", 400),
+    "a path that is none": (b"GET http://[::1 HTTP/1.1\r\nhost: shop\r\n\r\n", 400),
+    "a host to connect to": (b"CONNECT shop:80 HTTP/1.1\r\nhost: shop\r\n\r\n", 400),
+    "a folded header": (HEAD + b"x: y\r\n z\r\n\r\n", 400),
+    "a null in a header": (HEAD + b"x: \0\r\n\r\n", 400),
+    "a head that does not end": (HEAD + b"x-a: " + b"y" * (MAX_HEAD_BYTES + 1), 431),
+    "a path that does not end": (b"GET /" + b"y" * (MAX_HEAD_BYTES + 1), 431),
+    "a body too large": (HEAD + f"content-length: {300 << 20}\r\n\r\n{{".encode(), 413),
+    "a body shorter than announced": (HEAD + b"content-length: 3\r\n\r\n{}", 408),
+    "a body longer than announced": (HEAD + b"connection: close\r\ncontent-length: 2\r\n\r\n{}{}", 200),
+}
+
+
+async def test_a_request_that_is_none_gets_a_problem_document() -> None:
+    async with shop() as at:
+        answers = await asyncio.gather(*(said_to(at, raw) for raw, _ in WRONG.values()))
+    for (name, (_, status)), answer in zip(WRONG.items(), answers, strict=True):
+        expected = is_problem(answer, status) if status != 200 else answer.startswith(b"HTTP/1.1 200 ")
+        assert expected, (name, answer[:200])
+
+
+async def test_when_there_is_no_room_for_more_connections_those_who_come_are_told_so() -> None:
+    async with shop(room=4) as at, httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
+        held = [await asyncio.open_connection(*at.address) for _ in range(4)]
+        while len(at.server.server_state.connections) < len(held):
+            await asyncio.sleep(0.01)
+        refused = await client.post("/order", json={})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.headers["content-type"] == "application/problem+json" and refused.json()["retryable"]
+        assert (await client.get("/health")).status_code == 200, "it is alive"
+        for _, writer in held:
+            writer.close()
+        while (await client.post("/order", json={})).status_code == 503:
+            await asyncio.sleep(0.01)
+
+
+ROUTES = {
+    "gym": {
+        "/seed_session": ROW_BYTES,
+        "/verify": ROW_BYTES,
+        "/sleep": CALL_BYTES,
+        "/aggregate_metrics": BULK_BYTES,
+        "/mcp": CALL_BYTES,
+        "/nowhere": 0,
+    },
+    "model": {"/v1/responses": ROW_BYTES, "/v1/chat/completions": ROW_BYTES, "/rollouts/r/v1/messages": ROW_BYTES},
+    "agent": {"/run": ROW_BYTES, "/v1/responses": ROW_BYTES, "/aggregate_metrics": BULK_BYTES},
+}
+
+
+class Nothing(BaseModel):
+    """The arguments of a tool that has none."""
+
+
+class Underway:
+    """What goes on in the services of a rollout: who has begun, and who was cancelled."""
+
+    def __init__(self) -> None:
+        self.begun: set[str] = set()
+        self.cancelled: set[str] = set()
+
+    async def work(self, what: str) -> None:
+        self.begun.add(what)
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError:
+            self.cancelled.add(what)
+            raise
+
+
+def services(underway: Underway) -> dict[str, FastAPI]:
+    async def sleep(body: Nothing) -> str:
+        """Sleeps."""
+        await underway.work("a tool")
+        return ""
+
+    async def verify(task: VerifyRequest) -> float:
+        await underway.work("a verifier")
+        return 0.0
+
+    async def respond(request: Json, call: ModelCall) -> Json:
+        await underway.work("a model")
+        return {}
+
+    async def acts(request: Json, rollout: RolloutContext) -> Json:
+        return await rollout.sample(request)
+
+    return {
+        "gym": gym_server(verify=verify, tools=[sleep]),
+        "model": model_server(respond=respond, options=ModelOptions),
+        "agent": agent(respond=acts, options=AgentOptions),
+    }
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"agent": {"gym": "gym", "model": "model"}}
+
+
+async def test_every_route_refuses_a_body_that_is_too_large_for_it_before_it_comes() -> None:
+    async with house(OPTIONS, **services(Underway())) as peers:
+        for name, routes in ROUTES.items():
+            host, port = peers.urls[name][0].removeprefix("http://").split(":")
+            for path, most in routes.items():
+                reader, writer = await asyncio.open_connection(host, int(port))
+                announced = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {most + 1}\r\n\r\n"
+                writer.write(announced.encode() + b"{")
+                answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+                assert answer.startswith(b"HTTP/1.1 413 " if most else b"HTTP/1.1 404 "), (name, path, answer)
+                writer.close()
+
+
+ROW: Json = {"responses_create_params": {"input": "Wait."}, "response": {"output": []}}
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "begins"),
+    [
+        ("gym", "/sleep", {"a tool"}),
+        ("gym", "/verify", {"a verifier"}),
+        ("model", "/v1/responses", {"a model"}),
+        ("agent", "/run", {"a model"}),
+        ("agent", "/v1/responses", {"a model"}),
+    ],
+)
+async def test_what_is_done_for_a_caller_who_hangs_up_is_cancelled(name: str, path: str, begins: set[str]) -> None:
+    underway = Underway()
+    body = ROW if path in ("/run", "/verify") else {"input": "Wait."} if path == "/v1/responses" else {}
+    async with (
+        house(OPTIONS, **services(underway)) as peers,
+        asyncio.timeout(PATIENCE_S),
+        httpx.AsyncClient(base_url=peers.urls[name][0], timeout=PATIENCE_S) as client,
+    ):
+        asked = asyncio.create_task(client.post(path, json=body))
+        while underway.begun != begins:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        while underway.cancelled != begins:
+            await asyncio.sleep(0.01)
+        metrics = ""
+        while f'ngym_requests_total{{route="{path}",status="499"}} 1.0' not in metrics:
+            metrics = (await client.get("/metrics")).text
+
+
+async def test_what_blocks_the_event_loop_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    def blocks_it() -> None:
+        time.sleep(0.5)
+
+    registry = CollectorRegistry()
+    with Watchdog(registry) as watchdog:
+        await asyncio.sleep(0.2)
+        blocks_it()
+        async with asyncio.timeout(PATIENCE_S):
+            while "blocks_it" not in caplog.text:
+                await asyncio.sleep(0.01)
+        assert registry.get_sample_value("ngym_loop_stalls_total") >= 1  # type: ignore[operator]
+        assert registry.get_sample_value("ngym_loop_stalled_seconds_total") > 0.3  # type: ignore[operator]
+        began = time.thread_time()
+        while time.thread_time() - began < 0.5:
+            pass
+        async with asyncio.timeout(PATIENCE_S):
+            while watchdog.longest.cpu_s < 0.3:
+                await asyncio.sleep(0.01)
+
+
+SERVE = """
+import resource, socket, sys
+from ngym.services.runner import ServiceSpec, run
+descriptor, app, what, limit = int(sys.argv[1]), sys.argv[2], getattr(resource, sys.argv[3]), int(sys.argv[4])
+resource.setrlimit(what, (limit, limit))
+spec = ServiceSpec("counter", "gym_server", app, {}, "a test", {})
+raise SystemExit(run(spec, [socket.socket(fileno=descriptor)]))
+"""
+
+
+@pytest.mark.soak
+async def test_a_flood_of_slow_clients_is_gone_soon_and_the_others_notice_nothing(root: Path) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it holds their sockets
+    begun = [head for name, head in SLOW.items() if name != "a second head"]
+    async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_NOFILE", 8192) as (_, address, client):
+        while (await client.get("/tools")).status_code != 200:
+            await asyncio.sleep(0.1)
+        held = []
+        for number in range(1500):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(begun[number % len(begun)])
+            held.append((asyncio.create_task(told(reader)), writer))
+        seconds = []
+        while not all(answer.done() for answer, _ in held):
+            asked = time.monotonic()
+            assert (await client.get("/health")).status_code == 200
+            seconds.append(time.monotonic() - asked)
+            await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*(answer for answer, _ in held))
+        assert all(answer.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 404 ")) for answer in answers)
+        for _, writer in held:
+            writer.close()
+        print(f"/health meanwhile: p99 {sorted(seconds)[len(seconds) * 99 // 100] * 1e3:.0f} ms of {len(seconds)}")
+
+
+class Limited(NamedTuple):
+    process: psutil.Process
+    address: tuple[str, int]
+    client: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def limited(root: Path, what: str, limit: int) -> AsyncIterator[Limited]:
+    """A gym server in a process that may have so much."""
+    with bound_socket() as listener:
+        host, port = address = listener.getsockname()
+        app = str(root / "gym_servers" / "counter" / "app.py")
+        words = [sys.executable, "-P", "-c", SERVE, str(listener.fileno()), app, what, str(limit)]
+        started = await asyncio.create_subprocess_exec(*words, pass_fds=[listener.fileno()])
+        try:
+            async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as client:
+                yield Limited(psutil.Process(started.pid), address, client)
+            assert started.returncode is None, "it is still there"
+        finally:
+            started.terminate()
+            await started.wait()
+
+
+async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_goes_on(root: Path) -> None:
+    async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_NOFILE", 256) as (process, address, client):
+        assert (await client.get("/tools")).status_code == 200
+        held = [await asyncio.open_connection(*address) for _ in range(400)]
+        refused = [asyncio.create_task(told(reader)) for reader, _ in held]
+        await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        began = sum(process.cpu_times()[:2])
+        await asyncio.sleep(1)
+        assert sum(process.cpu_times()[:2]) - began < 0.5, "who cannot accept does not spin"
+        assert process.num_fds() < 200
+        for _, writer in held:
+            writer.close()
+        await asyncio.gather(*refused)
+        while True:
+            with suppress(httpx.TransportError):
+                if (await client.get("/tools")).status_code == 200:
+                    break
+
+
+async def test_a_service_that_runs_out_of_memory_refuses_and_goes_on(root: Path) -> None:
+    async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_AS", 1 << 30) as (process, _, client):
+        bomb = b'{"responses_create_params":{},"response":{"output":[' + b"[]," * (12 << 20) + b"[]]}}"
+        before = process.memory_info().rss
+        for count in (1, 8):
+            for answer in await asyncio.gather(*(client.post("/verify", content=bomb) for _ in range(count))):
+                assert answer.status_code == 503 and answer.json()["retryable"], answer.text
+        assert (await client.get("/tools")).status_code == 200
+        assert process.memory_info().rss - before < 512 << 20

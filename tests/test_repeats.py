@@ -1,0 +1,214 @@
+"""Idempotency keys: a call whose answer was lost is made again, and done once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from house import house
+from machine import until
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
+from ngym.errors import Overloaded
+from ngym.peers import Peers
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.repeats import Repeats
+
+KEY = "idempotency-key"
+SESSION = "x-ng-session"
+PATIENCE_S = 60.0
+ROW = {"responses_create_params": {"input": "hi"}}
+ANSWERED = {**ROW, "response": {"output": []}}
+
+
+class Word(BaseModel):
+    word: str
+
+
+class Shop:
+    """A gym server whose tools note each time that they run."""
+
+    def __init__(self) -> None:
+        self.ran: Counter[str] = Counter()
+        self.go_on = asyncio.Event()
+        self.stopped = False
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with (
+            house(gym=self.app()) as peers,
+            httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
+        ):
+            yield client
+
+    def app(self) -> FastAPI:
+        async def say(body: Word, session: Session) -> str:
+            """Say a word."""
+            self.ran[body.word] += 1
+            return f"{body.word} {self.ran[body.word]}"
+
+        async def wait(body: Word, session: Session) -> str:
+            """Say a word when told."""
+            self.ran[body.word] += 1
+            try:
+                await self.go_on.wait()
+            except asyncio.CancelledError:
+                self.stopped = True
+                raise
+            return body.word
+
+        async def refuse(body: Word, session: Session) -> str:
+            """Never."""
+            self.ran[body.word] += 1
+            raise ServiceError("not that word", failure="tool_error")
+
+        async def busy(body: Word, session: Session) -> str:
+            """The first time there is no room."""
+            self.ran[body.word] += 1
+            if self.ran[body.word] == 1:
+                raise Overloaded("come again")
+            return body.word
+
+        async def verify(task: VerifyRequest, session: Session) -> float:
+            self.ran["verify"] += 1
+            return float(sum(self.ran.values()))
+
+        return gym_server(verify=verify, tools=[say, wait, refuse, busy])
+
+
+async def seeded(client: httpx.AsyncClient) -> dict[str, str]:
+    """The headers of a new session."""
+    return {SESSION: (await client.post("/seed_session", json=ROW)).headers[SESSION]}
+
+
+async def test_under_one_key_a_tool_runs_once_and_says_the_same_again() -> None:
+    shop = Shop()
+    async with shop.open() as client:
+        mine, other = await seeded(client), await seeded(client)
+        once = {**mine, KEY: "a"}
+        said = [(await client.post("/say", json={"word": "x"}, headers=once)).json() for _ in range(3)]
+        assert said == ["x 1"] * 3
+        assert (await client.post("/say", json={"word": "x"}, headers={**mine, KEY: "b"})).json() == "x 2"
+        assert (await client.post("/say", json={"word": "x"}, headers={**other, KEY: "a"})).json() == "x 3"
+        assert (await client.post("/say", json={"word": "x"}, headers=mine)).json() == "x 4"
+        refused = [await client.post("/refuse", json={"word": "y"}, headers=once) for _ in range(2)]
+        assert [one.status_code for one in refused] == [500, 500]
+        assert refused[0].json() == refused[1].json()
+        assert shop.ran["y"] == 1
+        busy = [await client.post("/busy", json={"word": "z"}, headers=once) for _ in range(3)]
+        assert [one.status_code for one in busy] == [429, 200, 200], "what was not done is done the next time"
+        assert shop.ran["z"] == 2
+        long = await client.post("/say", json={"word": "x"}, headers={**mine, KEY: "k" * 1000})
+        assert long.status_code == 422
+
+
+async def test_the_session_ends_with_verify_and_its_reward_can_still_be_asked_for() -> None:
+    shop = Shop()
+    async with shop.open() as client:
+        mine = await seeded(client)
+        rewards = [
+            (await client.post("/verify", json=ANSWERED, headers={**mine, KEY: "v"})).json()["reward"] for _ in range(2)
+        ]
+        assert rewards == [1.0, 1.0]
+        assert (await client.post("/verify", json=ANSWERED, headers={**mine, KEY: "w"})).status_code == 404
+
+
+async def test_who_hangs_up_and_comes_back_waits_for_the_same_call() -> None:
+    shop = Shop()
+    async with shop.open() as client, asyncio.timeout(PATIENCE_S):
+        once = {**await seeded(client), KEY: "a"}
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/wait", json={"word": "x"}, headers=once, timeout=0.5)
+        again = asyncio.create_task(client.post("/wait", json={"word": "x"}, headers=once))
+        await until(lambda: shop.ran["x"])
+        shop.go_on.set()
+        assert (await again).json() == "x"
+    assert shop.ran["x"] == 1 and not shop.stopped
+
+
+@pytest.mark.parametrize("deadline", [{}, {"x-ng-deadline-ms": "2000"}], ids=["deleted", "deadline"])
+async def test_what_runs_in_a_session_is_stopped_when_that_is_deleted_or_its_deadline_over(
+    deadline: dict[str, str],
+) -> None:
+    shop = Shop()
+    async with shop.open() as client, asyncio.timeout(PATIENCE_S):
+        mine = await seeded(client)
+        call = asyncio.create_task(client.post("/wait", json={"word": "x"}, headers={**mine, **deadline, KEY: "a"}))
+        await until(lambda: shop.ran["x"])
+        if not deadline:
+            assert (await client.delete("/session", headers=mine)).json() == {"ended": True}
+        assert (await call).status_code == (504 if deadline else 409)
+        await until(lambda: shop.stopped)
+
+
+@asynccontextmanager
+async def counted(repeats: Repeats) -> AsyncIterator[tuple[httpx.AsyncClient, list[int]]]:
+    """A client of a service whose /count does nothing twice, and how often it was done."""
+    times: list[int] = []
+
+    async def count(request: Request) -> Response:
+        times.append(1)
+        return JsonResponse(len(times))
+
+    app = service_app("gym_server", options=ServiceOptions)
+    add_route(app, "POST", "/count", repeats.once(count))
+    async with house(one=app) as peers, httpx.AsyncClient(base_url=peers.urls["one"][0]) as client:
+        yield client, times
+
+
+async def test_an_answer_that_there_is_no_room_for_is_told_to_be_lost_and_the_call_is_not_made_again() -> None:
+    async with counted(Repeats(max_bytes=6500)) as (client, times):
+        for key in "abc":
+            assert (await client.post("/count", headers={KEY: key})).is_success
+        lost = await client.post("/count", headers={KEY: "a"})
+        assert (lost.status_code, lost.json()["retryable"]) == (409, True)
+        assert "not done again" in lost.json()["detail"]
+        assert (await client.post("/count", headers={KEY: "c"})).json() == 3
+        assert len(times) == 3
+
+
+async def test_after_its_time_an_answer_is_forgotten() -> None:
+    async with counted(Repeats(kept_s=0.0)) as (client, _):
+        answers = [(await client.post("/count", headers={KEY: "a"})).json() for _ in range(20)]
+    assert answers == list(range(1, 21))
+
+
+async def test_a_lost_answer_of_a_tool_is_fetched_and_the_rollout_goes_on() -> None:
+    """The first connections break after the server has answered and before the client has read it."""
+    shop = Shop()
+    async with house(gym=shop.app()) as peers, asyncio.timeout(PATIENCE_S):
+        host, port = peers.urls["gym"][0].removeprefix("http://").split(":")
+        lost: list[bytes] = []
+
+        async def losing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            request = await reader.read(1 << 16)
+            to_server = await asyncio.open_connection(host, int(port))
+            to_server[1].write(request)
+            answer = await to_server[0].read(1 << 16)
+            to_server[1].close()
+            if len(lost) < 2:
+                lost.append(answer)
+                writer.transport.abort()
+                return
+            writer.write(answer)
+            writer.close()
+
+        network = await asyncio.start_server(losing, "127.0.0.1", 0)
+        client = Peers(peers.urls)
+        session = client["gym"].session()
+        try:
+            await session.post("/seed_session", ROW)
+            client.urls["gym"] = [f"http://127.0.0.1:{network.sockets[0].getsockname()[1]}"]
+            assert await session.post("/say", {"word": "x"}) == "x 1"
+        finally:
+            await client.close()
+            network.close()
+    assert len(lost) == 2 and all(answer.startswith(b"HTTP/1.1 200") for answer in lost)
+    assert shop.ran["x"] == 1

@@ -1,0 +1,46 @@
+"""The trainer's own spans, as an OTLP/HTTP receiver is told them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from otlp_receiver import receiver
+from trainer_service import SHAPE
+from transformers import AutoTokenizer
+
+from ngym import tracing
+from ngym.cli.train import trainer
+
+config, engine, guard, loop, model, samples, sft = map(
+    trainer, ("config", "engine", "guard", "loop", "model", "samples", "algorithms.sft")
+)
+
+
+def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
+    told: list[dict[str, float]] = []
+    with receiver() as received, engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+        tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+        shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+        options, optimizing = config.EngineOptions(zero_stage=0, precision="fp32"), config.OptimizerOptions(lr=1e-2)
+        policy = model.load_policy(shape, tokenizer, 0)
+        learner = engine.Engine(policy, config.Launch(rank=0, local_rank=0, ranks=1), options, optimizing)
+        batch = samples.Batch([[samples.Sample((samples.Segment(list(range(5, 35)), [(5, 30)]),))]])
+        tracing.begin(tracing.Destination(received.url), "ng_train")
+        try:
+            loop.train(
+                learner,
+                sft.Sft(),
+                [batch, batch],
+                10_000,
+                lambda step: 1.0,
+                guard.Guard(None, 3),
+                lambda step, values: told.append(values),
+            )
+        finally:
+            tracing.end()
+    steps = received.named("train step")
+    assert [(span.service, span.parent, span.failed) for span in steps] == [("ng_train", "", False)] * 2
+    assert [span.attributes["ngym.step"] for span in steps] == [1, 2]
+    assert [span.attributes["ngym.loss"] for span in steps] == pytest.approx([values["loss"] for values in told])
+    assert len({span.trace for span in steps}) == 2
