@@ -47,6 +47,6 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY locks/core.txt /locks/
 COPY --from=wheel /wheels /wheels
-RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,mcp,structured,translation]"
+RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,mcp,otel,structured,translation]"
 COPY data /app/data
 USER ngym

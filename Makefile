@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart offline test check bench lock clean
+.PHONY: help install quickstart offline test soak audit check bench lock clean
 
 BIN := .venv/bin
 
@@ -19,14 +19,20 @@ offline: install ## Rollouts, preference pairs, DPO: a policy learns from finish
 test: install ## All tests; some of them: make test ARGS="-k schema"
 	@$(BIN)/pytest $(ARGS)
 
+soak: install ## The tests that take minutes: kills, full disks, hanging ranks
+	@$(BIN)/pytest -m soak $(ARGS)
+
+audit: install ## Known vulnerabilities of the locked versions (asks pypi.org)
+	@for lock in locks/core.txt locks/cpu.txt; do $(BIN)/uvx pip-audit --strict --no-deps --disable-pip -r $$lock || exit; done
+
 check: install ## Lint, format, types, floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install ## Start-up, rollouts a second, the collector's own cost
-	@for name in startup rollouts collector; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit; done
+bench: install ## All measurements, into docs/benchmarks.md (ten minutes); shorter, elsewhere: make bench ARGS=--quick
+	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 lock: install ## Renew locks/ from pyproject.toml; the newest versions: make lock ARGS=--upgrade
 	scripts/lock $(ARGS)

@@ -1,23 +1,25 @@
 """How much CPU does the collector itself spend on a rollout? It is driven against an agent that answers at once.
 
-    python benchmarks/collector.py [--rows 20000] [--in-flight 64 512 4096]
+    python benchmarks/collector.py [--quick] [--json FILE]
 
-Prints rows/s and milliseconds of CPU per row (user + system, of the collector's process alone; rows are written to disk
-with group commit, and the aggregates are kept, as in a real run). The stub agent runs in a second process.
+rows/s and milliseconds of CPU per row (user + system, of the collector's process alone; rows are written to disk with group
+commit, and the aggregates are kept, as in a real run), at several numbers in flight, and for larger rows. The stub agent runs
+in a second process.
 """
 
 from __future__ import annotations
 
-import argparse
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
+from parts import play
 
 from ngym.collect.files import Files
 from ngym.collect.plan import Recipe
@@ -25,11 +27,24 @@ from ngym.collect.record import Source
 from ngym.collect.run import Limits
 from ngym.peers import Peers
 from ngym.process import run
+from ngym.schema import Json
 
 
-def cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+class Case(NamedTuple):
+    """rows: a multiple of four. extra_bytes: of each, beside the stub's own few hundred."""
+
+    in_flight: int
+    rows: int
+    extra_bytes: int = 0
+
+
+CASES = [
+    *(Case(in_flight, 20_000) for in_flight in (64, 512, 4096)),
+    Case(64, 10_000, 10_000),
+    Case(64, 2_000, 100_000),
+    Case(64, 400, 1_000_000),
+]
+QUICK = [Case(64, 4_000), Case(4096, 8_192), Case(64, 400, 100_000)]
 
 
 async def collected(files: Files, url: str, in_flight: int) -> int:
@@ -44,35 +59,39 @@ async def collected(files: Files, url: str, in_flight: int) -> int:
     return count
 
 
-def measure(folder: Path, url: str, rows: int, in_flight: int) -> str:
-    source = folder / "tasks.jsonl"
+def rows(quick: bool) -> Iterator[Json]:
+    cases = QUICK if quick else CASES
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(cases):
+            command = [sys.executable, str(Path(__file__).with_name("stub_agent.py")), str(case.extra_bytes)]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+                assert agent.stdout is not None
+                yield measure(Path(folder, str(number)), agent.stdout.readline().strip(), case)
+                agent.communicate()
+
+
+def measure(folder: Path, url: str, case: Case) -> Json:
+    folder.mkdir()
+    source, output = folder / "tasks.jsonl", folder / "out.jsonl"
     task = {"responses_create_params": {"input": "What is 17 + 25?", "temperature": 1.0}, "expected_answer": "42"}
-    source.write_bytes(b"".join(orjson.dumps({**task, "n": n}) + b"\n" for n in range(rows // 4)))
-    files = Files(folder / f"out{in_flight}.jsonl", Source(source, Recipe(agent="agent", repeats=4)))
+    source.write_bytes(b"".join(orjson.dumps({**task, "n": n}) + b"\n" for n in range(case.rows // 4)))
+    files = Files(output, Source(source, Recipe(agent="agent", repeats=4)))
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=sys.argv)
-    began, used = time.perf_counter(), cpu_s()
-    count = run(collected(files, url, in_flight))
-    wall, used = time.perf_counter() - began, cpu_s() - used
+    began, used = time.perf_counter(), time.process_time()
+    count = run(collected(files, url, case.in_flight))
+    wall, used = time.perf_counter() - began, time.process_time() - used
     files.close()
-    assert count == rows == sum(1 for _ in (folder / f"out{in_flight}.jsonl").open())
-    return f"{in_flight:9d} {rows:8d} {rows / wall:10.0f} {1000 * used / rows:11.3f}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20000)
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[64, 512, 4096])
-    options = parser.parse_args()
-    stub = [sys.executable, str(Path(__file__).with_name("stub_agent.py"))]
-    with subprocess.Popen(stub, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        url = agent.stdout.readline().strip()
-        print("in flight     rows     rows/s  CPU ms/row")
-        with tempfile.TemporaryDirectory() as folder:
-            for in_flight in options.in_flight:
-                print(measure(Path(folder), url, options.rows // 4 * 4, in_flight), flush=True)
-        agent.communicate()
+    assert count == case.rows, count
+    size = output.stat().st_size
+    output.unlink()
+    return {
+        "in_flight": case.in_flight,
+        "row_bytes": size // count,
+        "rows_s": count / wall,
+        "mb_s": size / wall / 1e6,
+        "cpu_ms": 1e3 * used / count,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    play(__doc__, rows)

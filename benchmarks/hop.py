@@ -79,14 +79,15 @@ async def respond(request: Json, call: ModelCall) -> Json:
     return {**SMALL, "choices": [{**choice, "message": dict(choice["message"])}]}
 
 
-def application() -> Any:
+def application(*sockets: socket.socket) -> Any:
     app = model_server(respond=respond, api="chat")
-    app.state.context = ServiceContext("policy", "model", ModelOptions(), Peers({}))
+    app.state.context = ServiceContext("policy", "model", ModelOptions(), Peers({}), list(sockets))
     return app
 
 
 def serve(sock: socket.socket) -> None:
-    run(serve_app(application(), [sock]))
+    app = application(sock)
+    run(serve_app(app, app.state.context))
 
 
 async def over_http(requests: int, in_flight: int) -> None:

@@ -3,12 +3,11 @@
 The services are counter, a scripted model and the simple agent. Memory is that of every process of the run: ng_run, the
 process that forks, and the three services. RSS counts a shared page once for each process, PSS once in all.
 
-    python benchmarks/startup.py [--runs 5]
+    python benchmarks/startup.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import statistics
@@ -16,10 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from parts import play
+
+from ngym.schema import Json
 
 CONFIG = """
 ngym: {head: {port: 0}}
@@ -67,23 +70,14 @@ def measure(folder: str) -> Run:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
-    runs = parser.parse_args().runs
+def rows(quick: bool) -> Iterator[Json]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "global_config.yaml").write_text(CONFIG)
-        results = [measure(folder) for _ in range(runs)]
-    for name, unit, values in (
-        ("command to ready", "s", [run.ready_s for run in results]),
-        ("CPU until then", "s", [run.cpu_s for run in results]),
-        ("memory, sum of RSS", "MB", [run.rss_mb for run in results]),
-        ("memory, sum of PSS", "MB", [run.pss_mb for run in results]),
-        ("largest process, RSS", "MB", [run.largest_rss_mb for run in results]),
-        ("Ctrl-C to gone", "s", [run.stop_s for run in results]),
-    ):
-        print(f"{name:<22} median {statistics.median(values):8.2f} {unit:<3} max {max(values):8.2f} {unit}")
+        runs = [measure(folder) for _ in range(3 if quick else 7)]
+    for name in Run._fields:
+        values = [getattr(run, name) for run in runs]
+        yield {"what": name, "median": statistics.median(values), "most": max(values)}
 
 
 if __name__ == "__main__":
-    main()
+    play(__doc__, rows)

@@ -1,6 +1,6 @@
 """An agent that answers every /run at once with the same rollout: what is left to measure is the collector's own work.
 
-`python benchmarks/stub_agent.py` binds a free port of 127.0.0.1, prints its URL, and ends when its standard input does.
+`python benchmarks/stub_agent.py [EXTRA_BYTES]` binds a free port of 127.0.0.1, prints its URL, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ BODY = (
     b'"status":"completed","content":[{"type":"output_text","text":"The answer is 42.","annotations":[]}]}],'
     b'"usage":{"input_tokens":24,"output_tokens":9,"total_tokens":33}},"reward":1.0,"extracted_answer":"42"}'
 )
+EXTRA_BYTES = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+if EXTRA_BYTES:
+    BODY = BODY[:-1] + b',"notes":"%s"}' % (b"x" * EXTRA_BYTES)
 
 
 def reply(status: bytes, body: bytes) -> bytes:

@@ -70,13 +70,17 @@ def _expected(name: str, given: Json, tools: list[Json]) -> tuple[str, Json]:
         values = [value for value in allowed if value != ""]
         if len({_plain(value) for value in values}) > 1:
             raise Unfit("an argument with several right values")
-        if any(isinstance(value, dict) for value in values):
+        if any(map(_has_object, values)):  # its members are lists of allowed values, too
             raise Unfit("an argument that is an object")
         if "" not in allowed:
             arguments[argument] = values[0]
         elif values and properties[argument].setdefault("default", values[0]) != values[0]:
             raise Unfit("an argument that may be left out, though its default is another")
     return tool["name"], arguments
+
+
+def _has_object(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_has_object, value)))
 
 
 def _plain(value: Any) -> str:

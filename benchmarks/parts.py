@@ -1,0 +1,46 @@
+"""How does a part of `make bench` run and tell its figures? As a program of its own: `--quick`, `--json FILE`, rows of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from ngym.schema import Json
+
+
+def play(about: str, measure: Callable[[bool], Iterator[Json]]) -> None:
+    """Run a part from its command line: each row is printed when it is known, and all are written at the end.
+
+    Args:
+        about: the module's docstring.
+        measure: `(quick)` -> rows.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, and shorter")
+    parser.add_argument("--json", type=Path, help="where the rows go, too")
+    options = parser.parse_args()
+    rows = []
+    for row in measure(options.quick):
+        print("  " + "  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
+        rows.append(row)
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+
+
+def shown(value: object) -> str:
+    """A figure with three digits that count; what is none as it is."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {shown(one)}" for name, one in value.items())
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, its children, and those of theirs that have ended."""
+    process = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:4]) for one in (process, *process.children(recursive=True)))
