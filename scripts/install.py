@@ -1,18 +1,17 @@
 """Makes .venv hold exactly what locks/cpu.txt says and this project, editable; done already, it does nothing.
 
 Run by `make` with the Python that .venv is to have. Only the standard library is used, because nothing else is there yet.
-pip installs uv, and uv the rest, many times faster. uv does not read pip's configuration, so that is translated:
-whoever configured pip for a mirror, a folder of wheels or a proxy has configured this too.
+pip installs uv, and uv the rest, many times faster, from the sources that pip is configured for (ngym/supervise/indexes.py).
 """
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import fcntl
 import hashlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 import venv
@@ -27,18 +26,6 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed"
 # Where the CPU builds of torch live when no configured index or folder has them.
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-
-# pip's option -> uv's variable. Of uv's two names for an index the older: whoever set the newer one overrides ours.
-UV_VARIABLE = {
-    "index-url": "UV_INDEX_URL",
-    "extra-index-url": "UV_EXTRA_INDEX_URL",
-    "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST",
-    "cert": "SSL_CERT_FILE",
-    "proxy": "ALL_PROXY",
-    "default-timeout": "UV_HTTP_TIMEOUT",
-    "timeout": "UV_HTTP_TIMEOUT",
-}
 
 
 @dataclass(frozen=True)
@@ -105,9 +92,12 @@ def create() -> None:
 
 def fill() -> None:
     """The packages of the lock, no others, and the project itself."""
-    settings = pip_settings(str(PYTHON))
-    environment = uv_environment(settings, os.environ)
-    offline = ["--no-index"] if settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on") else []
+    indexes = runpy.run_path(str(ROOT / "ngym" / "supervise" / "indexes.py"))
+    settings = indexes["pip_settings"](str(PYTHON))
+    own = {"VIRTUAL_ENV": str(VENV)}
+    operators = {"DS_BUILD_OPS": "0"}  # DeepSpeed compiles an operator when it is first needed
+    environment = operators | indexes["uv_environment"](settings, os.environ) | own
+    offline = ["--no-index"] if indexes["is_offline"](settings) else []
     uv = [str(VENV / "bin" / "uv"), "pip"]
     install = [*uv, "install", "--no-deps", *offline]
     torch = pinned("torch")
@@ -123,32 +113,6 @@ def pinned(package: str) -> str | None:
     """What the lock says of this package, such as `uv==1.2.3`."""
     found = re.search(rf"^{re.escape(package)}==[^\s;]+", LOCK.read_text(), re.MULTILINE)
     return found and found.group()
-
-
-def pip_settings(python: str) -> dict[str, list[str]]:
-    """What pip was told: option -> values. A PIP_* variable wins over [install] in a file, and that over [global]."""
-    listing = subprocess.run([python, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True)
-    sections: dict[str, dict[str, list[str]]] = {"global": {}, "install": {}, ":env:": {}}
-    for line in listing.stdout.splitlines():
-        key, _, value = line.partition("=")
-        section, _, option = key.rpartition(".")
-        if section in sections:
-            sections[section][option] = str(ast.literal_eval(value)).split()
-    return sections["global"] | sections["install"] | sections[":env:"]
-
-
-def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for uv: the caller's, and pip's settings wherever the caller told uv nothing else."""
-    translated = {
-        variable: ("," if option == "find-links" else " ").join(settings[option])
-        for option, variable in UV_VARIABLE.items()
-        if settings.get(option)
-    }
-    defaults = {
-        "DS_BUILD_OPS": "0",  # DeepSpeed compiles an operator when it is first needed
-        "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip does it: of several indexes the best version of all
-    }
-    return {**defaults, **translated, **environ, "VIRTUAL_ENV": str(VENV)}
 
 
 def say(step: str) -> None:

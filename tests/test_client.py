@@ -46,7 +46,8 @@ async def server(talk: Talk) -> AsyncIterator[tuple[Client, str, list[asyncio.St
         await client.close()
         serving.close()
         for writer in writers:
-            writer.transport.abort()
+            if not writer.transport.is_closing():
+                writer.transport.abort()
 
 
 async def request_head(reader: asyncio.StreamReader) -> bytes:

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from machine import wait_until
 
+from ngym.supervise import indexes
+
 LONG_S = 600  # for what may have to come over a slow network
 UV = Path(sys.executable).with_name("uv")
 HEAVY = {
@@ -59,11 +61,9 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="module")
-def uv_environment(root: Path) -> Mapping[str, str]:
+def uv_environment() -> Mapping[str, str]:
     """uv configured like the pip of this environment, as `make install` does it."""
-    install = runpy.run_path(str(root / "scripts" / "install.py"))
-    environment: dict[str, str] = install["uv_environment"](install["pip_settings"](sys.executable), os.environ)
-    return environment
+    return indexes.uv_environment(indexes.pip_settings(sys.executable), os.environ)
 
 
 @pytest.fixture(scope="module")
@@ -269,10 +269,9 @@ def test_make_names_the_problem_when_there_is_no_python(checkout: Path) -> None:
     assert result.stderr.splitlines()[0].startswith("make: no Python 3.11 to 3.14 among: python2;")
 
 
-def test_pips_configuration_is_told_to_uv_unless_uv_has_its_own(root: Path) -> None:
-    install = runpy.run_path(str(root / "scripts" / "install.py"))
+def test_pips_configuration_is_told_to_uv_unless_uv_has_its_own() -> None:
     settings = {"index-url": ["https://mirror/simple"], "find-links": ["/wheels", "/more"], "cert": ["/ca.pem"]}
-    environment = install["uv_environment"](settings, {"SSL_CERT_FILE": "/mine.pem"})
+    environment = indexes.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
     assert environment["UV_INDEX_URL"] == "https://mirror/simple"
     assert environment["UV_FIND_LINKS"] == "/wheels,/more"
     assert environment["SSL_CERT_FILE"] == "/mine.pem"

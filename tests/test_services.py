@@ -144,6 +144,28 @@ async def test_a_failing_tool_is_shown_to_the_model(name: str, arguments: str, s
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
 
 
+async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_told():
+    one = calls("add", '{"amount": 1}')[0]
+    model = scripted([{**one, "call_id": f"c{number}"} for number in range(3000)], says("phew"))
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", {**ROW, "target": 1000})
+    results = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+    assert row["reward"] == 1.0, "the first thousand were made, each once"
+    assert len(results) == 3000 and set(results[1000:]) == {"Error: no more than 1000 tool calls in a rollout."}
+    assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (3000, 2000)
+
+
+async def test_arguments_of_megabytes_are_the_tools_affair():
+    text = '{"amount": 7, "note": "' + "x" * (5 << 20) + '"}'
+    async with simple_house(scripted(calls("add", text), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 1.0
+    nested = '{"amount": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 0.0 and "no JSON" in row["response"]["output"][1]["output"]
+
+
 async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_shown_to_the_model():
     gym = counter()
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import orjson
 from fastapi import FastAPI, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from ngym import correlation
@@ -28,6 +29,7 @@ from ngym.services.turns import Turns
 from ngym.usage import added
 
 MAX_TOOL_ERROR_CHARS = 2000
+CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
 BEGINNING_CHARS = 1000
 METRICS_S = 120.0
 ABANDON_S = 10.0
@@ -43,6 +45,7 @@ class AgentOptions(ServiceOptions):
     model_timeout_s: float = 600
     tool_timeout_s: float = 120
     verify_timeout_s: float = 120
+    max_tool_calls: int = Field(default=1000, ge=1, description="In one rollout; the model is told of those beyond.")
 
 
 class RolloutContext:
@@ -72,6 +75,7 @@ class RolloutContext:
         self._captured_at: str | None = None
         self._called: list[tuple[Json, Json]] = []
         self._declared: set[str] = set()
+        self._calling = asyncio.Semaphore(CALLS_AT_ONCE)
 
     @property
     def model_base_url(self) -> str:
@@ -114,7 +118,11 @@ class RolloutContext:
         """One function_call item -> its function_call_output item. What goes wrong becomes a text that the model sees."""
         started = time.perf_counter()
         self.tool_calls += 1
-        text, failed = await self._tool_text(call)
+        if self.tool_calls > self.options.max_tool_calls:
+            text, failed = f"Error: no more than {self.options.max_tool_calls} tool calls in a rollout.", True
+        else:
+            async with self._calling:
+                text, failed = await self._tool_text(call)
         self.tool_errors += failed
         self.seconds["tools_s"] += time.perf_counter() - started
         output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}

@@ -18,13 +18,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ngym.config import Config, Stanza, shipped_file
 from ngym.errors import ConfigError, UsageError
 from ngym.supervise.headfile import FOLDER
+from ngym.supervise.indexes import is_offline, pip_settings, uv_environment
 from ngym.supervise.job import own_environment
 
 LOCK_POLL_S = 0.2
@@ -103,20 +104,26 @@ async def _locked(path: Path) -> AsyncIterator[None]:
 async def _install(venv: Venv, folder: Path, uv: str | None) -> None:
     python = str(folder / "bin" / "python")
     wanted = ["-r", str(venv.requirements), *_core_requirements()]
+    environment = own_environment() | {"NO_COLOR": "1"}
     if uv:
-        await _run(venv, [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(folder)])
-        await _run(venv, [uv, "pip", "install", "--quiet", "--no-progress", "--python", python, *wanted])
+        settings = await asyncio.to_thread(pip_settings, sys.executable)
+        environment = uv_environment(settings, environment)
+        offline = ["--no-index"] if is_offline(settings) else []
+        quiet = ["--quiet", "--no-progress", *offline]
+        await _run(venv, [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(folder)], environment)
+        await _run(venv, [uv, "pip", "install", *quiet, "--python", python, *wanted], environment)
     else:
-        await _run(venv, [sys.executable, "-m", "venv", str(folder)])
-        await _run(venv, [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        quiet = ["--quiet", "--disable-pip-version-check"]
+        await _run(venv, [sys.executable, "-m", "venv", str(folder)], environment)
+        await _run(venv, [python, "-m", "pip", "install", *quiet, *wanted], environment)
     (site_packages,) = folder.glob("lib/python*/site-packages")
     (site_packages / "ngym").symlink_to(CORE, target_is_directory=True)
 
 
-async def _run(venv: Venv, command: Sequence[str]) -> None:
+async def _run(venv: Venv, command: Sequence[str], environment: Mapping[str, str]) -> None:
     installer = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        env=own_environment() | {"NO_COLOR": "1"},
+        env=environment,
     )  # fmt: skip
     try:
         output, _ = await installer.communicate()
