@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,7 @@ def test_a_second_collector_on_the_same_file_is_refused(tmp_path: Path, tasks: P
 
 COLLECTOR = """
 import sys
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -338,9 +340,21 @@ run(main(files, url))
 """
 
 
-def killed_and_resumed(folder: Path, count: int, kills: int) -> None:
-    """`count` rollouts with `kills` kill -9 at random moments; then every acknowledged row is there, each exactly once."""
-    written(folder / "tasks.jsonl", [task(n, pad="x" * (n * 37 % 2000)) for n in range(count // 4)])
+def small(n: int) -> int:
+    return n * 37 % 2000
+
+
+def some_of_megabytes(n: int) -> int:
+    """1 KB to 8 MB: every 16th task has megabytes."""
+    return (1 + n // 16 % 8) << 20 if n % 16 == 0 else 1000 + small(n)
+
+
+def killed_and_resumed(folder: Path, count: int, kills: int, characters: Callable[[int], int] = small) -> None:
+    """`count` rollouts with `kills` kill -9 at random moments; then every acknowledged row is there, each exactly once.
+
+    characters: of the n-th task, and so of each of its rows.
+    """
+    written(folder / "tasks.jsonl", [task(n, pad="x" * characters(n)) for n in range(count // 4)])
     draw, acknowledged, died = random.Random(5), set[tuple[int, int]](), 0
     with instant_agent() as url:
         for _ in range(10 * kills):
@@ -389,3 +403,8 @@ def test_twenty_kills_lose_no_acknowledged_row_and_double_none(tmp_path: Path) -
 @pytest.mark.soak
 def test_a_hundred_kills_lose_no_acknowledged_row_and_double_none(tmp_path: Path) -> None:
     killed_and_resumed(tmp_path, count=40_000, kills=100)
+
+
+@pytest.mark.soak
+def test_kills_while_rows_of_megabytes_are_written_lose_none_and_double_none(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, count=2400, kills=12, characters=some_of_megabytes)

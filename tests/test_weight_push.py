@@ -23,6 +23,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from anyio.from_thread import start_blocking_portal
+from bad_network import BREAKING, KINDS, Kind, proxy
 from machine import PATIENCE_S, reserved_port, wait_until
 from safetensors.torch import save
 from torch import Tensor
@@ -574,6 +576,36 @@ def test_a_commit_is_brought_to_its_end_when_the_pusher_has_gone(server: Server,
     wait_until(lambda: version_of(server) == session.version)
     assert pusher.prove(policy.proof(), session.version) < 1e-5
     assert server.answer(input="hi", max_output_tokens=2)["ng"]["policy_version"][0][2] == session.version
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_a_bad_network_the_old_or_the_new_weights_serve_and_never_a_mixture(
+    servers: Servers, experts: Experts, kind: Kind
+) -> None:
+    server = servers["experts"]  # its lease is short: what breaks off is soon given up
+    with start_blocking_portal() as portal:
+        bad = proxy(server.url, kind, latency_s=0.05, bytes_per_s=1_000_000, share=0.4)
+        with portal.wrap_async_context_manager(bad) as between:
+            for _ in range(4):
+                before = version_of(server)
+                pusher = push.Pusher([between.url], TOKEN, patience_s=4 if kind == "black hole" else 20)
+                with suppress(push.PushFailed):
+                    pusher.push(before + 1, experts.change(before + 1), experts.proof())
+                    assert version_of(server) == before + 1
+                pusher.finish()
+                wait_until(lambda: not is_updating(server))
+                served = version_of(server)
+                assert served in (before, before + 1)
+                experts.change(served)
+                answer = server.answer(input=LONG, max_output_tokens=10, ignore_eos=True)
+                engine, reference = sampled_logprobs(experts, answer)
+                assert engine == pytest.approx(reference, abs=1e-4)
+            assert between.connections > 4 and (between.broken or kind not in BREAKING)
+    pusher = push.Pusher([server.url], TOKEN, patience_s=PATIENCE_S)
+    version = pusher.prepare() + 1
+    assert pusher.push(version, experts.change(version), experts.proof()).version == version
+    pusher.finish()
 
 
 def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Policy) -> None:

@@ -142,6 +142,7 @@ class Replica:
             else http.client.HTTPConnection(place.netloc, timeout=self._timeout_s)
         )
         with contextlib.closing(connection):
+            connection.connect()
             # A server that refuses a body need not read it; its answer says more than the broken pipe.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.request(method, place.path + path, content, headers)
