@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart offline test soak audit check bench lock clean
+.PHONY: help install quickstart offline test soak audit check bench docs lock clean
 
 BIN := .venv/bin
 
@@ -33,6 +33,9 @@ check: install ## Lint, format, types, floors
 
 bench: install ## All measurements, into docs/benchmarks.md (ten minutes); shorter, elsewhere: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs: install ## The documentation site, into build/site; while writing: .venv/bin/mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 lock: install ## Renew locks/ from pyproject.toml; the newest versions: make lock ARGS=--upgrade
 	scripts/lock $(ARGS)

@@ -20,7 +20,7 @@ from pathlib import Path
 import orjson
 from lessons.problem import Lesson, Problem
 
-from ngym.cli.steps import ng, step
+from ngym.cli.steps import Walk
 from ngym.config import shipped
 from ngym.jsonl import read, write_whole
 from ngym.schema import Json
@@ -42,16 +42,17 @@ def main() -> None:
     folder = options.folder / f"{options.lesson}-{options.seed}"
     recipes = shipped() / "trainer" / "recipes"
 
-    step(1, 3, f"tasks, and demonstrations by a beginner: {lesson.habit}")
+    walk = Walk(of=3)
+    walk.step(f"tasks, and demonstrations by a beginner: {lesson.habit}")
     write(lesson, folder, options.seed)
-    step(2, 3, "supervised fine-tuning")
+    walk.step("supervised fine-tuning")
     began = time.monotonic()
-    ng("train", str(recipes / "sft.yaml"), *supervised(folder, options.seed), "--overwrite")
+    walk.ng("train", str(recipes / "sft.yaml"), *supervised(folder, options.seed), "--overwrite")
     supervised_s = time.monotonic() - began
-    step(3, 3, "reinforcement learning")
+    walk.step("reinforcement learning")
     began = time.monotonic()
     words = (*reinforced(lesson, folder, options.seed), f"max_steps={options.steps}", *options.override)
-    ng("train", str(recipes / "grpo.yaml"), *words, "--overwrite")
+    walk.ng("train", str(recipes / "grpo.yaml"), *words, "--overwrite")
     seconds = {"sft": round(supervised_s, 1), "grpo": round(time.monotonic() - began, 1)}
     row = {"lesson": options.lesson, "habit": lesson.habit, "seed": options.seed, "seconds": seconds}
     with (options.results or options.folder / "results.jsonl").open("ab") as results:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from draw import Panel, svg
 from parts import shown
 
+from ngym.plot import picture as drawing
+from ngym.plot.history import Series
+from ngym.plot.picture import Line, Panel
 from ngym.schema import Json
 
 
@@ -180,6 +182,31 @@ def push(rows: list[Json]) -> list[str]:
     return head + table(heads, ([row[name] for name in names] for row in rows))
 
 
+def view(rows: list[Json]) -> list[str]:
+    size = next(row for row in rows if "orjson_s" in row)
+    head = [
+        "## The viewer: `benchmarks/view.py`",
+        "",
+        (
+            f"`ng_view` on {shown(size['rows'])} rollouts, {shown(size['gigabytes'])} GB in the page cache, from the start of the command. "
+            f"To read the file once with orjson in one process took {shown(size['orjson_s'])} s."
+        ),
+    ]
+    heads = ("opened for the", "first rows, s", "all indexed, s", "x orjson", "CPU s", "memory, MB")
+    names = ("opening", "rows_s", "indexed_s", "of_orjson", "cpu_s", "megabytes")
+    openings = table(heads, ([row[name] for name in names] for row in rows if "opening" in row))
+    heads = ("the table", "first time, ms", "a page while scrolling, median ms", "most")
+    asked = [row for row in rows if "order" in row]
+    return (
+        head
+        + openings
+        + table(
+            heads,
+            ([row["order"], row["first_ms"], row.get("page_ms", ""), row.get("worst_page_ms", "")] for row in asked),
+        )
+    )
+
+
 SECTIONS = {
     "startup": startup,
     "rollouts": rollouts,
@@ -188,23 +215,38 @@ SECTIONS = {
     "collector": collector,
     "training": training,
     "push": push,
+    "view": view,
 }
 
 
-def picture(parts: Json) -> str:
-    """Rollouts a second by tool turns, and memory, by how many are in flight."""
+Points = list[tuple[float, float]]
+
+
+def picture(parts: Json) -> bytes:
+    """Rollouts a second by tool turns, and memory, by how many are in flight; an SVG."""
     panels = []
     found = parts.get("rollouts", {}).get("rows") or []
     for tools in sorted({row["tool_turns"] for row in found}):
-        series: dict[str, list[tuple[float, float]]] = {}
+        points: dict[str, Points] = {}
         for row in found:
             if row["tool_turns"] == tools:
                 name = f"{'with' if row['token_ids'] else 'without'} token ids"
-                series.setdefault(name, []).append((row["in_flight"], row["rollouts_s"]))
-                series.setdefault(f"{name}: bare", []).append((row["in_flight"], row["bare_rollouts_s"]))
-        panels.append(Panel(f"rollouts/s, {tools} tool turns", "in flight", series))
+                points.setdefault(name, []).append((row["in_flight"], row["rollouts_s"]))
+                points.setdefault(f"{name}: bare", []).append((row["in_flight"], row["bare_rollouts_s"]))
+        panels.append(panel(f"rollouts/s, {tools} tool turns", points))
     if grown := [row for row in parts.get("memory", {}).get("rows") or [] if row["in_flight"]]:
         said = {"policy": "model server", "env": "gym server", "env_agent": "agent", "collector": "collector"}
-        series = {what: [(row["in_flight"], row["rss_mb"][name]) for row in grown] for name, what in said.items()}
-        panels.append(Panel("memory, MB resident at the peak", "in flight", series))
-    return svg(panels)
+        points = {what: [(row["in_flight"], row["rss_mb"][name]) for row in grown] for name, what in said.items()}
+        panels.append(panel("memory, MB resident at the peak", points))
+    return drawing.picture(panels, "svg", across=2)
+
+
+def panel(title: str, points: dict[str, Points]) -> Panel:
+    """Lines whose names begin alike, up to ": ", have one colour, and those after the first of them are dashed."""
+    stems = [name.split(": ")[0] for name in points]
+    colours = {stem: number for number, stem in enumerate(dict.fromkeys(stems))}
+    lines = [
+        Line(Series(name, *zip(*some, strict=True)), colours[stem], dashed=name != stem)
+        for (name, some), stem in zip(points.items(), stems, strict=True)
+    ]
+    return Panel(title, lines, x="in flight", x_scale="log4", from_zero=True)

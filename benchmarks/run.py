@@ -48,6 +48,7 @@ PARTS = [
     Part("collector", 180),
     Part("training", 300),
     Part("push", 420),
+    Part("view", 240),
 ]
 
 
@@ -124,7 +125,7 @@ def write(folder: Path, results: Json) -> None:
     """The figures, the plot, and the page: what stands between BEGIN and END of it is replaced, and the rest stays."""
     page = folder / "benchmarks.md"
     write_whole(folder / "benchmarks.json", (json.dumps(results, indent=1) + "\n").encode())
-    write_whole(folder / "benchmarks.svg", picture(results["parts"]).encode())
+    write_whole(folder / "benchmarks.svg", picture(results["parts"]))
     text = page.read_text() if page.is_file() else f"# Benchmarks\n\n{BEGIN}\n{END}\n"
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]

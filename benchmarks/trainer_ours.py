@@ -27,7 +27,7 @@ ALGORITHMS = {"sft": {"name": "sft"}, "dpo": {"name": "dpo", "beta": 0.1}, "grpo
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    config, engine, loop, model = (trainer(name) for name in ("config", "engine", "loop", "model"))
+    config, engine, loop, model, ranks = (trainer(name) for name in ("config", "engine", "loop", "model", "ranks"))
     recipe = config.Recipe.model_validate(
         {
             "algorithm": ALGORITHMS[spec["algorithm"]],
@@ -43,7 +43,7 @@ def main() -> None:
     torch = sys.modules["torch"]
     torch.set_num_threads(spec["threads"])
     launch = config.read_launch()
-    with engine.joined(launch):
+    with ranks.joined(launch):
         tokenizer = model.load_tokenizer(recipe.model)
         policy = model.load_policy(recipe.model, tokenizer, 0)
         policy.eval()

@@ -5,7 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ngym.errors import BadRequest as BadRequest
+    from ngym.errors import ConfigError as ConfigError
+    from ngym.errors import NgymError as NgymError
+    from ngym.errors import NotFound as NotFound
     from ngym.errors import ServiceError as ServiceError
+    from ngym.errors import UsageError as UsageError
+    from ngym.notebook.collecting import collect_rollouts as collect_rollouts
+    from ngym.notebook.collecting import collect_rollouts_async as collect_rollouts_async
+    from ngym.notebook.exporting import export_rollouts as export_rollouts
+    from ngym.notebook.loading import load_rollouts as load_rollouts
+    from ngym.notebook.rollouts import Rollouts as Rollouts
+    from ngym.notebook.services import run as run
+    from ngym.notebook.services import run_async as run_async
+    from ngym.notebook.training import training_metrics as training_metrics
+    from ngym.notebook.verifying import verify as verify
+    from ngym.notebook.verifying import verify_async as verify_async
     from ngym.peers import Peers as Peers
     from ngym.services import AgentOptions as AgentOptions
     from ngym.services import RolloutContext as RolloutContext
@@ -23,7 +38,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("BadRequest", "NotFound", "ServiceError"), "ngym.errors"),
+    **dict.fromkeys(
+        ("BadRequest", "ConfigError", "NgymError", "NotFound", "ServiceError", "UsageError"), "ngym.errors"
+    ),
     "Peers": "ngym.peers",
     **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.model"),
     **dict.fromkeys(
@@ -41,6 +58,13 @@ _HOME = {
         ),
         "ngym.services",
     ),
+    **dict.fromkeys(("collect_rollouts", "collect_rollouts_async"), "ngym.notebook.collecting"),
+    "Rollouts": "ngym.notebook.rollouts",
+    "load_rollouts": "ngym.notebook.loading",
+    "export_rollouts": "ngym.notebook.exporting",
+    **dict.fromkeys(("run", "run_async"), "ngym.notebook.services"),
+    "training_metrics": "ngym.notebook.training",
+    **dict.fromkeys(("verify", "verify_async"), "ngym.notebook.verifying"),
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
@@ -53,3 +77,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """So that a notebook completes them."""
+    return sorted({*globals(), *_HOME})

@@ -33,8 +33,13 @@ class HeadSettings(BaseModel):
     """Where `ng_run` answers for the whole run. 11000 is the port at which NeMo Gym's tools look."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    host: str = "127.0.0.1"
-    port: int = Field(default=11000, ge=0, le=65535)
+    host: str = Field(default="127.0.0.1", description="The address that it is bound to.")
+    port: int = Field(
+        default=11000,
+        ge=0,
+        le=65535,
+        description="0: any free one. The default gives way to a free one where it is taken.",
+    )
 
 
 class TlsSettings(BaseModel):
@@ -42,7 +47,7 @@ class TlsSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     certificate: Path = Field(description="Valid for every address that a url names, 127.0.0.1 too where it is one.")
-    key: Path
+    key: Path = Field(description="The certificate's private key.")
     ca: Path | None = Field(default=None, description="Whom the services believe beside the machine's authorities.")
 
     def within(self, root: Path) -> TlsSettings:
@@ -82,14 +87,23 @@ class Stanza(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
-    kind: Kind
-    app: str | None = None
-    url: str | None = None
-    urls: tuple[str, ...] = ()
-    replicas: int = Field(default=1, ge=1, le=1024)
-    port: int | None = Field(default=None, ge=1, le=65535)
-    requirements: str | None = None
-    token_env: str | None = None
+    kind: Kind = Field(description="What it is.")
+    app: str | None = Field(
+        default=None,
+        description="Its file, by path: in the folder of the config first, then among the shipped services.",
+    )
+    url: str | None = Field(default=None, description="It runs elsewhere, at this address; it is used and not started.")
+    urls: tuple[str, ...] = Field(default=(), description="The same with several replicas, an address each.")
+    replicas: int = Field(
+        default=1, ge=1, le=1024, description="So many processes; a rollout's session stays with one of them."
+    )
+    port: int | None = Field(default=None, ge=1, le=65535, description="A fixed port; null: a free one.")
+    requirements: str | None = Field(
+        default=None, description="A requirements.txt: the service runs in an environment of its own that holds these."
+    )
+    token_env: str | None = Field(
+        default=None, description="With a `url`: the environment variable that holds the bearer token it wants."
+    )
     options: dict[str, Any] = {}
     where: str = ""
     key_where: dict[str, str] = {}

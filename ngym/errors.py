@@ -21,16 +21,16 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 FailureClass = Literal[
-    "config",
-    "connect",
-    "timeout",
-    "model_error",
-    "context_length",
-    "tool_error",
-    "agent_error",
-    "verify_error",
-    "judge_error",
-    "cancelled",
+    "config",  # the row, the config or the environment is not what it must be; trying again would not help
+    "connect",  # a service could not be reached
+    "timeout",  # a service did not answer before the deadline
+    "model_error",  # the model server failed, or refused the request
+    "context_length",  # the conversation does not fit the model's context
+    "tool_error",  # the environment broke in a tool, a reset or a step; what a model does wrong is no failure
+    "agent_error",  # the agent failed, or its answer is no rollout
+    "verify_error",  # the verifier failed, or its answer is no reward
+    "judge_error",  # the model that was to judge gave no verdict
+    "cancelled",  # whoever wanted it has gone, or it was stopped
 ]
 
 
@@ -104,11 +104,15 @@ class ServiceError(NgymError):
 
 
 class BadRequest(ServiceError):
+    """The caller's body is wrong."""
+
     status = 422
     title = "The request is not valid"
 
 
 class NotFound(ServiceError):
+    """There is no such tool, session or model."""
+
     status = 404
     title = "Not found"
 

@@ -53,7 +53,10 @@ def read(path: Path) -> Iterator[Line]:
                     yield _line(number, start, end, text, raw.endswith(b"\n"))
                 start = end
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        from ngym.tree import near_file
+
+        near = near_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{path}: cannot be read: {error.strerror}{near}") from None
 
 
 def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:

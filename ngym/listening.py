@@ -9,22 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import Iterator
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
 import orjson
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ngym.errors import NotReady, ServiceError
 
+KEEPALIVE_S = 75  # longer than most clients keep a connection that they do not use: it is not closed under a request
 HEAD_S = 10  # from the connection, or from the first byte of a further request, to the end of its head
 MAX_HEAD_BYTES = 64 << 10
 BODY_S = 10  # in each of which so much of a body must come:
 BODY_BYTES = 10 << 10
-LINGER_S = 5  # for so long, what comes of a body that nobody wants is thrown away; then the connection is closed
+LINGER_S = 5  # for so long, what still comes of a refused request is thrown away; then the connection is closed
 UNREAD_S = 600  # an answer of which nothing is read; a trainer's event loop may stand still for minutes
 OWN_PACE = "ngym.own_pace"  # in the scope of a request whose handler itself watches how its body comes
 
@@ -47,17 +52,28 @@ class Connection(HttpToolsProtocol):
         self._served = self.app
         self._room = self.limit_concurrency
         self.limit_concurrency = None  # uvicorn would refuse health checks, too, and with a text
-        self._awaits: Literal["head", "body", "nothing"] = "head"
+        self._awaits: Literal["head", "body", "nothing", "end"] = "head"
         self._seconds = 0  # since it awaits that, or since the body last made progress
         self._bytes = 0
         self._unread_s = self._unwanted_s = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
+        self.write = transport.write
         if self._room is not None and len(self.connections) > self._room + TURNED_AWAY:
             transport.abort()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        HttpToolsProtocol.connection_lost(self, exc)
+        self._unset_keepalive_if_required()  # uvicorn's own leaves it where the client reset the connection
+        self.pipeline.clear()
+        self.app = self._served
+        if self.cycle is not None:
+            self.cycle.transport = self.transport  # what refers to itself stays until the garbage is collected
+
     def data_received(self, data: bytes) -> None:
+        if self._awaits == "end":
+            return
         HttpToolsProtocol.data_received(self, data)
         if self._awaits == "head":
             self._bytes += len(data)
@@ -74,10 +90,20 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._awaits = "body"
-        self._seconds = self._bytes = 0
+        self._seconds = self._bytes = self._unwanted_s = 0
         if self._room is not None and len(self.connections) > self._room:
             self.app = self._full
         HttpToolsProtocol.on_headers_complete(self)
+        self.cycle.transport = self  # type: ignore[assignment]  # of which it calls write, and these two
+
+    def is_closing(self) -> bool:
+        return self._awaits == "end" or self.transport.is_closing()
+
+    def close(self) -> None:
+        if self._awaits == "nothing":
+            self.transport.close()
+        else:
+            self._leave()
 
     def on_body(self, body: bytes) -> None:
         HttpToolsProtocol.on_body(self, body)
@@ -97,6 +123,13 @@ class Connection(HttpToolsProtocol):
             self._second_of_a_head()
         elif self._awaits == "body":
             self._second_of_a_body()
+        elif self._awaits == "end" and self._seconds > LINGER_S:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        if self._awaits == "end":
+            self.transport.close()
+        HttpToolsProtocol.shutdown(self)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
@@ -121,7 +154,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, detail: str) -> None:
         """Say what is wrong, if no answer has begun, and hang up."""
-        if self.transport.is_closing():
+        if self.is_closing():
             return
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:
@@ -131,7 +164,23 @@ class Connection(HttpToolsProtocol):
         if cycle is not None:
             cycle.disconnected = True  # what its handler still says goes nowhere
             cycle.message_event.set()
-        self.transport.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Hang up, once the client has read the answer.
+
+        A socket that is closed while something still comes resets the connection, and the client's system then throws
+        away what the client has not read (RFC 9112, 9.6).
+        """
+        if self.is_closing():
+            return
+        self._awaits = "end"
+        self.write = _nowhere  # what the handler of a pipelined request before it still says
+        self._seconds = 0
+        self.pipeline.clear()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     async def _full(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] in OPEN or len(self.connections) <= (self._room or 0):
@@ -148,6 +197,21 @@ class Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Serves where signals are somebody else's affair: uvicorn re-raises SIGTERM after serving, so that nobody's `finally` runs."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which bounds no handshake."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        protocol: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        connection = partial(protocol, self.config, self.server_state, self.lifespan.state)
+        tls, backlog, loop = self.config.ssl, self.config.backlog, asyncio.get_running_loop()
+        patience_s = HEAD_S if tls else None
+        self.servers = [
+            await loop.create_server(connection, sock=one, ssl=tls, backlog=backlog, ssl_handshake_timeout=patience_s)
+            for one in sockets or []
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -158,6 +222,10 @@ class Server(uvicorn.Server):
                 if isinstance(connection, Connection):
                     connection.second()
         return await super().on_tick(counter)
+
+
+def _nowhere(data: bytes | bytearray | memoryview) -> None:
+    """Written after the end."""
 
 
 def room() -> int:

@@ -23,7 +23,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     Python's default thresholds a third of the CPU time at 4,096 in flight went into traversing them. They are also
     thousands of sockets.
     """
-    _raise_file_limit()
+    raise_file_limit()
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)
@@ -34,7 +34,8 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
         gc.unfreeze()
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
+    """Let this process have as many files and sockets open as it may."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

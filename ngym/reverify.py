@@ -43,13 +43,23 @@ async def reverified(rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_on
             task.cancel()
 
 
+async def verified(row: Json, gym: Peer) -> Json:
+    """What /verify answers now, in a session in which the rollout's tool calls were made again.
+
+    Raises:
+        ServiceError: it cannot be verified.
+    """
+    session = gym.session()
+    seeded = (await session.post("/seed_session", row)) or {}
+    await _repeat_calls(row, session.post, {tool["name"] for tool in seeded.get("tools") or ()})
+    scored: Json = await session.post("/verify", row)
+    return scored
+
+
 async def _again(row: Json, gym: Peer) -> Again:
     before: float | None = row.get("reward")
-    session = gym.session()
     try:
-        seeded = (await session.post("/seed_session", row)) or {}
-        await _repeat_calls(row, session.post, {tool["name"] for tool in seeded.get("tools") or ()})
-        scored: Json = await session.post("/verify", row)
+        scored = await verified(row, gym)
     except ServiceError as error:
         return Again(row, before, None, error.detail)
     if is_pending(scored):

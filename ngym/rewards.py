@@ -48,7 +48,7 @@ class Shaping(BaseModel):
     overlong_buffer: int = Field(
         default=512, ge=1, description="Tokens over which the cost grows from 0 to its weight."
     )
-    overlong_weight: float = Field(default=1.0, ge=0)
+    overlong_weight: float = Field(default=1.0, ge=0, description="The cost of an answer at the limit.")
     length_target: int | None = Field(default=None, ge=1, description="Characters of the final text.")
     length_weight: float = Field(default=0.1, ge=0, description="Cost of a text of twice the target, or of no text.")
     format: Literal["none", "boxed", "one_line"] = Field(default="none", description="What the final text has to have.")

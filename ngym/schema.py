@@ -18,10 +18,10 @@ StopReason = Literal["answer", "max_steps", "context", "length", "user_done"]
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
-SESSION_HEADER = "x-ng-session"
-SESSION_COOKIE = "ng_session"
-ROLLOUT_HEADER = "x-ng-rollout-id"
-DEADLINE_HEADER = "x-ng-deadline-ms"
+SESSION_HEADER = "x-ng-session"  # of /seed_session's answer, and of every call in that session
+SESSION_COOKIE = "ng_session"  # the same for callers that keep cookies
+ROLLOUT_HEADER = "x-ng-rollout-id"  # which rollout a request belongs to, through every hop
+DEADLINE_HEADER = "x-ng-deadline-ms"  # how long the caller will wait from now on
 IDEMPOTENCY_HEADER = "idempotency-key"  # of a POST that may be sent again: it is done once
 REPEATABLE_HEADER = "x-ng-repeatable-s"  # of a gym server's answers: for so long it keeps an answer under such a key
 WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: how many rollouts wait for their turn there
@@ -58,7 +58,16 @@ Failure = TypedDict(
 
 
 class Trace(TypedDict, total=False):
-    """The `ng` record of an output row (wire.md, section 3)."""
+    """The record `ng` of an output row: what is known of the rollout beside its answer and its reward.
+
+    schema_version: of the row's form. run_id: of the collection. task_id: sha256 of the input row, 16 hex digits.
+    rollout_id: what goes through every hop as a header. attempt: failed attempts before this one.
+    status: truncated where the answer was cut off, unscored where the reward is null.
+    policy_version: every version that sampled a part of it. segments: what a trainer steps on.
+    reward_components: parts whose sum is the reward. stop_reason: why it ended. turns: model calls.
+    tool_calls: calls of tools. tool_errors: those of them that were answered with an error.
+    timings: seconds waiting, in the model, in tools and in `/verify`, and altogether. started_at: ISO 8601, UTC.
+    """
 
     schema_version: int
     run_id: str
@@ -78,7 +87,7 @@ class Trace(TypedDict, total=False):
 
 
 class AgentRef(TypedDict):
-    """Which agent runs a row; `type` is NeMo Gym's."""
+    """Which agent runs a row. name: of its stanza. type: NeMo Gym's name of its kind."""
 
     name: str
     type: NotRequired[str]

@@ -13,18 +13,19 @@ LABEL_WIDTH = 11
 
 def transcript(row: Json, width: int = 100) -> str:
     """An output row (wire.md, section 3) as lines of at most `width` characters. Control characters are shown, not sent."""
-    lines = [_headline(row)]
-    for label, text in _turns(row):
+    lines = [headline(row)]
+    for label, text in turns(row):
         wrapped = [
             part
-            for line in _printable(text).splitlines() or [""]
+            for line in printable(text).splitlines() or [""]
             for part in textwrap.wrap(line, width - LABEL_WIDTH - 2) or [""]
         ]
         lines += [f"  {label if i == 0 else '':<{LABEL_WIDTH}}{part}" for i, part in enumerate(wrapped)]
     return "\n".join(lines)
 
 
-def _headline(row: Json) -> str:
+def headline(row: Json) -> str:
+    """Which task and rollout it is, its reward, and why it stopped, in one line."""
     trace = row.get("ng") or {}
     reward = row.get("reward")
     parts = [
@@ -35,10 +36,11 @@ def _headline(row: Json) -> str:
         parts.append(f"stopped: {trace['stop_reason']}")
     if "expected_answer" in row:
         parts.append(f"expected {row['expected_answer']}")
-    return _printable(" | ".join(parts))
+    return printable(" | ".join(parts))
 
 
-def _turns(row: Json) -> Iterator[tuple[str, str]]:
+def turns(row: Json) -> Iterator[tuple[str, str]]:
+    """Who (`user`, `assistant`, `reasoning`, `tool` ...) said what, the prompt first; the text is as it was said."""
     prompt = (row.get("responses_create_params") or {}).get("input")
     items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
     for item in items + list((row.get("response") or {}).get("output") or []):
@@ -65,6 +67,6 @@ def _text(content: Any) -> str:
     return "".join(part.get("text") or f"[{part.get('type')}]" for part in content or [] if isinstance(part, dict))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Model text is hostile: an escape sequence must not reach the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

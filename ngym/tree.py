@@ -38,7 +38,10 @@ class Tree:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """`file.yaml:12` of this key, or of the nearest key above it that was written."""
+        """`file.yaml:12` of this key, of what was written below it, or of the nearest key above."""
+        below = next((line for written, line in self.lines.items() if written.startswith(f"{key}.")), None)
+        if key and key not in self.lines and below:
+            return below
         while key:
             if key in self.lines:
                 return self.lines[key]
@@ -109,6 +112,19 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" (known: {', '.join(choices)})" if 0 < len(choices) <= 12 else ""
 
 
+def near_file(path: Path) -> str:
+    """` (did you mean 'global_config.yaml'?)`, of the files that lie where this one does not; of a folder, that it is one."""
+    if path.is_dir():
+        return ", it is a folder"
+    try:
+        near = difflib.get_close_matches(
+            path.name, os.listdir(path.parent), n=1, cutoff=0.8
+        )  # endings are alike anyway
+    except OSError:
+        return ""
+    return f" (did you mean {str(path.with_name(near[0]))!r}?)" if near else ""
+
+
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """One YAML file as plain data, and the line of each of its keys."""
     shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
@@ -121,11 +137,13 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             _check_nodes(node, shown)
         data = yaml.safe_load(text)
     except FileNotFoundError:
-        raise ConfigError(f"{shown}: no such file; name one with --config, or make a project with ng_init") from None
+        near = near_file(path)
+        remedy = near or "; name one with --config, or make a project with ng_init"
+        raise ConfigError(f"{shown}: no such file{remedy}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown}:{_line(content, error.start)}: not UTF-8: {_one_line(error)}") from None
     except OSError as error:
-        raise ConfigError(f"{shown}: cannot be read: {_one_line(error)}") from None
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}") from None

@@ -32,7 +32,7 @@ from ngym.jsonl import checked
 from ngym.locks import RUN_TOKEN, token_from
 from ngym.peers import Peer, Peers, PeerSession
 from ngym.schema import Json
-from ngym.services.agents import MAX_TOOL_ERROR_CHARS
+from ngym.services.rollout import MAX_TOOL_ERROR_CHARS
 from ngym.signatures import docstring_of, parameters_of
 from ngym.supervise.headfile import find_running
 

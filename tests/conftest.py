@@ -46,6 +46,15 @@ def shared_venvs(root: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def only_rank() -> Iterator[None]:
+    """This process is the only rank of the trainer."""
+    from ngym.cli.train import trainer
+
+    with trainer("ranks").joined(trainer("config").Launch(rank=0, local_rank=0, ranks=1)):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
     """Fails the last test of a file whose tests started a process that still runs."""

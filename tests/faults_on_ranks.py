@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from ngym.cli.train import trainer
 from ngym.config import shipped
 
-config, engine, guard, loop, model, samples, sft = map(
-    trainer, ("config", "engine", "guard", "loop", "model", "samples", "algorithms.sft")
+config, engine, guard, loop, model, ranks, samples, sft = map(
+    trainer, ("config", "engine", "guard", "loop", "model", "ranks", "samples", "algorithms.sft")
 )
 RANK = 1  # where it goes wrong
 
@@ -85,7 +85,7 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             groups = [samples.Batch([batch]) for batch in batches]
             loop.train(learner, Faulty(kind, launch.rank), groups, 150, lambda step: 1.0, watch, report)
 
-    with engine.joined(launch):
+    with ranks.joined(launch):
         for stage in stages:
             learner, skipped = new(stage), []
             watch = guard.Guard(None, 3)
@@ -105,10 +105,10 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             hashes.append(digest(learner.policy))
             told[str(stage)] = {"hashes": hashes, "skipped": skipped, "ended": ended}
         (output / f"rank-{launch.rank}.json").write_text(json.dumps(told))
-        engine.wait_for_all()
+        ranks.wait_for_all()
         if launch.rank == RANK:
             os.kill(os.getpid(), signal.SIGKILL)
-        engine.wait_for_all()
+        ranks.wait_for_all()
 
 
 if __name__ == "__main__":

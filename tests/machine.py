@@ -13,11 +13,11 @@ import psutil
 PATIENCE_S = 120.0  # what has not come by then does not come
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     """Return when the condition holds; AssertionError when it never does."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"not so within {PATIENCE_S:.0f} s"
+        assert time.monotonic() < deadline, f"not so within {patience_s:.0f} s"
         time.sleep(0.02)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from ngym.cli.train import trainer
 from ngym.config import shipped
 
-config, engine, loop, model, sft = map(trainer, ("config", "engine", "loop", "model", "algorithms.sft"))
+config, engine, loop, model, ranks, sft = map(trainer, ("config", "engine", "loop", "model", "ranks", "algorithms.sft"))
 TOKENIZER = "data/tiny_policy/tokenizer"
 SHAPE = {
     "hidden_size": 32,
@@ -47,7 +47,7 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
         policy = model.load_policy(config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
         return engine.Engine(policy, launch, config.EngineOptions(**options), config.OptimizerOptions(**OPTIMIZER))
 
-    with engine.joined(launch):
+    with ranks.joined(launch):
         for place, options in enumerate(every):
             learner = new(options)
             steps = take(learner, batches[:1])
@@ -57,7 +57,7 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
             steps += take(learner, batches[1:])
             weights = learner.weights()
             if again:
-                engine.wait_for_all()
+                ranks.wait_for_all()
                 learner = new(options)
                 learner.load_state(state, told)
                 steps += take(learner, batches[1:])

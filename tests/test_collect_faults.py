@@ -123,7 +123,8 @@ async def test_a_disk_that_stays_full_ends_the_run_with_75(mounting: list[str], 
         code, _, err = await ended(full.process, 800)
     assert code == 75 and "No space left on device for 600 s; make room, then run again with --resume" in err
     assert "Traceback" not in err
-    assert (full.disk / "out.jsonl").read_bytes()[-2:] in (b"", b"}\n")
+    left = full.disk / "out.jsonl"  # not there if not one row went into it: they may all have come at once
+    assert not left.exists() or left.read_bytes().endswith(b"}\n")
     full.close()
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,7 @@ TOOL = {"name": "calculator", "description": "Sums.", "parameters": {"type": "ob
 EVERY_TERM = {"length_normalised": True, "label_smoothing": 0.1, "sft_weight": 0.5, "beta": 2.0}
 Row = dict[str, Any]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from ngym.cli.train import trainer
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.schema import Json
+from ngym.unless import never
 
 evaluation, rl, services = map(trainer, ("evaluation", "rl", "services"))
 Values = dict[str, Any]
@@ -49,7 +50,7 @@ def reached(solver: Solver) -> Iterator[Any]:
         async with serving(solver.sums) as sums, serving(solver.proofs) as proofs:
             peers = Peers({"sums": [sums], "proofs": [proofs]}, owner="the test")
             try:
-                yield services.Reached(peers, "", services._never)
+                yield services.Reached(peers, "", never)
             finally:
                 await peers.close()
 

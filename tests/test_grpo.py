@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +49,7 @@ BUDGET = 100_000
 Row = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 @pytest.fixture(scope="module")

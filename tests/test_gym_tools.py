@@ -233,6 +233,29 @@ async def test_a_row_of_two_kinds_or_with_an_undeclared_tool_is_refused():
                 await peers["function_call"].post("/seed_session", {"responses_create_params": {"input": ""}, **fields})
 
 
+BAD_TOOLS = (
+    {"type": "text"},
+    [None],
+    [[TOOL]],
+    [{"type": "function", "function": TOOL}],
+    [{**TOOL, "name": ["f"]}],
+    [{**TOOL, "parameters": "object"}],
+    [{**TOOL, "parameters": {"properties": []}}],
+    [{**TOOL, "parameters": {"properties": {"n": True}}}],
+    [{**TOOL, "parameters": {"required": [["n"]]}}],
+    [{**TOOL, "parameters": {"required": "n"}}],
+    [{**TOOL, "parameters": {"properties": {"path": {"items": [{}]}}}}],
+)
+
+
+@pytest.mark.parametrize("tools", BAD_TOOLS)
+async def test_a_row_whose_tools_cannot_be_read_is_refused_and_told_why(scored, tools):
+    row = {"responses_create_params": {"input": "", "tools": tools}, "expected_calls": [{"name": "f", "arguments": {}}]}
+    with pytest.raises(ServiceError, match=r"responses_create_params': Value error, tools") as caught:
+        await scored("function_call", row, *calls(("f", {"n": 5})))
+    assert caught.value.status == 422
+
+
 async def test_an_agent_that_executes_no_tools_ends_at_the_first_calls():
     row = of_kind("parallel")
     asked = [{"name": name, "arguments": arguments} for name, arguments in gold_calls(row)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import sys
 import time
@@ -204,6 +205,61 @@ async def test_what_comes_of_a_refused_body_is_thrown_away_for_a_while_and_then_
         assert not answer or is_problem(answer, 413)
         assert not [one for one in at.server.server_state.connections if not one.transport.is_closing()]
         writer.close()
+
+
+STILL_COMING = {
+    "a body too large": (HEAD + f"connection: close\r\ncontent-length: {24 << 20}\r\n\r\n".encode(), 413),
+    "a head that does not end": (HEAD + b"x-a: ", 431),
+    "no HTTP": (b"\x16\x03\x01 hello\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("what", STILL_COMING)
+async def test_who_reads_only_when_all_is_sent_still_gets_the_refusal(what: str) -> None:
+    """A server that hung up at once would have the client's system throw the answer away."""
+    begun, status = STILL_COMING[what]
+    async with shop() as at:
+        reader, writer = await asyncio.open_connection(*at.address)
+        writer.write(begun)
+        for _ in range(24):
+            writer.write(b" " * (1 << 20))
+            await writer.drain()
+        assert is_problem(await told(reader), status)
+        writer.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while at.server.server_state.connections:
+                await asyncio.sleep(0.01)
+
+
+async def test_seconds_of_refused_bodies_are_not_added_up_over_a_connections_requests() -> None:
+    async with shop() as at:
+        reader, writer = await asyncio.open_connection(*at.address)
+        for _ in range(8):
+            writer.write(b"POST /nowhere HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\n")
+            assert is_problem(await asyncio.wait_for(reader.readuntil(b"}"), PATIENCE_S), 404)
+            await asyncio.sleep(1.5 / HASTE)
+            writer.write(b"{}")
+        writer.close()
+
+
+async def test_a_refusal_after_pipelined_requests_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    slow = b"POST /slow HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\n{}"
+    async with shop() as at:
+        log = logging.getLogger("uvicorn.error")  # which tells its own handlers only
+        log.setLevel(logging.ERROR)
+        log.addHandler(caplog.handler)
+        _, writer = await asyncio.open_connection(*at.address)
+        writer.write(slow + slow + b"\x16\x03\x01 hello\r\n\r\n")
+        await writer.drain()
+        while not any(one.cycle and one.cycle.disconnected for one in at.server.server_state.connections):
+            await asyncio.sleep(0.01)
+        at.sold.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while at.server.server_state.connections or at.server.server_state.tasks:
+                await asyncio.sleep(0.01)
+        writer.close()
+        log.removeHandler(caplog.handler)
+    assert not caplog.records, caplog.text
 
 
 WRONG = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,7 @@ config, engine, model, packing, samples = map(trainer, ("config", "engine", "mod
 RANK = 4
 Weights = dict[str, torch.Tensor]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 @pytest.fixture(scope="module")

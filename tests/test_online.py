@@ -16,7 +16,7 @@ from ngym.cli.train import trainer
 from ngym.config import load_config
 from ngym.errors import ConfigError
 
-curves, services = map(trainer, ("curves", "services"))
+services = trainer("services")
 STEPS = 8
 Values = dict[str, Any]
 
@@ -155,14 +155,3 @@ def test_only_what_the_agent_needs_is_started(root: Path) -> None:
         services.needed(whole, ["math"], "policy")
     with pytest.raises(ConfigError, match=r"does not lead to the model 'weather'; set rollouts\.policy"):
         services.needed(whole, ["math_agent"], "weather")
-
-
-def test_curves_are_drawn_from_what_was_logged(tmp_path: Path) -> None:
-    history = [{"step": n, "reward/mean": n / 10, "loss": 1.0} for n in range(1, 9)]
-    shown = curves.curves([{"step": 0, "eval/agent/greedy": 0.25, "eval/agent/greedy/count": 4}, *history])
-    assert [curve.name for curve in shown] == ["reward/mean", "eval/agent/greedy"]
-    text = curves.as_text(shown)
-    assert "reward/mean: 0.100 -> 0.800" in text and len(text.splitlines()) == 16
-    curves.as_png(shown, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
-    assert [curve.name for curve in curves.curves([{"step": 1, "loss": 2.0}])] == ["loss"]

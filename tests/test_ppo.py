@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,7 @@ PPO: dict[str, Any] = {
 }
 BUDGET = 100_000
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 @pytest.fixture(scope="module")

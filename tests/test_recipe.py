@@ -10,8 +10,9 @@ import yaml
 from click.testing import CliRunner
 
 from ngym.cli.train import main, trainer
+from ngym.errors import ConfigError
 
-config, arithmetic, samples = map(trainer, ("config", "arithmetic", "samples"))
+config, arithmetic, model, samples = map(trainer, ("config", "arithmetic", "model", "samples"))
 POLICY = "model.path=data/tiny_policy/tokenizer"
 
 
@@ -74,7 +75,7 @@ def test_what_came_from_the_environment_is_shown_as_it_was_written(
     assert "s3cret" not in wrong.stderr and "got ${oc.env:WHERE}" in wrong.stderr
 
 
-@pytest.mark.parametrize("words", [["sft.yaml"], ["grpo.yaml", POLICY], ["grpo.yaml", POLICY, "data.path=a.jsonl"]])
+@pytest.mark.parametrize("words", [["sft.yaml"], ["grpo.yaml", POLICY], ["grpo.yaml", POLICY, f"data.path={__file__}"]])
 def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(resolved(words)))
     assert recipe(str(tmp_path / "recipe.yaml")) == recipe(*words)
@@ -154,3 +155,36 @@ def test_what_a_live_run_would_not_look_at_is_refused() -> None:
     assert "batch_size: the size of a live step is rollouts.tasks_per_step x group_size" in result.stderr
     assert "epochs: live rollouts have no epochs" in result.stderr
     assert recipe("grpo.yaml", POLICY, "data.path=a.jsonl", "batch_size=64").batch_size == 64
+
+
+def test_a_tokenizer_of_another_model_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that stands in a recipe is, when only the model is named anew."""
+    monkeypatch.chdir(root)
+    words = ["sft.yaml", "model.from_scratch=null", "model.path=data/letters/tokenizer"]
+    with pytest.raises(ConfigError, match=r"tiny_policy/tokenizer is not the tokenizer of .*letters/tokenizer .*=null"):
+        model.load_tokenizer(recipe(*words).model)
+    assert model.load_tokenizer(recipe(*words, "model.tokenizer=null").model).chat_template
+
+
+def test_a_model_without_a_tokenizer_takes_the_named_one_and_a_damaged_one_is_told(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    words = ["sft.yaml", "model.from_scratch=null", f"model.path={tmp_path}"]
+    options = recipe(*words, f"model.tokenizer={root / 'data' / 'tiny_policy' / 'tokenizer'}").model
+    assert model.load_tokenizer(options).chat_template
+    for file in (root / "data" / "letters" / "tokenizer").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"no tokenizer can be loaded from"):
+        model.load_tokenizer(options)
+
+
+def test_a_wrong_task_is_told_of_before_any_service_starts(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    (tmp_path / "tasks.jsonl").write_text(
+        '{"responses_create_params": {"input": "?"}, "agent_ref": {"name": "proofs"}}\n'
+    )
+    words = [f"rollouts.tasks={tmp_path / 'tasks.jsonl'}", f"output={tmp_path / 'run'}", POLICY, "evaluation=null"]
+    result = CliRunner().invoke(main, ["grpo.yaml", *words])
+    assert result.exit_code == 2 and "tasks.jsonl:1: agent_ref names 'proofs'" in result.stderr
+    assert "loading torch" not in result.output

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,6 @@ Values = dict[str, Any]
 
 
 # The state of the engine
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
 
 
 def learner(root: Path, stage: int, precision: str = "fp32", name: str = "adamw") -> Any:
@@ -58,7 +52,7 @@ def losses(learner: Any, first: int, last: int) -> list[float]:
     [(0, "fp32", "adamw"), (0, "fp32", "muon"), (1, "fp32", "adamw"), (3, "fp32", "adamw"), (2, "bf16", "adamw")],
 )
 def test_what_was_saved_goes_on_exactly_also_under_another_zero_stage(
-    root: Path, tmp_path: Path, alone: None, stage: int, precision: str, name: str
+    root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str, name: str
 ) -> None:
     first = learner(root, stage, precision, name)
     losses(first, 0, 3)
@@ -72,7 +66,7 @@ def test_what_was_saved_goes_on_exactly_also_under_another_zero_stage(
         assert losses(second, 3, 6) == pytest.approx(expected, abs=2e-6 if other != stage else 0)
 
 
-def test_what_is_not_this_models_state_is_refused(root: Path, tmp_path: Path, alone: None) -> None:
+def test_what_is_not_this_models_state_is_refused(root: Path, tmp_path: Path, only_rank: None) -> None:
     first = learner(root, 0)
     told = first.save_state(tmp_path)
     second = learner(root, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,7 @@ SHAPE = {
 }
 Weights = dict[str, Tensor]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 @pytest.fixture(scope="module")

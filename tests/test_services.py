@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,43 @@ async def test_a_session_ends_with_verify_and_is_not_started_afresh():
         assert scored["reward"] == 1.0
         with pytest.raises(UpstreamError, match="no such session"):
             await session.post("/add", {"amount": 7})
+
+
+async def test_a_tool_that_wants_the_task_of_a_session_without_one_says_so():
+    async def look(body: Add, session: Session) -> int:
+        """Look at the task."""
+        return int(session["task"]["target"])
+
+    async with house(gym=gym_server(tools=[look], verify=verify)) as peers:
+        with pytest.raises(UpstreamError, match="this session has no task: begin it with its row") as raised:
+            await peers["gym"].post("/look", {"amount": 7})
+    assert raised.value.status == 422
+
+
+async def test_references_of_the_openapi_document_lead_to_what_they_name():
+    class Shelf(BaseModel):
+        items: list[Add]
+
+    async def put(body: Shelf) -> int:
+        """Put items on the shelf."""
+        return len(body.items)
+
+    async with house(gym=gym_server(tools=[put], verify=verify)) as peers:
+        document = await peers["gym"].get("/openapi.json")
+    found = list(_references(document))
+    assert found
+    for reference in found:
+        place = document
+        for part in reference.removeprefix("#/").split("/"):
+            place = place[part.replace("~1", "/").replace("~0", "~")]
+        assert place["title"] == reference.rpartition("/")[2]
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        yield schema["$ref"]
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _references(part)
 
 
 async def test_a_caller_that_keeps_only_cookies_keeps_its_session():

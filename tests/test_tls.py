@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ipaddress
+import itertools
 import ssl
 import sys
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -19,9 +22,10 @@ from cryptography.x509.oid import NameOID
 
 from ngym.config import Config, load_config
 from ngym.errors import ConfigError, Unreachable
+from ngym.listening import HEAD_S
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
-from ngym.tls import CA
+from ngym.tls import CA, client_context
 
 SERVICES = {
     "policy": {"kind": "model", "app": "models/scripted"},
@@ -86,6 +90,24 @@ async def test_every_address_of_the_run_speaks_https_and_nothing_else(folder: Pa
                     await client.get(f"{url}/health")
                 with pytest.raises(httpx.RemoteProtocolError):
                     await client.get(url.replace("https", "http") + "/health")
+
+
+async def test_who_begins_no_handshake_or_half_of_one_is_hung_up_on(folder: Path) -> None:
+    half_a_hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    async with Supervisor(config_in(folder)) as stack, httpx.AsyncClient(verify=client_context()) as client:
+        urls = [stack.urls["counter"][0], stack.head_url]
+        held = []
+        for url, begun in itertools.product(urls, [b"", half_a_hello]):
+            reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+            writer.write(begun)
+            held.append((reader, writer))
+        for url in urls:
+            assert (await client.get(f"{url}/health")).status_code == 200, "others are served"
+        async with asyncio.timeout(5 * HEAD_S):
+            for reader, writer in held:
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
 
 
 async def test_a_second_terminal_finds_the_run_and_believes_its_authority(folder: Path) -> None:

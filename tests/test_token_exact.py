@@ -250,12 +250,12 @@ def largest_difference(checkpoint: Path, segments: list[Any]) -> float:
     """Between the sampler's log-probabilities in these segments, and the trainer's of the same tokens."""
     import torch
 
-    config, engine, model, packing, samples = map(trainer, ("config", "engine", "model", "packing", "samples"))
+    config, model, packing, ranks, samples = map(trainer, ("config", "model", "packing", "ranks", "samples"))
     options = config.ModelOptions(path=str(checkpoint))
     given = [samples.Sample((samples.Segment(one["token_ids"], [tuple(s) for s in one["mask"]]),)) for one in segments]
     samplers = {id(sample.segments[0]): one["logprobs"] for sample, one in zip(given, segments, strict=True)}
     worst = 0.0
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
+    with ranks.joined(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
         policy = model.load_policy(options, model.load_tokenizer(options), 0)
         for micro_batch in packing.plan(given, 8192):
             packed = packing.pack(micro_batch, torch.device("cpu"))

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,7 @@ SHAPE = {
 }
 Weights = dict[str, torch.Tensor]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
+pytestmark = pytest.mark.usefixtures("only_rank")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pickle  # noqa: TID251  (to be refused)
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -116,12 +117,6 @@ def killed_at_each_moment(folder: Path, kills: int) -> None:
 # Checkpoints that are not what was written
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    with engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
-        yield
-
-
 def learner(root: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
@@ -131,7 +126,7 @@ def learner(root: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(root: Path, alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with the checkpoints of steps 2 and 4, of a real learner."""
     folder = tmp_path_factory.mktemp("saved")
     kept, trained = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions()), learner(root)
@@ -244,7 +239,7 @@ def pickled(canary: Path) -> list[bytes]:
 
 
 def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
-    root: Path, saved: Path, tmp_path: Path, alone: None
+    root: Path, saved: Path, tmp_path: Path, only_rank: None
 ) -> None:
     """Whoever can write a folder can write its manifest, too: the checksums are right."""
     canary, kept = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
@@ -373,7 +368,7 @@ def two_ranks(root: Path, folder: Path) -> Iterator[list[subprocess.Popen[str]]]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     ranks = [train(folder, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     try:
-        wait_until(lambda: steps_of(folder) >= 3 or any(rank.poll() is not None for rank in ranks))
+        wait_until(lambda: steps_of(folder) >= 3 or any(rank.poll() is not None for rank in ranks), 5 * PATIENCE_S)
         yield ranks
     finally:
         for rank in ranks:
@@ -404,6 +399,27 @@ def test_a_killed_rank_ends_the_run_and_is_named(root: Path, tmp_path: Path) -> 
     with two_ranks(root, tmp_path) as ranks:
         ranks[1].kill()
         ends_naming(ranks[0], 1, "given no sign of life")
+
+
+@pytest.mark.soak
+def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path: Path) -> None:
+    """As if it had been killed before the ranks have met; one run waits for rank 1, another for rank 0, a third finds a stranger there."""
+    came: list[tuple[int, subprocess.Popen[str]]] = []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it says nothing
+        ports = [(0, free_port()), (1, free_port()), (1, str(stranger.getsockname()[1]))]
+        for number, (rank, port) in enumerate(ports):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+            came.append((rank, train(folder, sft_words(root), **meeting, RANK=str(rank), LOCAL_RANK=str(rank))))
+        _all_miss_the_other(came)
+
+
+def _all_miss_the_other(came: list[tuple[int, subprocess.Popen[str]]]) -> None:
+    for rank, process in came:
+        said, _ = process.communicate(timeout=5 * PATIENCE_S)
+        assert process.returncode == 1, said[-3000:]
+        assert f"rank {1 - rank} did not come to 127.0.0.1:" in said and "Traceback" not in said
 
 
 @pytest.mark.soak

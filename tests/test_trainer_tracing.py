@@ -17,9 +17,10 @@ config, engine, guard, loop, model, samples, sft = map(
 )
 
 
+@pytest.mark.usefixtures("only_rank")
 def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
     told: list[dict[str, float]] = []
-    with receiver() as received, engine.joined(config.Launch(rank=0, local_rank=0, ranks=1)):
+    with receiver() as received:
         tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
         shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
         options, optimizing = config.EngineOptions(zero_stage=0, precision="fp32"), config.OptimizerOptions(lr=1e-2)

@@ -119,19 +119,6 @@ def test_a_gold_line_that_is_none_is_named(tmp_path: Path, line: str, reason: st
         Environment("words", tmp_path).cases()
 
 
-def test_the_whole_environment_of_the_documentation_passes(root: Path, tmp_path: Path) -> None:
-    section = (root / "docs" / "environments.md").read_text().split("\n## One, whole\n")[1].split("\n## ")[0]
-    app, example, gold = (block.split("\n", 1)[1] for block in section.split("```")[1::2])
-    files = {"gym_servers/stock/app.py": app, "data/stock/example.jsonl": example, "data/stock/gold.jsonl": gold}
-    assert len(app.splitlines()) <= 31
-    for path, text in {**project("stock"), **files}.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "stock", "--within", "60"]
-    result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, result.output
-
-
 def test_a_gold_case_that_calls_what_is_no_tool_is_told(tmp_path: Path) -> None:
     for path, text in project("mine").items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.venvs import Venv, find_uv, make, venv_of
 
-OTHER = "8.1.7"  # of click, which the core needs too; we have a newer one
+OTHER = "8.2.1"  # of click, which the core needs too; we have a newer one
 APP = """
 import importlib.metadata, os, sys
 from ngym import VerifyRequest, gym_server
@@ -110,7 +110,7 @@ def test_it_is_validated_and_shown_like_every_other_one(project: Path) -> None:
     tried = CliRunner().invoke(validate.main, [*config, "--environment", "old", "--within", "60"])
     assert tried.exit_code == 0, tried.output
     shown = CliRunner().invoke(run.main, [*config, "--dry-run"])
-    assert yaml.safe_load(shown.output)["old"]["requirements"] == "gym_servers/old/requirements.txt"
+    assert yaml.safe_load(shown.stdout)["old"]["requirements"] == "gym_servers/old/requirements.txt"
 
 
 async def test_ng_serve_runs_it_too(project: Path) -> None:

@@ -13,10 +13,12 @@ live       live rollouts as batches, from `services`; publish pushes what was le
 tasks      which tasks a step trains on: environments in their shares, each by epochs or by its curriculum
 evaluation held-out tasks through the services; heldout is the same for a file
 metrics    a line on the screen, metrics.jsonl, and the sinks: TensorBoard, W&B, MLflow
+measured   what each of those metrics is, by name
 rollouts   scored rollouts as samples; checks look at the first of them before they are trained
 packing    a batch -> micro-batches without padding, in which a common beginning is computed once
 model      the network, and what it says of the tokens that it is trained on (scores), its logits in chunks; critic beside it
 engine     scores, backward, step, save: the only file that imports deepspeed
+ranks      how they meet, wait for one another and part; company finds out which of them is gone
 
 losses, advantages, corrections, kl, gae, preference, reduction and shaping are pure: tensors and numbers in and out.
 """

@@ -10,8 +10,9 @@ all the time: telling it to wake changes nothing.
 
 from __future__ import annotations
 
-from .engine import Engine, wait_for_all
+from .engine import Engine
 from .push import Pusher
+from .ranks import wait_for_all
 
 
 class Colocated:

@@ -1,8 +1,8 @@
 """Which rank is gone? Each gives a sign of life every second, so that none waits for a dead or a hanging one for ever.
 
 A rank whose process dies breaks the others' next collective (gloo at once, NCCL never); one that hangs breaks nothing.
-The signs go through the store where the ranks met, over connections of their own. Time is counted in this rank's own
-looks at the others: if all were stopped together, none has missed anything.
+The signs go through the store where the ranks meet (rank 0, or torchrun's agent, has it), over connections of their own.
+Time is counted in this rank's own looks at the others: if all were stopped together, none has missed anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -20,7 +21,9 @@ from torch import distributed
 
 from ngym.errors import NgymError
 
+MEET_S = 90  # from when the first rank is there; none has loaded a model yet
 LOOK_S = 1.0
+STORE_S = 5  # for an answer of the store
 GONE = 5  # looks without a sign, once a collective has failed
 SILENT = 45  # looks without a sign while nothing has failed: a straggler is waited for
 FIRST, DONE, FAILED = b"0", b"done", b"failed"
@@ -38,21 +41,62 @@ class Seen(NamedTuple):
 
 
 class Company:
-    """This rank among the others, from when they have met until they part."""
+    """This rank among the others, from when they have met until they part.
+
+    Raises:
+        RankGone: a rank did not come.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._others = [other for other in range(ranks) if other != rank]
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-        self._store.set(_key(rank), FIRST)
-        distributed.barrier()
+        self._store = self._meet()
         self._seen = dict.fromkeys(self._others, Seen(FIRST, 0))
         self._looks = 0
         self._reachable = True
         self._parted = threading.Event()
         self._watch = threading.Thread(target=self._look, name="signs of life", daemon=True)
         self._watch.start()
+
+    def _meet(self) -> distributed.TCPStore:
+        """The store, once each rank's first sign is there."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        has_it = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        try:
+            store = _in_time(
+                lambda: distributed.TCPStore(
+                    host,
+                    port,
+                    is_master=has_it,
+                    timeout=timedelta(seconds=MEET_S),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+            )
+        except RuntimeError as error:
+            if has_it:
+                why = str(error).splitlines()[0]
+                raise NgymError(
+                    f"MASTER_PORT: rank 0 cannot listen on {host}:{port}: {why}; choose a free one"
+                ) from error
+            raise RankGone(self._alone([0])) from error
+        try:
+            store.set(_key(self._rank), FIRST)
+            store.wait(list(map(_key, self._others)), timedelta(seconds=MEET_S))
+            store.set_timeout(timedelta(seconds=STORE_S))
+        except RuntimeError as error:
+            missing = [0]  # unless it answers
+            with suppress(RuntimeError):
+                missing = [other for other in self._others if not store.check([_key(other)])]
+            raise RankGone(self._alone(missing)) from error
+        return store
+
+    def _alone(self, missing: list[int]) -> str:
+        named = ", ".join(map(str, missing))
+        return (
+            f"rank {named} did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time (about {MEET_S} s), so "
+            f"rank {self._rank} ends, too; the output of the former says why; start all ranks again"
+        )
 
     def part(self, last: bytes) -> None:
         """This rank does nothing more with the others: it is DONE, or has FAILED."""
@@ -103,6 +147,27 @@ class Company:
         named = "rank " + ", ".join(map(str, failed or silent))
         how = "has failed" if failed else f"has given no sign of life for {looks * LOOK_S:.0f} s"
         return f"{named} {how}, so rank {self._rank} ends, too; the output of the former says why; go on with --resume"
+
+
+def _in_time(meet: Callable[[], distributed.TCPStore]) -> distributed.TCPStore:
+    """Its own timeout does not hold where something else listens at the address and says nothing: the thread is left behind then.
+
+    Raises:
+        RuntimeError: nobody was met.
+    """
+    met: Future[distributed.TCPStore] = Future()
+
+    def run() -> None:
+        try:
+            met.set_result(meet())
+        except BaseException as error:  # noqa: BLE001 (whoever waits is told)
+            met.set_exception(error)
+
+    threading.Thread(target=run, name="meet", daemon=True).start()
+    try:
+        return met.result(MEET_S + STORE_S)
+    except TimeoutError:
+        raise RuntimeError("nothing answers there") from None
 
 
 @contextmanager

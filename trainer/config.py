@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_va
 from ngym.config import shipped
 from ngym.errors import ConfigError
 from ngym.redact import redacted
-from ngym.tree import Tree, did_you_mean, load_tree, parse
+from ngym.tree import Tree, did_you_mean, load_tree, near_file, nearest, parse
 
 from .checkpoints import CheckpointOptions
 from .hardware import EngineOptions
@@ -30,7 +30,11 @@ from .sinks import LoggingOptions
 
 
 class Qwen3Shape(Record):
-    """A new Qwen3 network; the names are those of its Hugging Face config. The vocabulary is the tokenizer's."""
+    """A new Qwen3 network. The vocabulary is the tokenizer's.
+
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings,
+    tie_word_embeddings, rope_theta: as in its Hugging Face config.
+    """
 
     hidden_size: Positive
     intermediate_size: Positive
@@ -47,6 +51,7 @@ class Qwen3Shape(Record):
 class LoraOptions(Record):
     """A low-rank adapter is trained instead of the weights.
 
+    rank: of its matrices.
     alpha: what the adapter adds is multiplied by alpha / rank.
     targets: the last words of the names of linear layers; null: all of the decoder.
     dropout: on the adapter's input; none in reinforcement learning.
@@ -59,7 +64,10 @@ class LoraOptions(Record):
 
 
 class ModelOptions(Record):
-    """What is trained: the weights of `path`, or new ones of the shape `from_scratch`."""
+    """What is trained: the weights of `path`, or new ones of the shape `from_scratch`.
+
+    path: a Hugging Face folder, or owner/name of the hub.
+    """
 
     path: ModelName | None = None
     from_scratch: Qwen3Shape | None = None
@@ -106,6 +114,8 @@ class DataOptions(Record):
 
 
 class SftOptions(Record):
+    """Demonstrations: what was said becomes likelier."""
+
     name: Literal["sft"]
 
 
@@ -136,7 +146,11 @@ AlgorithmOptions = Annotated[
 
 
 class OptimizerOptions(Record):
-    """AdamW for everything, or Muon for the matrices and AdamW for the rest. No weight decay on norms and biases."""
+    """AdamW for everything, or Muon for the matrices and AdamW for the rest. No weight decay on norms and biases.
+
+    name: of the optimizer. lr: the full learning rate of AdamW. betas, eps: AdamW's. weight_decay: decoupled, times the
+    learning rate. muon_lr: the full learning rate of Muon. muon_momentum: Muon's.
+    """
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(gt=0)
@@ -149,7 +163,10 @@ class OptimizerOptions(Record):
 
 
 class ScheduleOptions(Record):
-    """The learning rate over the run, as a factor: up from 0 over the warm-up, then on to `final`."""
+    """The learning rate over the run, as a factor: up from 0 over the warm-up, then on to `final`.
+
+    name: its form after the warm-up. warmup_steps: the length of the warm-up.
+    """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
@@ -176,7 +193,10 @@ OF_A_FILE = {
 
 
 class Recipe(Record):
-    """Everything that a training run depends on."""
+    """Everything that a training run depends on.
+
+    seed: of new weights, orders and draws. max_steps: the run ends after so many; null: with its file.
+    """
 
     algorithm: AlgorithmOptions
     output: Path = Field(description="The run's folder: recipe.yaml, metrics.jsonl, policy/.")
@@ -309,6 +329,8 @@ def _put(values: Any, path: Sequence[str], text: str) -> None:
 def _recipe_file(name: str) -> Path:
     found = find(name) or find(f"trainer/recipes/{name}")
     if found is None:
-        known = ", ".join(sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml")))
-        raise ConfigError(f"{name}: no such recipe; give a YAML file, or one that travels with ngym: {known}")
+        known = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
+        near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
+        remedy = f"give a YAML file, or one that travels with ngym: {', '.join(known)}"
+        raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
     return found

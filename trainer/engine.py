@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import base64
 import math
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -28,12 +26,12 @@ from ngym.schema import Json
 from . import lora, optimizer, optimizer_state, tensor_parallel, zero
 from .activations import checkpoint_layers
 from .checkpoint import committed
-from .company import watched
 from .compiling import compile_layers
 from .config import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from .model import Policy
 from .offloaded import Offloaded
 from .packing import Packed, plan
+from .ranks import wait_for_all
 from .samples import Sample
 from .scores import Asks, Scores
 from .ulysses import Group
@@ -289,34 +287,6 @@ class Engine:
         return tensors
 
 
-@contextmanager
-def joined(launch: Launch) -> Iterator[None]:
-    """In the company of the other ranks (the launcher's environment says where they meet), or alone without one."""
-    os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "nccl"
-        torch.cuda.set_device(launch.local_rank)
-    if launch.launched:
-        distributed.init_process_group(backend)
-    else:
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with watched(launch.rank, launch.ranks):
-            yield
-    finally:
-        _leave()
-
-
-def _leave() -> None:
-    """Through DeepSpeed, where it was used: it remembers groups, and would use dead ones in the next company."""
-    comm: Any = sys.modules.get("deepspeed.comm")
-    if comm is not None and comm.is_initialized():
-        comm.destroy_process_group()
-    else:
-        distributed.destroy_process_group()
-
-
 def _note(seen: set[str], name: str, gradient: Tensor) -> None:
     seen.add(name)
 
@@ -325,8 +295,3 @@ def _let_all_read(folder: Path) -> None:
     """safetensors makes its file private, and a server may be another user."""
     for file in folder.iterdir():
         file.chmod(0o644)
-
-
-def wait_for_all() -> None:
-    """Return when every rank has come here."""
-    distributed.barrier()

@@ -116,7 +116,7 @@ class Evaluation:
         self._services = services
         self._note = note
         self._limits = Limits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
-        self._held_out = [_read(each, rollouts, options.limit) for each in options.held_out(rollouts)]
+        self._held_out = read_held_out(options, rollouts)
 
     def after(self, step: int, last: bool) -> None:
         """Evaluate, if it is time after this many steps."""
@@ -161,6 +161,14 @@ class Evaluation:
                     owners.append(tally)
                     asked = for_agent(row, options.agent, {**params, "temperature": temperature})
                     yield from repeat({**asked, **number}, attempts)
+
+
+def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[HeldOut]:
+    """
+    Raises:
+        UsageError: rows that are no tasks of their agent.
+    """
+    return [_read(each, rollouts, options.limit) for each in options.held_out(rollouts)]
 
 
 def _read(options: HeldOutOptions, rollouts: RolloutOptions, limit: int | None) -> HeldOut:

@@ -28,8 +28,10 @@ class OffloadOptions(Record):
 
 
 class EngineOptions(Record):
-    """How DeepSpeed runs it. bf16 keeps float32 master weights.
+    """How DeepSpeed runs it.
 
+    zero_stage: what ranks share out: 1 the optimizer's states, 2 gradients too, 3 weights too.
+    precision: of weights and arithmetic; bf16 keeps float32 master weights.
     activation_checkpointing: layers keep their inputs only, and are computed again for the backward: less memory, more time.
     compile: layers through torch.compile; it takes its time in the first step, and pays in runs of more than a few minutes.
     sequence_parallel: so many ranks share each micro-batch: its tokens, and in attention its heads.

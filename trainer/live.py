@@ -20,13 +20,14 @@ from ngym.schema import Json
 
 from .algorithms import Algorithm
 from .engine import Engine
+from .groups import Group, Taken
 from .publish import Publisher
 from .rl import RolloutOptions
 from .rollouts import Read, described, problem, take
 from .samples import Batch, Sample
 from .services import Services
 from .shaping import informative, informative_components
-from .stream import Group, Stream, Taken
+from .stream import Stream
 from .tasks import TaskSource
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How the run is going: one live line on a terminal, plain lines elsewhere, metrics.jsonl always, and whatever sinks there are."""
+"""How the run is going: on the screen, in metrics.jsonl always, and in whatever sinks there are."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import orjson
 
+from .config import read_launch
+from .display import display
 from .sinks import Sinks
-
-PLAIN_EVERY_S = 2.0
 
 
 class Metrics:
@@ -36,22 +36,19 @@ class Metrics:
         history: Sequence[dict[str, float]] = (),
         sinks: Sinks | None = None,
     ) -> None:
-        from rich.console import Console
-
         self._path = file if shown else Path(os.devnull)
         self._steps = steps
+        self._shown = shown
         self._sinks = sinks or Sinks()
-        self._console = Console(highlight=False, quiet=not shown)
         self._stack = ExitStack()
         self._began = time.monotonic()
-        self._printed = float("-inf")
-        self._before: int | None = None  # steps of an earlier life of the run
         self.history = list(history)
 
     def __enter__(self) -> Self:
-        self._stack.callback(self._close_sinks)
+        alone = read_launch().ranks == 1
         self._rows = self._stack.enter_context(_Rows(self._path))
-        self._live = self._stack.enter_context(_bar(self._console, self._steps)) if self._console.is_terminal else None
+        self._display = self._stack.enter_context(display(self._steps, self.history, self._shown, alone))
+        self._stack.callback(self._close_sinks)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,23 +56,15 @@ class Metrics:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Record a finished step, counted from 1."""
-        elapsed = self._record(step, values)
-        if self._before is None:
-            self._before = step - 1
-        line = _line(values)
-        if self._live is not None:
-            self._live.update(self._live.task_ids[0], completed=step, line=line)
-        elif _is_live(values) or step in (1, self._steps) or elapsed - self._printed >= PLAIN_EVERY_S:
-            self._printed = elapsed
-            left = elapsed / (step - self._before) * (self._steps - step)
-            self._say(f"step {step}/{self._steps}  {line}  {left:.0f} s left")
+        self._record(step, values)
+        self._display.step(step, values)
 
     def note(self, step: int, values: dict[str, float], text: str) -> None:
         """Record what was found out after a step, and say it."""
         self._record(step, values)
         self._say(text)
 
-    def _record(self, step: int, values: dict[str, float]) -> float:
+    def _record(self, step: int, values: dict[str, float]) -> None:
         elapsed = time.monotonic() - self._began
         row = {"step": step, **values, "time/elapsed": round(elapsed, 3)}
         self.history.append(row)
@@ -83,14 +72,13 @@ class Metrics:
             self._say(problem)
         for line in self._sinks.put(step, values):
             self._say(line)
-        return elapsed
 
     def _close_sinks(self) -> None:
         for line in self._sinks.close():
             self._say(line)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False)
+        self._display.say(text)
 
 
 class _Rows:
@@ -123,49 +111,3 @@ class _Rows:
                 self._said = True
                 return f"{self._path}: entries are lost: {error.strerror}; training goes on"
         return None
-
-
-# metric -> how it is shown on the line of a step, if the step has it
-SHOWN = {
-    "reward/mean": "reward {:.3f}",
-    "loss": "loss {:.4f}",
-    "lr": "lr {:.1e}",
-    "grad_norm": "grad {:.2f}",
-    "lag": "lag {:.0f}",
-    "completions/mean_length": "length {:.0f}",
-    "completions/max_length": "longest {:.0f}",
-    "completions/clipped_ratio": "cut off {:.0%}",
-    "kl_penalty": "kl {:.4f}",
-    "explained_variance": "critic explains {:.0%}",
-    "clip_ratio/region_mean": "clipped {:.1%}",
-    "token_mult_prob_error": "mismatch {:.4f}",
-    "mismatch_kl": "mismatch kl {:.1e}",
-    "approx_entropy": "entropy {:.2f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "time/generation": "sampling {:.1f} s",
-    "time/logprob": "logprobs {:.1f} s",
-    "time/train": "training {:.1f} s",
-    "time/weight_sync": "push {:.2f} s",
-}
-# a step of a fraction of a second is not told that every part of it was one
-ONLY_LIVE = ("time/train",)
-
-
-def _is_live(values: dict[str, float]) -> bool:
-    return "time/generation" in values
-
-
-def _line(values: dict[str, float]) -> str:
-    live = _is_live(values)
-    return "  ".join(
-        form.format(values[name]) for name, form in SHOWN.items() if name in values and (live or name not in ONLY_LIVE)
-    )
-
-
-def _bar(console: Any, steps: int) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[line]}"))
-    progress = Progress(*columns, TimeRemainingColumn(), console=console)
-    progress.add_task("", total=steps, line="")
-    return progress

@@ -114,18 +114,46 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     """The tokenizer of the recipe.
 
     Raises:
-        ConfigError: it cannot be loaded, or has no chat template.
+        ConfigError: it cannot be loaded, has no chat template, or is another than that of the model's folder.
     """
+    name = options.tokenizer or options.path
+    tokenizer = _tokenizer(str(name))
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"model.tokenizer: {name} has no chat template; put a chat_template.jinja into its folder")
+    if options.path is not None and name != options.path and _has_tokenizer(options.path):
+        _check_tokens(tokenizer, _tokenizer(options.path), options)
+    return tokenizer
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    name = options.tokenizer or options.path
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.tokenizer: no tokenizer can be loaded from {name}: {_first_line(error)}") from error
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"model.tokenizer: {name} has no chat template; put a chat_template.jinja into its folder")
     return tokenizer
+
+
+def _has_tokenizer(name: str) -> bool:
+    """transformers makes an empty one for a model without."""
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False) is not None
+    except OSError:  # it is no folder and cannot be asked for: what loads the model says so
+        return False
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, options: ModelOptions) -> None:
+    """Tokens may be added to those that the model knows; one with another id would be read as another one."""
+    ids = tokenizer.get_vocab()
+    other = next((token for token, number in own.get_vocab().items() if ids.get(token) != number), None)
+    if other is not None:
+        raise ConfigError(
+            f"model.tokenizer: {options.tokenizer} is not the tokenizer of {options.path} (its token {other!r} has another id "
+            "or none); set model.tokenizer=null"
+        )
 
 
 def load_policy(

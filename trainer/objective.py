@@ -35,7 +35,10 @@ class _Record(BaseModel):
 class Advantage(_Record):
     """How rewards become advantages; the formulas are in advantages.py and gae.py.
 
-    whiten: subtract the mean and divide by the deviation over all tokens of the optimiser step.
+    estimator: what a reward is compared with. eps: added to a deviation before it divides.
+    gamma, lam: discount and trace of GAE, by sampled token.
+    whiten: subtract the mean and divide by the deviation over all tokens of the rollouts that are prepared together: those of a
+    live step, before it is cut into updates, or those of the whole file.
     components: of several rewards per rollout, add them up, or first normalise each within its group (GDPO).
     """
 
@@ -55,6 +58,8 @@ class Advantage(_Record):
 class PolicyLoss(_Record):
     """The surrogate of one token and how tokens are added up.
 
+    surrogate: what is multiplied with the advantage. fixed_length: of the aggregation fixed.
+    entropy_coef: of the bonus for the exact entropy of each distribution that was sampled from.
     ratio: p(token) now / p(token) then, `token` by token; `sequence`: the rollout's geometric mean (GSPO); `product`: of
     the whole rollout (RLOO).
     anchor: whose logprobs are "then": the trainer's own at the start of the step, or the sampler's.
@@ -79,6 +84,7 @@ class PolicyLoss(_Record):
 class Kl(_Record):
     """The pull towards the reference policy; 0 needs no reference.
 
+    coef: its weight. where: in the loss, or taken off the rewards. estimator: of the KL divergence from one sample.
     gradient: `exact` is that of the KL divergence itself; `pathwise` differentiates the estimator, as GRPO's paper does.
     """
 
@@ -89,10 +95,11 @@ class Kl(_Record):
 
 
 class Correction(_Record):
-    """Importance weights w = p(trainer) / p(sampler) for what the two disagree on; null takes the kind's own bound.
+    """Importance weights w = p(trainer) / p(sampler) for what the two disagree on.
 
-    token: w of each token, cut to [low, high]. sequence: the rollout's product, cut. icepop: w, or 0 outside.
-    sequence_mask: w, and 0 for all of a rollout whose geometric mean is outside.
+    kind: `token`: w of each token, cut to [low, high]; `sequence`: the rollout's product, cut; `icepop`: w, or 0 outside;
+    `sequence_mask`: w, and 0 for all of a rollout whose geometric mean is outside.
+    low, high: bounds on w; null: the kind's own.
     """
 
     kind: Literal["none", "token", "sequence", "icepop", "sequence_mask"] = "none"
@@ -115,7 +122,7 @@ _BOUNDS = {  # what others take by default: SkyRL, SkyRL, OpenRLHF and NeMo RL, 
 
 
 class Critic(_Record):
-    """lr: the full learning rate; null: optimizer.lr.
+    """What each token is worth, learned beside the policy. lr: the full learning rate; null: optimizer.lr.
 
     loss_coef: of its loss. Adam's steps hardly depend on it; where ZeRO clips the gradient of policy and critic together, the
     share of each does.
@@ -138,7 +145,8 @@ class Objective(_Record):
 
 
 class Preference(_Record):
-    """DPO and its kin. length_normalised: a mean over an answer's tokens in place of the sum."""
+    """DPO and its kin. loss: of a pair. beta: how much the policy is held to its reference. label_smoothing: the share of pairs taken to be
+    labelled the wrong way round. length_normalised: a mean over an answer's tokens in place of the sum."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     beta: float = Field(default=0.1, gt=0)

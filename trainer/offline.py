@@ -40,7 +40,8 @@ def make(data: DataOptions, say: Say) -> None:
     if find(data.path) is not None:
         return
     say(f"making {data.path}")
-    done = subprocess.run([sys.executable, *data.made_by, "--output", data.path], check=False)
+    words = [sys.executable, *data.made_by, "--output", data.path]
+    done = subprocess.run(words, stdout=sys.stdout.fileno(), check=False)
     if done.returncode != 0:
         raise UsageError(f"data.made_by: {' '.join(data.made_by)} ended with exit code {done.returncode}")
 

@@ -22,7 +22,7 @@ from .checkpoint import committed
 from .checkpoints import CheckpointOptions, Checkpoints
 from .config import DpoOptions, Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
 from .resume import resumable
-from .rl import GrpoOptions
+from .rl import GrpoOptions, RolloutOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,15 +43,12 @@ SKIPPED = "skipped"
 CURVE = "curve.png"
 
 
-def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, resume: bool, dry_run: bool) -> None:
-    """Run a recipe; see `ng_train --help`.
+def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, resume: bool) -> Path:
+    """Run a recipe; see `ng_train --help`. Returns the run's folder.
 
     Raises:
         UsageError: the recipe, its data or the place of its output is wrong.
     """
-    if dry_run:
-        print(as_yaml(*read_recipe(files, overrides)), end="")
-        return
     recipe, tree = checked(files, overrides)
     launch = read_launch()
     if launch.rank == 0:
@@ -62,6 +59,7 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
             _claim(recipe.output, overwrite)
         (recipe.output / RESOLVED).write_text(resolved, encoding="utf-8")
     _run(recipe, launch, resume)
+    return recipe.output
 
 
 def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
@@ -87,23 +85,27 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
     if new is not None:
         recipe = _to_be_saved(recipe, launch, resume)
     with ExitStack() as stack:
+        if launch.rank == 0:  # so that what was started is stopped, and the terminal is as it was
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(tracing.end)
         if not recipe.live:  # a live run's services say where spans go
             tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
+        if recipe.live and launch.rank == 0:
+            _check_tasks(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
-        from . import critic, engine, loop, model, optimizer
+        from . import critic, engine, loop, model, optimizer, ranks
         from .guard import Guard
         from .metrics import Metrics
         from .resume import Saver
         from .sources import FileSource, LiveSource, Parts, make_room, temperature
 
-        stack.enter_context(engine.joined(launch))
+        stack.enter_context(ranks.joined(launch))
         if recipe.data is not None and launch.rank == 0:
             offline.make(recipe.data, _say)
         if new is not None and launch.rank == 0:
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
-        engine.wait_for_all()
+        ranks.wait_for_all()
 
         tokenizer = model.load_tokenizer(recipe.model)
         policy = model.load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
@@ -113,7 +115,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
             policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
         if recipe.live and recipe.live.colocated:
             make_room(recipe, services)
-            engine.wait_for_all()
+            ranks.wait_for_all()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         algorithm = _algorithm(recipe, learner, tokenizer)
         parts = Parts(recipe, learner, algorithm, tokenizer)
@@ -199,13 +201,22 @@ def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
         tokenizer.save_pretrained(aside)
 
 
+def _check_tasks(recipe: Recipe, rollouts: RolloutOptions) -> None:
+    """Before anything starts that takes minutes: a wrong row is told of at once."""
+    from .evaluation import read_held_out
+    from .tasks import TaskSource
+
+    TaskSource(rollouts, recipe.seed)
+    if recipe.evaluation is not None:
+        read_held_out(recipe.evaluation, rollouts)
+
+
 def _services(recipe: Recipe) -> Services:
     """Those of the recipe's config, or of a running ng_run; they begin to start now, while torch is imported."""
     from .services import Services, running, serving_options, started
 
     options = recipe.live
     assert options is not None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is stopped
     environments = (*options.sources, *(recipe.evaluation.held_out(options) if recipe.evaluation else ()))
     agents = list(dict.fromkeys(each.agent for each in environments))
     if options.services is None:
@@ -215,23 +226,28 @@ def _services(recipe: Recipe) -> Services:
 
 
 def _draw(metrics: Metrics, image: Path) -> None:
-    from .curves import as_png, as_text, curves
+    from ngym.plot.curves import told
+    from ngym.plot.picture import Line, Panel, write_picture
+    from ngym.plot.text import as_text
 
-    shown = curves(metrics.history)
+    shown = told(metrics.history)
     if shown:
         _say(as_text(shown))
-        as_png(shown, image)
+        write_picture([Panel("", [Line(series) for series in shown])], image)
 
 
 def _claim(output: Path, overwrite: bool) -> None:
     """The run's folder, without an earlier run's results."""
-    earlier = [output / METRICS, output / POLICY]
-    if any(path.exists() for path in earlier) and not overwrite:
+    if holds_a_run(output) and not overwrite:
         raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
     output.mkdir(parents=True, exist_ok=True)
     for old in (METRICS, SPOOL, SPOOL_FAILURES):
         (output / old).unlink(missing_ok=True)
     Checkpoints(output, CheckpointOptions()).clear()
+
+
+def holds_a_run(output: Path) -> bool:
+    return (output / METRICS).exists() or (output / POLICY).exists()
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,10 @@ from .records import ExistingPath, Positive, Record
 
 
 class SoftOverlong(Record):
-    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit."""
+    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
+
+    limit: sampled tokens of a rollout. buffer: tokens over which the penalty grows. weight: the penalty at the limit.
+    """
 
     limit: Positive
     buffer: Positive
@@ -59,6 +62,7 @@ class GrpoOptions(Record):
 class HeldOutOptions(Record):
     """Tasks of a JSONL file, and the agent that attempts them.
 
+    agent: the name of its service. tasks: the file. max_output_tokens: of one model call; null: as the rows say.
     name: in the metrics; null: the agent's.
     """
 
@@ -85,6 +89,9 @@ class RolloutOptions(Record):
     curriculum: tasks that are always or never solved are drawn less often; null: each once an epoch.
     services: the config file whose services are started; null uses those that an `ng_run` in this folder started.
     policy: the name of the model service that is trained.
+    tasks_per_step: tasks of one step. group_size: attempts at each of them. updates_per_step: optimiser steps on them.
+    max_output_tokens: of one model call; null: as the rows say. concurrency: rollouts in flight at the most.
+    timeout_s: for one rollout.
     max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train, collect;
     more: collect while training.
     dynamic_sampling: up to so many times tasks_per_step are attempted in a step, until enough groups teach something.
@@ -157,7 +164,7 @@ class EvaluationOptions(Record):
 
     tasks: held-out ones of a live run with one environment. environments: the long form, of several files.
     data: a held-out file for a run that learns from a file.
-    limit: the first rows of each file only. attempts: sampled ones at each task. greedy: one more, without sampling.
+    limit: the first rows of each file only. every: steps from one to the next. attempts: sampled ones at each task. greedy: one more, without sampling.
     """
 
     tasks: ExistingPath | None = None

@@ -25,6 +25,7 @@ from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
 from ngym.tree import did_you_mean
+from ngym.unless import never, unless
 
 from .config import Recipe
 
@@ -94,7 +95,7 @@ class Services:
         """
         reached = self.reached
         assert self._task is not None
-        future = asyncio.run_coroutine_threadsafe(_unless(reached.failure(), work), self._task.get_loop())
+        future = asyncio.run_coroutine_threadsafe(unless(reached.failure(), work), self._task.get_loop())
         try:
             return future.result()
         except KeyboardInterrupt:
@@ -171,27 +172,9 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
     tracing.begin(tracing_of(known.services), OWNER)
     peers = Peers(known.urls, known.head_url, run.run_token, owner=OWNER, others=known.others)
     try:
-        yield Reached(peers, run.admin_token, _never)
+        yield Reached(peers, run.admin_token, never)
     finally:
         await peers.close()
-
-
-async def _unless(failure: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, unless the failure comes first."""
-    working, failing = asyncio.create_task(work), asyncio.create_task(failure)
-    try:
-        await asyncio.wait([working, failing], return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            failing.result()
-        return await working
-    finally:
-        for task in (working, failing):
-            task.cancel()
-        await asyncio.gather(working, failing, return_exceptions=True)
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()
 
 
 def needed(config: Config, agents: Sequence[str], policy: str) -> Config:

@@ -18,7 +18,6 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,57 +29,13 @@ from ngym.groups import is_pending, judged
 from ngym.peers import Peers
 from ngym.schema import Json
 
+from .groups import Group, Taken
 from .rl import RolloutOptions
 from .spool import OURS, Spool
-from .tasks import Task, TaskSource
+from .tasks import TaskSource
 
 NEVER = -(1 << 30)  # batches that weights nobody pushed have learned: further behind than any lag
 MOST_STALE = 5  # times that a whole group is collected again
-
-
-@dataclass
-class Group:
-    """The attempts at one task. step: batches that were trained when it was admitted. asked: the next attempt's index."""
-
-    task: Task
-    step: int
-    asked: int = 0
-    running: int = 0
-    stale: int = 0
-    rows: list[Json] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return self.running == 0
-
-    @property
-    def rewards(self) -> list[float]:
-        """Those that there are."""
-        return [row["reward"] for row in self._scored]
-
-    @property
-    def components(self) -> list[dict[str, float]]:
-        """Of each of the rewards."""
-        return [row["ng"].get("reward_components") or {} for row in self._scored]
-
-    @property
-    def _scored(self) -> list[Json]:
-        return [row for row in self.rows if row.get("reward") is not None]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a step trains on. rows: of all attempts, those that were given up too, in the order of the tasks.
-
-    lags: of each row, the batches that the trainer is ahead of the oldest weights in it. stale: rollouts that had to be
-    collected again. equal: groups that were left out, because they teach nothing. metrics: of the tasks.
-    """
-
-    rows: list[Json]
-    lags: list[int]
-    stale: int
-    equal: int
-    metrics: dict[str, float]
 
 
 class Stream:

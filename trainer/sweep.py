@@ -46,25 +46,14 @@ def main(
     *,
     overwrite: bool,
     resume: bool,
-    dry_run: bool,
-) -> None:
-    """Run a recipe with every combination of the values; see `ng_train --help`.
+) -> Path:
+    """Run a recipe with every combination of the values; see `ng_train --help`. Returns the sweep's folder.
 
     Raises:
         UsageError: one of them cannot run; none was started.
         NgymError: some failed.
     """
-    if read_launch().launched:
-        raise UsageError(
-            "--sweep starts its runs itself, and a launcher would start the sweep on every rank: leave it out"
-        )
-    wanted = axes(sweeps)
-    _refuse_settled(wanted, overrides)
-    folder, runs = _planned(files, overrides, combinations(wanted))
-    if dry_run:
-        for run in runs:
-            print(f"{run.folder}  {' '.join(run.combination.overrides)}")
-        return
+    folder, runs = planned(files, overrides, sweeps)
     names = [run.combination.name for run in runs]
     earlier = outcomes.read(folder)
     others = [outcome for name, outcome in earlier.items() if name not in names]  # of other values in the same folder
@@ -90,6 +79,22 @@ def main(
     failed = sum(outcome.status == "failed" for outcome in ended)
     if failed:
         raise NgymError(f"{failed} of {len(runs)} runs failed; what they said is in {folder}/*.log")
+    return folder
+
+
+def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[Run]]:
+    """The sweep's folder and its runs, each of which can be run as far as can be told.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if read_launch().launched:
+        raise UsageError(
+            "--sweep starts its runs itself, and a launcher would start the sweep on every rank: leave it out"
+        )
+    wanted = axes(sweeps)
+    _refuse_settled(wanted, overrides)
+    return _planned(files, overrides, combinations(wanted))
 
 
 def _refuse_settled(wanted: Sequence[Axis], overrides: Sequence[str]) -> None:

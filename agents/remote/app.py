@@ -13,9 +13,9 @@ from ngym.segments import without_tokens
 
 class Options(AgentOptions):
     remote: ServiceName = Field(description="The stanza (kind: agent, with a url) of the service that does the task.")
-    path: str = Field(default="/run", pattern="^/")
+    path: str = Field(default="/run", pattern="^/", description="Where it takes the POST.")
     show: tuple[str, ...] = Field(default=(), description="Fields of the row that it may see; not the answers.")
-    remote_timeout_s: float = Field(default=1800, gt=0)
+    remote_timeout_s: float = Field(default=1800, gt=0, description="For the whole task.")
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .task import CodeTask
 
 
 class CodeOptions(ServiceOptions):
-    sandbox: SandboxOptions = Local()
+    sandbox: SandboxOptions = Local()  # where programs run
     limits: Limits = Limits(cpu_s=5)  # of one run: of a program's test, or of all calls of a function
     partial: bool = False  # pay the share of tests that pass; otherwise the first that fails ends the check
 

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ngym import VerifyRequest, gym_server
 from ngym.answers import number, same_number, without_reasoning
@@ -12,7 +12,7 @@ from ngym.called import calls_in
 from ngym.schema import Json
 from ngym.scores import means_by
 
-from .compare import matched
+from .compare import is_schema, matched
 
 NAMES, ARGUMENTS = 0.2, 0.8
 ASKING_WORDS = 60
@@ -28,6 +28,19 @@ class Task(VerifyRequest):
     expected_answer: Decimal | None = Field(default=None, description="Where no call is needed: the number to answer.")
     asks_for: list[str] = Field(default=[], description="Where a call cannot be made: the words for what is missing.")
 
+    @field_validator("responses_create_params")
+    @classmethod
+    def _tools_can_be_read(cls, params: Json) -> Json:
+        tools = params.get("tools") or []
+        if not isinstance(tools, list):  # pydantic wants a ValueError
+            raise ValueError(f"tools must be a list, not {type(tools).__name__}")  # noqa: TRY004
+        for place, tool in enumerate(tools):
+            if not isinstance(tool, dict):
+                raise ValueError(f"tools[{place}] must be an object, not {type(tool).__name__}")  # noqa: TRY004
+            if tool.get("type") == "function" and not _is_function(tool):
+                raise ValueError(f"tools[{place}] must have a name, and a JSON Schema as its parameters")
+        return params
+
     @model_validator(mode="after")
     def _one_kind(self) -> "Task":
         if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) != 1:
@@ -41,6 +54,10 @@ class Task(VerifyRequest):
     def schemas(self) -> dict[str, dict[str, Any]]:
         tools = self.responses_create_params.get("tools") or []
         return {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
+
+
+def _is_function(tool: Json) -> bool:
+    return isinstance(tool.get("name"), str) and is_schema(tool.get("parameters") or {})
 
 
 async def verify(task: Task) -> dict[str, Any]:

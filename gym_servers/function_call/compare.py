@@ -31,6 +31,17 @@ def matched(made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schema
     return Matched(exact, len(left) - len(names))
 
 
+def is_schema(value: Any) -> bool:
+    """Whether `same` can compare by it."""
+    if not isinstance(value, dict):
+        return False
+    members, required = value.get("properties", {}), value.get("required", [])
+    if not (isinstance(members, dict) and isinstance(required, list)):
+        return False
+    inner = [*members.values(), *([value["items"]] if "items" in value else [])]
+    return all(isinstance(name, str) for name in required) and all(map(is_schema, inner))
+
+
 def same(made: Any, expected: Any, schema: Schema) -> bool:
     """Whether a value that the model wrote means the expected one.
 

@@ -19,7 +19,7 @@ from .questions import criterion_question, pair_question, ranking_question
 class JudgeOptions(ServiceOptions):
     judge: ServiceName = "policy"  # a model service; better another one than the policy that is trained
     attempts: int = Field(default=2, ge=1)  # how often it is asked until its verdict can be read
-    timeout_s: float = Field(default=120.0, gt=0)
+    timeout_s: float = Field(default=120.0, gt=0)  # for one answer of the judge
     scale: int = Field(default=5, ge=1, le=100)  # a rubric's criteria are scored from 0 to this
     shaping: Shaping = Shaping()
 

@@ -20,7 +20,7 @@ IN_JSON = re.compile(r'\{\s*"answer"\s*:\s*("(?:[^"\\\n]|\\.)*")[^{}]*\}\s*(?:``
 
 
 class QaOptions(ServiceOptions):
-    metric: Literal["exact", "f1"] = "exact"
+    metric: Literal["exact", "f1"] = "exact"  # what is paid: equal or not, or the words that both have
     shaping: Shaping = Shaping()
 
 

@@ -14,7 +14,7 @@ from ngym.services.app import JsonResponse, add_route, context_of, json_body, se
 
 
 class Options(ServiceOptions):
-    sandbox: SandboxOptions = Local()
+    sandbox: SandboxOptions = Local()  # where programs run
     most: Limits = Limits(cpu_s=60, memory_mib=4096, disk_mib=256)  # what callers may ask for
 
 

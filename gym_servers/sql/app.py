@@ -17,7 +17,7 @@ pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=5
 class SqlOptions(ServiceOptions):
     databases: str | None = None  # folder of `{database}/*.sqlite`, for rows that name one
     deadline_s: float = 5.0  # CPU seconds for one verification, or one query of the policy's
-    max_queries: int = 20
+    max_queries: int = 20  # of one rollout; further ones are refused
 
 
 class Query(BaseModel):

@@ -9,7 +9,8 @@ from pydantic import ValidationError, ValidationInfo, field_validator
 from ngym import ServiceError, Session, VerifyRequest, gym_server
 from ngym.called import calls_in
 
-from .actions import Action, act
+from .action import Action
+from .actions import TOOLS, act
 from .office import Office, differences, office
 
 MAX_ROWS = 2000
@@ -84,4 +85,4 @@ def _replayed(task: Task) -> Office:
     return state
 
 
-app = gym_server(tools=[as_tool(name, action) for name, action in Action.every.items()], verify=verify)
+app = gym_server(tools=[as_tool(name, action) for name, action in TOOLS.items()], verify=verify)

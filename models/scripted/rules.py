@@ -25,7 +25,10 @@ _ASSISTANT = frozenset({"reasoning", "function_call"})
 
 
 class ToolCall(BaseModel):
-    """A call that a reply makes."""
+    """A call that a reply makes.
+
+    name: of the tool. arguments: an object, or the text that is sent as it is.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str = Field(min_length=1)
@@ -33,7 +36,11 @@ class ToolCall(BaseModel):
 
 
 class Reply(BaseModel):
-    """Conditions, and what to say where they hold."""
+    """Conditions, and what to say where they hold.
+
+    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the first
+    call of a conversation. reasoning, text: what is said. tool_calls: what is called.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     match: re.Pattern[str] | None = None

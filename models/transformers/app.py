@@ -26,7 +26,7 @@ class Options(ModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
     served_name: str | None = Field(default=None, description="What answers call it; default: the service's name.")
     device: str = Field(default="cpu", description="torch's name of it.")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of the weights.")
     threads: int = Field(default=1, ge=1, description="torch's threads on a CPU; more ruin a tiny model.")
     context: int | None = Field(default=None, ge=1, description="Tokens; default: the model's own.")
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")

@@ -17,22 +17,22 @@ transfer neither holds: transfer.py says what does.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from ngym.errors import BadRequest, NotFound, NotReady, ServiceError, Unauthorized
+from ngym.errors import BadRequest, NotFound, ServiceError
 from ngym.services.app import JsonResponse, json_body, validated
 
 from .adapter import AdapterFiles, AdapterShape
 from .engine import Engine, PauseMode, Seconds
+from .files import named, received
+from .gate import Route, check_token, guarded, while_alive
 from .pushed import Begin, Commit, NamedFile, Prove, Push, PushOptions, Received
 from .sleep import Sleep
 from .staging import Announced, Shapes, Stage, check_adapter, check_announced
@@ -40,8 +40,6 @@ from .transfer import Transfer
 
 SHA256 = re.compile("[0-9a-f]{64}")
 FILES = "/weights/files"
-
-Route = Callable[[Request], Awaitable[Response]]
 
 
 class WeightPush:
@@ -65,24 +63,25 @@ class WeightPush:
     @property
     def routes(self) -> list[tuple[str, str, Route, str]]:
         """(method, path, handler, summary)."""
+        guard = partial(guarded, token=self._options.token)
         routes = [
             ("GET", "/weights", self._tell, "The policy version that is served, and how to push another"),
-            ("POST", "/weights", self._guarded(self._begin), "Begin a weight push"),
-            ("PUT", FILES, self._guarded(self._add_file), "Send one safetensors file of a push"),
-            ("POST", "/weights/commit", self._guarded(self._commit), "Serve the weights that were sent"),
-            ("POST", "/weights/transfer/connect", self._guarded(self._connect), "Meet the trainer of a transfer"),
-            ("POST", "/weights/transfer/start", self._guarded(self._start), "Stop generating, to receive"),
-            ("POST", "/weights/transfer/update", self._guarded(self._update), "Receive tensors of a transfer"),
-            ("DELETE", "/weights", self._guarded(self._give_up), "End a push without effect"),
-            ("POST", "/weights/sleep", self._guarded(self._sleep.sleep), "Lend the memory of the GPU"),
-            ("POST", "/weights/wake", self._guarded(self._sleep.wake), "Take it back, and go on generating"),
-            ("POST", "/weights/proof", self._guarded(self._prove), "Logprobs of a prompt under the served weights"),
+            ("POST", "/weights", guard(self._begin), "Begin a weight push"),
+            ("PUT", FILES, guard(self._add_file), "Send one safetensors file of a push"),
+            ("POST", "/weights/commit", guard(self._commit), "Serve the weights that were sent"),
+            ("POST", "/weights/transfer/connect", guard(self._connect), "Meet the trainer of a transfer"),
+            ("POST", "/weights/transfer/start", guard(self._start), "Stop generating, to receive"),
+            ("POST", "/weights/transfer/update", guard(self._update), "Receive tensors of a transfer"),
+            ("DELETE", "/weights", guard(self._give_up), "End a push without effect"),
+            ("POST", "/weights/sleep", guard(self._sleep.sleep), "Lend the memory of the GPU"),
+            ("POST", "/weights/wake", guard(self._sleep.wake), "Take it back, and go on generating"),
+            ("POST", "/weights/proof", guard(self._prove), "Logprobs of a prompt under the served weights"),
         ]
-        return [(method, path, _while_alive(handler), summary) for method, path, handler, summary in routes]
+        return [(method, path, while_alive(handler), summary) for method, path, handler, summary in routes]
 
     async def _tell(self, request: Request) -> Response:
         if "authorization" in request.headers:
-            self._check_token(request)  # so that a pusher learns early that its token is wrong
+            check_token(request, self._options.token)  # so that a pusher learns early that its token is wrong
         offered: dict[str, Any] = {
             "http": True,
             "filesystem": self._options.root,
@@ -99,29 +98,6 @@ class WeightPush:
                 **self._transfer.told,
             }
         )
-
-    def _guarded(self, route: Route) -> Route:
-        """The route for those who know the token; the body is not read before that."""
-
-        async def guarded(request: Request) -> Response:
-            self._check_token(request)
-            return await route(request)
-
-        return guarded
-
-    def _check_token(self, request: Request) -> None:
-        if self._options.token is None:
-            problem = (
-                "the weight push is closed, because this server was given no token; start it with ng_run, "
-                "or set push_token: ${oc.env:NAME} in its stanza"
-            )
-            raise Unauthorized(problem, status=403)
-        told = request.headers.get("authorization", "")
-        if not hmac.compare_digest(told.encode(), f"Bearer {self._options.token}".encode()):
-            raise Unauthorized(
-                "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
-                "beside the config of ng_run, or the push_token of this server's stanza"
-            )
 
     async def _begin(self, request: Request) -> Response:
         body: Begin = validated(Begin, await json_body(request), "a weight push")
@@ -170,10 +146,10 @@ class WeightPush:
             if push.stage is None:
                 raise BadRequest("this push was begun as a transfer, which has no files")
             if request.headers.get("content-type", "").startswith("application/json"):
-                named: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
-                part = await asyncio.to_thread(push.stage.copy, self._under_root(named.path))
+                body: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
+                part = await asyncio.to_thread(push.stage.copy, named(body.path, self._options.root))
             else:
-                part = await self._receive(request, push.stage)
+                part = await received(request, push.stage, self._options.lease_s)
             await asyncio.to_thread(push.stage.accept, part, sha256)
         return JsonResponse({"push": push.id})
 
@@ -262,35 +238,6 @@ class WeightPush:
                 raise
             self._lend(push)
 
-    async def _receive(self, request: Request, stage: Stage) -> Path:
-        part, size, loop = stage.next_file(), 0, asyncio.get_running_loop()
-        try:
-            with part.open("wb") as file:
-                async with asyncio.timeout(self._options.lease_s) as patience:
-                    async for chunk in request.stream():
-                        size += len(chunk)
-                        if size > stage.room:
-                            raise stage.too_large()
-                        file.write(chunk)
-                        patience.reschedule(loop.time() + self._options.lease_s)
-        except (ClientDisconnect, TimeoutError):
-            raise BadRequest(f"the file broke off after {size} bytes; push again", retryable=True) from None
-        return part
-
-    def _under_root(self, path: str) -> Path:
-        """The file that this path means: under weights_root, wherever its symbolic links lead."""
-        root = self._options.root
-        if root is None:
-            raise BadRequest("field 'path': this server reads no files; set weights_root in its stanza, or send bytes")
-        if "\0" in path:
-            raise BadRequest("field 'path': a path has no null character")
-        file = (root / path).resolve()
-        if not file.is_relative_to(root):
-            raise BadRequest(f"field 'path': {path} is not under this server's weights_root {root}")
-        if not file.is_file():
-            raise BadRequest(f"field 'path': there is no file {file}")
-        return file
-
     def _lend(self, push: Push) -> None:
         if self._current is push:
             push.lease = asyncio.get_running_loop().call_later(self._options.lease_s, self._end, push)
@@ -302,18 +249,6 @@ class WeightPush:
             self._transfer.broken("the push was not brought to its end")
         if self._current is push:
             self._current = None
-
-
-def _while_alive(route: Route) -> Route:
-    """An engine that dies meanwhile is started again, with this server: a pusher may come back."""
-
-    async def told(request: Request) -> Response:
-        try:
-            return await route(request)
-        except EngineDeadError:
-            raise NotReady("vLLM's engine process died; the server restarts") from None
-
-    return told
 
 
 def _conflict(detail: str, *, retryable: bool = False) -> ServiceError:

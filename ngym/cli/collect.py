@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from ngym.cli.main import Command
+from ngym.cli.main import Choice, Command, command
+from ngym.cli.names import services
 from ngym.errors import UsageError
 
 EPILOG = """\
-\b
 Exit codes: 0    every rollout is done
             1    some were given up (see *_failures.jsonl), or a service stayed away
             2    the command, the config or the input is wrong; the lines say where
             75   the disk was full for ten minutes
             130  interrupted; what was finished is on the disk, and --resume goes on
-\b
+
 NeMo Gym's flags (+agent_name=... +input_jsonl_fpath=... +num_repeats=...) are understood, too."""
 
 
@@ -38,48 +38,53 @@ class CollectCommand(Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(
-    "ng_collect_rollouts",
-    cls=CollectCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-@click.option("--agent", metavar="NAME", help="For rows that name none (agent_ref).")
+@command("ng_collect_rollouts", epilog=EPILOG, cls=CollectCommand)
+@click.option("--agent", metavar="NAME", shell_complete=services("agent"), help="For rows that name none (agent_ref).")
 @click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
-@click.option("--limit", type=click.IntRange(1), help="The first so many tasks only.")
-@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Rollouts of each task.")
-@click.option("--concurrency", type=click.IntRange(1), default=64, show_default=True, help="Rollouts in flight.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="The first so many tasks only.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Rollouts of each task."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rollouts in flight."
+)
 @click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")
 @click.option("--overwrite", is_flag=True, help="Delete what --output holds, and start again.")
-@click.option("--temperature", type=click.FloatRange(0), help="Overrides every row's.")
-@click.option("--max-output-tokens", type=click.IntRange(1), help="Overrides every row's.")
+@click.option("--temperature", type=click.FloatRange(0), metavar="T", help="Overrides every row's.")
+@click.option("--max-output-tokens", type=click.IntRange(1), metavar="N", help="Overrides every row's.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Into responses_create_params (repeatable)."
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Into responses_create_params, such as top_p=0.9; repeat it.",
 )
-@click.option("--seed", type=int, help="Rollout i of a task samples with this + i.")
+@click.option("--seed", type=int, metavar="N", help="Rollout i of a task samples with this + i.")
 @click.option(
     "--token-format",
-    type=click.Choice(["ng", "nemo"]),
+    type=Choice(["ng", "nemo"]),
     default="ng",
     show_default=True,
     help="Tokens as segments; nemo: also on each output item, for NeMo RL.",
 )
 @click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, help="Seconds, each attempt."
-)
+    "--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, metavar="SECONDS",
+    help="For each attempt.",
+)  # fmt: skip
 @click.option(
-    "--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="For failures that may pass."
-)
+    "--max-attempts", type=click.IntRange(1), default=3, show_default=True, metavar="N",
+    help="For failures that may pass.",
+)  # fmt: skip
 @click.option(
     "--config",
     "configs",
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help="Start and stop these services here.",
+    help="Start these services here, and stop them at the end; repeat it.",
 )
-@click.option("--head", metavar="URL", help="The run to use  [default: the one in this folder, else port 11000]")
+@click.option("--head", metavar="URL", help="The run to use.  [default: the one in this folder, else port 11000]")
 @click.option("--dry-run", is_flag=True, help="Check everything, show what would be done, and do nothing.")
 @click.option("--by", metavar="FIELD", help="Also a table by what this field of the rows says, such as level.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to standard error.")
@@ -93,7 +98,8 @@ def main(ctx: click.Context, /, **options: Any) -> None:
 
     \b
     Examples: ng_collect_rollouts --agent math_agent --input data/math/train.jsonl --output out.jsonl --repeats 8
-              ng_collect_rollouts --config global_config.yaml --agent math_agent --input ... --output ... --resume
+              ng_collect_rollouts --agent math_agent --input data/math/train.jsonl --output out.jsonl --repeats 8 --resume
+              ng_collect_rollouts --config global_config.yaml --input tasks.jsonl --output out.jsonl policy.replicas=2
     """
     from ngym.cli.collect_options import Options
     from ngym.cli.collecting import collect_into_files

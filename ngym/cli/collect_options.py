@@ -7,11 +7,13 @@ from pathlib import Path
 
 import orjson
 
+from ngym.addresses import wrong_url
 from ngym.collect.outcome import TokenFormat
 from ngym.collect.plan import Recipe
 from ngym.collect.run import Limits
 from ngym.errors import UsageError
 from ngym.schema import Json
+from ngym.tree import near_file
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class Options:
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite contradict each other; keep one")
+        if self.head and (problem := wrong_url(self.head)):
+            raise UsageError(f"--head {problem}")
         if self.configs and self.head:
             raise UsageError("--config starts services here and --head uses running ones; keep one")
         if self.overrides and not self.configs:
             hint = "overrides of the config need --config FILE; for a sampling setting use --set"
             raise UsageError(f"{self.overrides[0]!r}: {hint}")
         if not self.source.is_file():
-            raise UsageError(f"{self.source}: no such file (--input)")
+            raise UsageError(f"{self.source}: no such file (--input){near_file(self.source)}")
         for text in self.settings:
             _setting(text)
 

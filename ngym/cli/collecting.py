@@ -16,20 +16,22 @@ import orjson
 
 from ngym import process, tracing
 from ngym.cli.collect_options import Options
+from ngym.cli.ending import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from ngym.collect.discovery import Known, discover
-from ngym.collect.display import Meter, Show, clock, display
+from ngym.collect.display import Meter, Show, display
 from ngym.collect.environment import environment_metrics
 from ngym.collect.files import Files
 from ngym.collect.gate import Gate
 from ngym.collect.outcome import FailedAttempt
-from ngym.collect.plan import PlannedRollout, input_rows, planned
+from ngym.collect.plan import PlannedRollout
 from ngym.collect.record import Source
 from ngym.collect.report import as_json, files, tables
 from ngym.collect.run import Run
 from ngym.config import Config, load_config, tracing_of
-from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.rowlog import DiskFull
+from ngym.screen import clock, harmless, is_live
+from ngym.supervise.board import told
 from ngym.supervise.headfile import find_running, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
@@ -37,7 +39,6 @@ from ngym.supervise.shown import shown_config
 from ngym.supervise.supervisor import Supervisor
 
 DEFAULT_HEAD = "http://127.0.0.1:11000"
-EXIT_DONE, EXIT_FAILED, EXIT_DISK_FULL, EXIT_INTERRUPTED = 0, 1, 75, 130
 FLUSH_S = 4.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,7 +51,10 @@ def collect_into_files(options: Options) -> int:
         config = load_config(options.configs, options.overrides) if options.configs else None
         known = _known(options, config)
         if options.dry_run:
-            return _dry_run(options, known)
+            from ngym.cli.collect_plan import show_plan
+
+            show_plan(options, known, config)
+            return EXIT_DONE
         return Session(options, known).run(config, launcher)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -62,24 +66,10 @@ def collect_into_files(options: Options) -> int:
 def _known(options: Options, config: Config | None) -> Known:
     """Who there is, or will be: from the config that we start, else from the head."""
     if config is not None:
-        agents = frozenset(name for name, stanza in config.services.items() if stanza.kind == "agent")
-        return Known({}, agents, shown_config(config))
+        return Known.of(shown_config(config))
     running = find_running(Path.cwd())
     url = options.head or (running.url if running else DEFAULT_HEAD)
     return process.run(discover(url, token_of(url, Path.cwd())))
-
-
-def _dry_run(options: Options, known: Known) -> int:
-    """Check the input to its end, and show the first thing that would be sent."""
-    recipe, first, count = options.recipe, None, 0
-    for rollout in planned(input_rows(options.source, recipe, known.agents), recipe):
-        first = first or rollout
-        count += 1
-    if first is None:
-        raise UsageError(f"{options.source}: no rows in it; each line is one task")
-    click.echo(f"{count:,} rollouts into {options.output}; the first, by {first.agent}:")
-    click.echo(orjson.dumps(first.row, option=orjson.OPT_INDENT_2))
-    return EXIT_DONE
 
 
 class Session:
@@ -114,7 +104,7 @@ class Session:
                 self._tell(store)
         except DiskFull as error:
             click.echo(str(error), err=True)
-            return EXIT_DISK_FULL
+            return EXIT_TRY_AGAIN
         finally:
             store.close()
         if self.status == "interrupted":
@@ -122,7 +112,7 @@ class Session:
         return EXIT_FAILED if store.aggregates.given_up else EXIT_DONE
 
     def _prepare(self, store: Files) -> None:
-        options, live = self.options, self.stream.isatty()
+        options, live = self.options, is_live(self.stream)
         store.prepare(
             resume=options.resume,
             overwrite=options.overwrite,
@@ -217,7 +207,7 @@ class Session:
         meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
         async with display(meter, self.stream, lost=lambda: self._interrupt(task)) as show:
             if self._supervisor:
-                self._on_state = lambda state: show.say(f"{state.label}: {state.status} {state.detail}")
+                self._on_state = lambda state: show.say(told(state))
             ends = [asyncio.create_task(self._consume(run, plan, show))]
             if self._supervisor:
                 ends.append(asyncio.create_task(self._supervisor.failure()))
@@ -258,11 +248,11 @@ class Session:
         self._echo(f"{self.status}: {aggregates.done:,} of {total:,} rollouts in {clock(self._seconds)}")
         if aggregates.done + aggregates.given_up < total:
             self._echo("go on with the same command and --resume")
-        for line in files(store.paths):
+        for line in files(store.paths, console.width - 2 if console.is_terminal else None):
             self._echo(f"  {line}")
 
     def _say_state(self, state: State) -> None:
-        self._echo(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
+        self._echo(harmless(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip()))
 
     def _echo(self, text: str, nl: bool = True) -> None:
         click.echo(text, self.stream, nl=nl)

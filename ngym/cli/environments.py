@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -12,6 +13,7 @@ from ngym.config import Config, app_file
 from ngym.errors import ConfigError
 from ngym.facts import readme_of
 from ngym.peers import Peers
+from ngym.screen import harmless
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
@@ -19,30 +21,43 @@ from ngym.validation import Environment, Finding, described, examine, find_envir
 from ngym.validation.checks import SHOWN
 from ngym.validation.standin import MODEL, can_be_alone, others, with_stand_ins
 
-EXIT_RIGHT, EXIT_WRONG = 0, 1
+Say = Callable[[str], None]
 _REMEDY = f"{MODEL} beside its gold.jsonl, with replies of models/scripted, lets a scripted model stand in"
 
 
-async def try_environments(config: Config, launcher: Launcher, names: Sequence[str], within_s: float) -> int:
-    """Each of them, or all that have gold answers if none is named; the exit code.
+class Tried(NamedTuple):
+    """An environment, and what each check found."""
+
+    name: str
+    findings: list[Finding]
+
+    @property
+    def wrong(self) -> bool:
+        return any(finding.mistakes for finding in self.findings)
+
+
+async def try_environments(
+    config: Config, launcher: Launcher, names: Sequence[str], within_s: float, say: Say
+) -> list[Tried]:
+    """Each of them, or all that have gold answers if none is named. say: told each line, for a person, as it is found.
 
     Raises:
         ConfigError: there is no such gym server, or it has no gold answers.
     """
-    chosen = [_named(config, name) for name in names] or _all(config)
-    wrong = 0
+    chosen = [_named(config, name) for name in names] or _all(config, say)
+    tried = []
     alone = with_stand_ins(config, chosen)
     async with started(alone, alone.services, launcher) as peers:
         for environment in chosen:
             if asked := others(config, environment.name):
-                click.echo(
-                    f"{environment.name} asks {', '.join(asked)}: a scripted model stands in, which judges nothing"
-                )
+                say(f"{environment.name} asks {', '.join(asked)}: a scripted model stands in, which judges nothing")
             peer = peers[environment.name]
             facts = await described(environment, readme_of(_app(config, environment.name)), peer)
-            wrong += _show(environment, [facts, *await examine(environment, peer, within_s)])
-    click.echo(f"{len(chosen)} environments, " + (f"{wrong} with mistakes" if wrong else "all right"))
-    return EXIT_WRONG if wrong else EXIT_RIGHT
+            tried.append(Tried(environment.name, [facts, *await examine(environment, peer, within_s)]))
+            _show(tried[-1], say)
+    wrong = sum(each.wrong for each in tried)
+    say(f"{len(chosen)} environments, " + (f"{wrong} with mistakes" if wrong else "all right"))
+    return tried
 
 
 @asynccontextmanager
@@ -75,33 +90,29 @@ def _app(config: Config, name: str) -> Path:
     return app_file(stanza.app or "", config.root, stanza.where)
 
 
-def _all(config: Config) -> list[Environment]:
+def _all(config: Config, say: Say) -> list[Environment]:
     gyms = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"]
     found = []
     for environment in filter(None, (find_environment(config, stanza) for stanza in gyms)):
         if can_be_alone(config, environment):
             found.append(environment)
         else:
-            click.echo(
-                f"{environment.name} asks {', '.join(others(config, environment.name))}: it is not tried; {_REMEDY}"
-            )
+            say(f"{environment.name} asks {', '.join(others(config, environment.name))}: it is not tried; {_REMEDY}")
     if not found:
         raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/NAME/gold.jsonl")
     return found
 
 
-def _show(environment: Environment, findings: Sequence[Finding]) -> bool:
-    """Whether there is a mistake in it."""
-    click.echo(f"{environment.name}")
-    for finding in findings:
-        click.echo(f"  {'right' if not finding.mistakes else 'WRONG'}  {finding.check:<9} {finding.looked_at}")
+def _show(tried: Tried, say: Say) -> None:
+    say(tried.name)
+    for finding in tried.findings:
+        say(f"  {'right' if not finding.mistakes else 'WRONG'}  {finding.check:<9} {finding.looked_at}")
         for mistake in finding.mistakes[:SHOWN]:
-            click.echo(f"           {mistake}")
+            say(f"           {mistake}")
         if len(finding.mistakes) > SHOWN:
-            click.echo(f"           and {len(finding.mistakes) - SHOWN} more")
-    return any(finding.mistakes for finding in findings)
+            say(f"           and {len(finding.mistakes) - SHOWN} more")
 
 
 def _say_failure(state: State) -> None:
     if state.status in ("restarting", "failed"):
-        click.echo(f"{state.name}: {state.detail or state.status}", err=True)
+        click.echo(harmless(f"{state.name}: {state.detail or state.status}"), err=True)

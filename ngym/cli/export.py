@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from ngym.cli.main import command
+from ngym.cli.ending import EXIT_DONE, EXIT_FAILED
+from ngym.cli.main import Choice, command
 from ngym.export.options import FORMATS, STRATEGIES, Options
 
 EXIT_CODES = """\
@@ -17,7 +18,6 @@ Exit codes: 0    the output is written (with --dry-run: it would be)
             1    no rollout is left to export, or the output cannot be written
             2    the command or a line of the input is wrong; the lines say where
             130  interrupted; nothing is written"""
-EXIT_DONE, EXIT_EMPTY, EXIT_INTERRUPTED = 0, 1, 130
 TICK_S = 2.0
 FILE = click.Path(path_type=Path)
 
@@ -26,28 +26,37 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--format",
     "format",
-    type=click.Choice(FORMATS),
+    type=Choice(FORMATS),
     required=True,
     help="demonstrations for SFT, preferences for DPO; rollouts are copied as they are.",
 )
 @click.option("--input", "source", type=FILE, metavar="FILE...", help="Rollouts, JSONL; one or several files.")
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="JSONL.")
-@click.option("--min-reward", type=float, help="Of what is to be imitated.  [default: 1; preferences, rollouts: any]")
+@click.option(
+    "--min-reward",
+    type=float,
+    metavar="REWARD",
+    help="Of what is to be imitated.  [default: 1; preferences, rollouts: any]",
+)
 @click.option("--best", type=click.IntRange(1), metavar="N", help="The N best rollouts of each task.")
 @click.option(
     "--pairs",
-    type=click.Choice(STRATEGIES),
+    type=Choice(STRATEGIES),
     help="Which rollouts of a task are paired.  [default: best-worst]",
 )
-@click.option("--margin", type=click.FloatRange(0), help="Least difference of a pair's rewards.  [default: any]")
+@click.option(
+    "--margin", type=click.FloatRange(0), metavar="REWARD", help="Least difference of a pair's rewards.  [default: any]"
+)
 @click.option(
     "--max-pairs", type=click.IntRange(1), metavar="N", help="Pairs of each task.  [default: best-worst 1, else all]"
 )
 @click.option("--dedupe", is_flag=True, help="The same conversation once only.")
-@click.option("--keep-reasoning/--drop-reasoning", default=True, help="[default: keep]")
+@click.option("--keep-reasoning/--drop-reasoning", default=True, help="What the model thought.  [default: keep]")
 @click.option("--keep-truncated", is_flag=True, help="Imitate what the step limit stopped, too.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows, drawn at random.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Decides among equals, and for --limit.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Decides among equals, and for --limit."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.option("--dry-run", is_flag=True, help="Show the numbers and the first row, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
@@ -61,13 +70,11 @@ def main(ctx: click.Context, /, source: Path | None, more: tuple[Path, ...], as_
 
     \b
     Examples: ng_export --format demonstrations --input out.jsonl --output sft.jsonl --best 2 --dedupe
+              ng_export --format kto --input out.jsonl --output kto.jsonl --dry-run --json
               ng_export --format preferences --input runs/*/out.jsonl --output dpo.jsonl --pairs all --margin 0.5
     """
     inputs = (source, *more) if source else more
-    try:
-        ctx.exit(_export(Options(inputs=inputs, **options), as_json))
-    except KeyboardInterrupt:
-        ctx.exit(EXIT_INTERRUPTED)
+    ctx.exit(_export(Options(inputs=inputs, **options), as_json))
 
 
 def _export(options: Options, as_json: bool) -> int:
@@ -93,7 +100,7 @@ def _export(options: Options, as_json: bool) -> int:
         click.echo(f"{options.output}: {tally.rows:,} rows", file=stream)
     if as_json:
         click.echo(orjson.dumps(as_object(tally, options, time.monotonic() - started)))
-    return EXIT_DONE if tally.rows else EXIT_EMPTY
+    return EXIT_DONE if tally.rows else EXIT_FAILED
 
 
 class _Ticker:

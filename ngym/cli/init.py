@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 
 import click
+import orjson
 
+from ngym.cli.ending import DISK_FULL, writing
 from ngym.cli.main import command
 from ngym.errors import UsageError
 
@@ -119,11 +124,23 @@ def test_the_environment_rewards_what_it_must() -> None:
 ''')
 
 
-@command("ng_init")
+EXIT_CODES = """\
+Exit codes: 0  the folder is made
+            2  the name is none, the folder is in use or cannot be written; nothing was overwritten"""
+
+
+@command("ng_init", epilog=EXIT_CODES)
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path), metavar="PATH", help="Where to make it. [default: ./NAME]")
-def main(name: str, folder: Path | None) -> None:
-    """Make a folder with an environment NAME, its config and example tasks; all of it runs as it stands."""
+@click.option("--folder", type=click.Path(path_type=Path), metavar="PATH", help="Where to make it.  [default: ./NAME]")
+@click.option("--dry-run", is_flag=True, help="Show which files would be written, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: the folder, its files, what to run next.")
+def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
+    """Make a folder with an environment NAME, its config and example tasks; all of it runs as it stands.
+
+    \b
+    Examples: ng_init my_env
+              ng_init my_env --folder work/first_try
+    """
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is no name for an environment: use lower-case letters, digits and '_', such as my_env"
@@ -131,15 +148,40 @@ def main(name: str, folder: Path | None) -> None:
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; nothing was written. Choose another --folder")
-    for path, text in project(name).items():
-        target = folder / path
+    files = {folder / path: text for path, text in project(name).items()}
+    if not dry_run:
+        _write(folder, files)
+    steps = [f"cd {shlex.quote(str(folder))}", "ng_run", _collect(name)]
+    if as_json:
+        click.echo(orjson.dumps({"folder": str(folder), "files": [str(path) for path in files], "next": steps}))
+        return
+    for path in files:
+        click.echo(f"{'would write' if dry_run else 'wrote'} {path}")
+    click.echo("\nnext:\n  {}\n  {}\nand in a second terminal, in the same folder:\n  {}".format(*steps))
+
+
+def _write(folder: Path, files: Mapping[Path, str]) -> None:
+    """On a full disk none of them stays, so that the same command can be given again."""
+    for path, text in files.items():
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"{target}: cannot be written ({error.strerror}); choose another --folder") from None
-        click.echo(f"wrote {target}")
-    click.echo(f"\nnext:\n  cd {folder}\n  ng_run\nand in a second terminal, in the same folder:\n  {_collect(name)}")
+            if error.errno in DISK_FULL:
+                _remove(folder, files)
+                raise
+            raise UsageError(f"{path}: cannot be written ({error.strerror}); choose another --folder") from None
+
+
+def _remove(folder: Path, files: Iterable[Path]) -> None:
+    """The files, and the folders in `folder` that are empty then."""
+    for path in files:
+        path.unlink(missing_ok=True)
+    made = {parent for path in files for parent in path.parents if folder in parent.parents}
+    for parent in sorted(made, reverse=True):
+        with suppress(OSError):
+            parent.rmdir()
 
 
 def project(name: str) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
+import orjson
 
+from ngym.cli.columns import aligned
 from ngym.cli.main import command
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 DEFAULT = Path("global_config.yaml")
 SPLITS = ("train", "validation", "example")
+EXIT_CODES = """\
+Exit codes: 0  they are shown
+            2  the command or the config is wrong; the line says where"""
 HEADER = ("NAME", "DOMAIN", "KIND", "TRAIN", "VALID", "EXAMPLE", "LICENSE", "")
 
 
@@ -35,17 +39,24 @@ class Listed(NamedTuple):
         return {"name": self.name, "app": self.app, "in_config": self.in_config, "rows": self.rows, **known}
 
 
-@command("ng_list")
+@command("ng_list", epilog=EXIT_CODES)
 @click.option(
     "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-    help="A config file; repeat it, and later files win. [default: global_config.yaml, if there is one]",
+    help="A config file; repeat it, and later files win.  [default: global_config.yaml, if there is one]",
 )  # fmt: skip
 @click.option("--domain", "domains", multiple=True, metavar="DOMAIN", help="Only this domain, such as math; repeat it.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON array, also with the public sets to train on.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="A JSON array on standard output, also with the public sets to train on."
+)
 def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> None:
     """Show every environment: its domain, kind, rows, the licence of its data, what it is. Nothing is started.
 
     KIND is `tools` (calls tools), `single_turn` (only answers) or `steps` (plays turn by turn).
+
+    \b
+    Examples: ng_list
+              ng_list --domain math --domain games
+              ng_list --json
     """
     from ngym.errors import UsageError
     from ngym.facts import Domain
@@ -58,7 +69,7 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
     found = environments(configs or ((DEFAULT,) if DEFAULT.is_file() else ()))
     shown = [each for each in found if not domains or (each.facts and each.facts.domain in domains)]
     if as_json:
-        click.echo(json.dumps([each.as_json() for each in shown], indent=2, ensure_ascii=False))
+        click.echo(orjson.dumps([each.as_json() for each in shown], option=orjson.OPT_INDENT_2))
         return
     _print([each for each in shown if each.in_config], f"in {', '.join(map(str, configs)) or DEFAULT}")
     _print(
@@ -114,11 +125,9 @@ def _count(path: Path) -> int:
 def _print(listed: Sequence[Listed], title: str) -> None:
     if not listed:
         return
-    rows: list[tuple[str, ...]] = [HEADER, *map(_row, listed)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     click.echo(title)
-    for row in rows:
-        click.echo("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned([HEADER, *map(_row, listed)]):
+        click.echo(f"  {line}")
 
 
 def _row(each: Listed) -> tuple[str, ...]:

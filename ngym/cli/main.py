@@ -1,79 +1,133 @@
-"""`ng`: every command under one name; and what all share: the config options, errors as one line with an exit code."""
+"""`ng`: every command under one name; and what all share: one line for an error, --version, the config options."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ngym.errors import NgymError, UsageError
+from ngym import __version__
+from ngym.cli.ending import ended
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Command -> its module and its line in `ng --help`, so that the help of one does not import the others.
 COMMANDS = {
+    "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and teach it."),
+    "init": ("ngym.cli.init", "Make a folder with an environment of your own."),
+    "list": ("ngym.cli.list", "Show every environment: domain, kind, rows, licence."),
+    "prepare": ("ngym.cli.prepare", "Turn a public set into rows that its environment accepts."),
+    "validate": ("ngym.cli.validate", "Check a config; try its environments without a model."),
     "run": ("ngym.cli.run", "Start every service of the config and keep it running."),
     "status": ("ngym.cli.status", "Show the services of the run in this folder."),
     "serve": ("ngym.cli.serve", "Run one service of the config, alone, in this process."),
     "collect_rollouts": ("ngym.cli.collect", "Run an agent over tasks and write scored rollouts."),
-    "export": ("ngym.cli.export", "Turn rollouts into training files."),
+    "view": ("ngym.cli.view", "Look at rollouts and training runs in a browser."),
     "profile": ("ngym.cli.profile", "Say which tasks are solved, and which teach nothing."),
     "reverify": ("ngym.cli.reverify", "Verify stored rollouts again, without a model."),
-    "validate": ("ngym.cli.validate", "Check a config; try its environments without a model."),
+    "export": ("ngym.cli.export", "Turn rollouts into training files."),
     "train": ("ngym.cli.train", "Train a policy."),
-    "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and teach it."),
-    "list": ("ngym.cli.list", "Show every environment: domain, kind, rows, licence."),
-    "prepare": ("ngym.cli.prepare", "Turn a public set into rows that its environment accepts."),
-    "init": ("ngym.cli.init", "Make a folder with an environment of your own."),
+    "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
+}
+# Of `ng` alone: they have no script of their own.
+OWN = {
+    "help": ("ngym.cli.help", "Show this, or the help of a command."),
+    "completion": ("ngym.cli.completion", "Print what makes a shell complete all commands."),
+}
+GROUPS = {
+    "Begin": ("quickstart", "init"),
+    "Environments": ("list", "prepare", "validate"),
+    "Services": ("run", "status", "serve"),
+    "Rollouts": ("collect_rollouts", "view", "profile", "reverify", "export"),
+    "Training": ("train", "plot"),
+    "The command line": tuple(OWN),
 }
 
 
+def context_settings() -> dict[str, Any]:
+    """How help is laid out, and whether there are colours: NO_COLOR, TERM=dumb, FORCE_COLOR, else only on a terminal."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    color = False if plain else True if os.environ.get("FORCE_COLOR") else None
+    return {"help_option_names": ["-h", "--help"], "max_content_width": 100, "color": color}
+
+
+def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        click.echo(f"{ctx.command_path} (ngym) {__version__}")
+        ctx.exit()
+
+
+VERSION = click.Option(
+    ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=_tell_version, help="Show it and exit."
+)
+
+
 class Command(click.Command):
-    """A command whose own errors end it with one clear line: exit code 2 for a wrong command or config, else 1."""
+    """Ends with one clear line and an exit code (ngym/cli/ending.py), and tells its version."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except NgymError as error:
-            click.echo(str(error), err=True)
-            ctx.exit(2 if isinstance(error, UsageError) else 1)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(VERSION)
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        run = partial(super().main, *args, standalone_mode=False, **extra)
+        if not standalone_mode:
+            return run()
+        sys.exit(ended(run, self.name or "ng"))
 
 
-class CommandList(click.Group):
+class CommandList(Command, click.Group):
     """Commands that are imported when they are used; a misspelt one gets the nearest name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *OWN]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
+        known = {**COMMANDS, **OWN}
+        if name not in known:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[name][0]).main
+        command: click.Command = importlib.import_module(known[name][0]).main
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0].removeprefix("ng_").replace("-", "_")
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        if name not in COMMANDS and not name.startswith("_"):
-            ctx.fail(f"no command {args[0]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        name = args[0].removeprefix("ng_").removeprefix("ng-").replace("-", "_")
+        if name not in self.list_commands(ctx) and not name.startswith("_"):
+            # `colect` is nearer to `collect` than to `collect_rollouts`.
+            whole = {word: known for known in self.list_commands(ctx) for word in (known.partition("_")[0], known)}
+            near = get_close_matches(name, whole, n=1)
+            ctx.fail(f"no command {args[0]!r}" + (f" (did you mean {whole[near[0]]!r}?)" if near else ""))
         return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands (each also exists as ng_<command>)"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        lines = {**COMMANDS, **OWN}
+        width = max(map(len, lines))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), lines[name][1]) for name in names])
 
 
-def command(name: str, epilog: str = "") -> Callable[[Callable[..., Any]], Command]:
+class Choice(click.Choice[str]):
+    """One of a few words; of a misspelt one it says which is meant."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        near = get_close_matches(str(value), self.choices, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        return super().get_invalid_choice_message(value, ctx).rstrip(".") + meant
+
+
+def command(name: str, epilog: str = "", cls: type[Command] = Command) -> Callable[[Callable[..., Any]], Command]:
     """`@command("ng_run")` instead of `@click.command`. The epilog's lines are kept as they are."""
     kept = "\b\n" + epilog if epilog else None
-    settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-    return click.command(name, cls=Command, epilog=kept, context_settings=settings)
+    return click.command(name, cls=cls, epilog=kept, context_settings=context_settings())
 
 
 def config_options(function: Function) -> Function:
@@ -92,7 +146,12 @@ def config_options(function: Function) -> Function:
     return overrides(files(function))
 
 
-@click.command(cls=CommandList, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="ngym")
-def main() -> None:
-    """Train and evaluate language-model agents against environments that are plain HTTP services."""
+@click.command("ng", cls=CommandList, invoke_without_command=True, context_settings=context_settings())
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Train and evaluate language-model agents against environments that are plain HTTP services.
+
+    `ng COMMAND` is also `ng_COMMAND`. Each has --help with examples; most have --json for programs, and --dry-run.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

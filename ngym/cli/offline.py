@@ -10,7 +10,7 @@ from statistics import fmean
 import click
 
 from ngym.cli.main import command
-from ngym.cli.steps import ng, step
+from ngym.cli.steps import Walk
 
 QUICKSTART = Path("runs/quickstart/sft/policy")
 CONFIG = """\
@@ -47,32 +47,33 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     from ngym.config import shipped
 
     started = time.monotonic()
+    walk = Walk(STEPS)
     folder.mkdir(parents=True, exist_ok=True)
     data = shipped() / "data" / "calculator"
     config, rollouts, pairs = folder / "global_config.yaml", folder / "rollouts.jsonl", folder / "pairs.jsonl"
 
-    step(1, STEPS, "the policy to begin with: it can call the calculator, but prefers to guess")
-    policy = policy or _quickstarts_or_new(folder, seed)
+    walk.step("the policy to begin with: it can call the calculator, but prefers to guess")
+    policy = policy or _quickstarts_or_new(folder, seed, walk)
     config.write_text(CONFIG.format(file=config, policy=os.path.relpath(policy, folder)), encoding="utf-8")
 
     def collect(source: Path, output: Path, *more: str) -> None:
         where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(source))
-        ng("collect_rollouts", *where, "--output", str(output), "--overwrite", *more)
+        walk.ng("collect_rollouts", *where, "--output", str(output), "--overwrite", *more)
 
     held_out, before, after = data / "validation.jsonl", folder / "before.jsonl", folder / "after.jsonl"
-    step(2, STEPS, "how good it is on tasks that it will not learn from")
+    walk.step("how good it is on tasks that it will not learn from")
     collect(held_out, before, "--repeats", str(HELD_OUT_REPEATS))
-    step(3, STEPS, f"{repeats} rollouts of each of {tasks} tasks to learn from")
+    walk.step(f"{repeats} rollouts of each of {tasks} tasks to learn from")
     collect(data / "train.jsonl", rollouts, "--limit", str(tasks), "--repeats", str(repeats))
-    step(4, STEPS, "pairs of a better and a worse rollout of the same task")
-    ng(
+    walk.step("pairs of a better and a worse rollout of the same task")
+    walk.ng(
         *("export", "--format", "preferences", "--input", str(rollouts), "--output", str(pairs)),
         *("--pairs", "best-worst", "--max-pairs", str(repeats // 2), "--overwrite"),
     )
-    step(5, STEPS, "direct preference optimisation")
+    walk.step("direct preference optimisation")
     what = (f"model.path={policy}", f"data.path={pairs}", f"output={folder / 'dpo'}", f"seed={seed}")
-    ng("train", str(shipped() / "trainer" / "recipes" / "dpo.yaml"), *what, "--overwrite")
-    step(6, STEPS, "how good it is now")
+    walk.ng("train", str(shipped() / "trainer" / "recipes" / "dpo.yaml"), *what, "--overwrite")
+    walk.step("how good it is now")
     collect(held_out, after, "--repeats", str(HELD_OUT_REPEATS), "policy.model=dpo/policy")
 
     click.secho(f"\nheld-out reward {_mean_reward(before):.3f} -> {_mean_reward(after):.3f}", bold=True)
@@ -81,14 +82,16 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     )
 
 
-def _quickstarts_or_new(folder: Path, seed: int) -> Path:
+def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
     if QUICKSTART.is_dir():
         click.echo(f"{QUICKSTART} is there")
         return QUICKSTART
     from ngym.config import shipped
 
     output = folder / "sft"
-    ng("train", str(shipped() / "trainer" / "recipes" / "sft.yaml"), f"output={output}", f"seed={seed}", "--overwrite")
+    walk.ng(
+        "train", str(shipped() / "trainer" / "recipes" / "sft.yaml"), f"output={output}", f"seed={seed}", "--overwrite"
+    )
     return output / "policy"
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
+import orjson
 
 from ngym.cli.main import command
 from ngym.errors import NgymError, UsageError
@@ -22,25 +24,32 @@ if TYPE_CHECKING:
 
 DEFAULT = Path("global_config.yaml")
 SHOWN = 8  # reasons for what was left out
-HEADER = ("NAME", "ENVIRONMENT", "ROWS", "LICENCE", "SOURCE")
-SEEN = (
-    "Revisions, paths, fields and licences were read in public records of these sets; none was downloaded where ngym is "
-    "built.\nng_prepare checks each sha256 that is known, and each row with the environment's own server."
-)
 EXIT_CODES = """\
-Exit codes: 0  train.jsonl, validation.jsonl and manifest.json are written
-            1  the set could not be fetched, or none of its records made a row
-            2  the command, the config or a file is wrong"""
+Exit codes: 0    train.jsonl, validation.jsonl and manifest.json are written
+            1    the set could not be fetched, or none of its records made a row
+            2    the command, the config or a file is wrong
+            130  interrupted; what was fetched stays, and the next command goes on"""
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    from ngym.config import shipped
+    from ngym.prepare.sets import find_sets
+
+    return [name for name in find_sets((Path.cwd(), shipped())) if name.startswith(begun)]
 
 
 @command("ng_prepare", epilog=EXIT_CODES)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=_names)
 @click.option("--list", "listed", is_flag=True, help="Show the sets there are; nothing is fetched.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Where to put it. [default: data/NAME]")
+@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Where to put it.  [default: data/NAME]")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows of each split.")
 @click.option(
     "--revision", metavar="REV", help="Another commit than the pinned one (40 hex digits): no sha256 is known."
 )
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows of each split.")
+@click.option(
+    "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+    help="A config with the environment.  [default: global_config.yaml, if it is there, else as shipped]",
+)  # fmt: skip
 @click.option(
     "--cache", type=click.Path(path_type=Path), default=Path(".ngym/downloads"), show_default=True, metavar="DIR",
     help="Where downloads stay; a file that lies there is not fetched.",
@@ -54,31 +63,38 @@ Exit codes: 0  train.jsonl, validation.jsonl and manifest.json are written
     "--github", default="https://raw.githubusercontent.com", show_default=True, metavar="URL",
     help="GitHub's files, or a mirror.",
 )  # fmt: skip
-@click.option(
-    "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-    help="A config with the environment. [default: global_config.yaml, if it is there, else as shipped]",
-)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Show what would be fetched, tried and written, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 def main(
     name: str | None,
     listed: bool,
     output: Path | None,
-    revision: str | None,
     limit: int | None,
+    revision: str | None,
+    configs: tuple[Path, ...],
     cache: Path,
     hub: str,
     hub_token: str | None,
     github: str,
-    configs: tuple[Path, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Fetch a public set by NAME, make rows of it, and try each on the environment's server.
 
     What the server refuses, and what does not pay for the set's own answer, is left out and counted.
+
+    \b
+    Examples: ng_prepare --list
+              ng_prepare gsm8k --dry-run
+              ng_prepare gsm8k --limit 500 --output data/gsm8k_small
     """
     if listed or name is None:
-        _list()
+        from ngym.cli.prepare_shown import show_sets
+
+        show_sets(as_json)
         return
     from ngym.config import shipped
-    from ngym.prepare.rows import check_free
+    from ngym.prepare.rows import MANIFEST, check_free
     from ngym.prepare.sets import find_sets, named
     from ngym.supervise.launcher import Launcher
 
@@ -86,28 +102,38 @@ def main(
     chosen = _at(chosen, revision) if revision else chosen
     folder = output or Path("data") / chosen.name
     check_free(folder, chosen.name)
-    paths = _download(chosen, cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
+    mirrors = Mirrors(cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
+    if dry_run:
+        from ngym.cli.prepare_shown import show_plan
+
+        show_plan(chosen, mirrors, folder, _environment(chosen, configs)[1], as_json)
+        return
+    say = partial(click.echo, err=as_json)
+    paths = _download(chosen, mirrors, say)
     launcher = Launcher.start()
     try:
-        asyncio.run(_prepare(chosen, paths, folder, limit, configs, launcher))
+        asyncio.run(_prepare(chosen, paths, folder, limit, configs, launcher, say))
     finally:
         launcher.close()
+    if as_json:
+        manifest = orjson.loads((folder / MANIFEST).read_bytes())
+        click.echo(orjson.dumps({"output": str(folder), **manifest}, option=orjson.OPT_INDENT_2))
 
 
-def _list() -> None:
-    from ngym.config import shipped
-    from ngym.prepare.sets import find_sets
+class Mirrors(NamedTuple):
+    """Whence the files come, and where they stay."""
 
-    rows = [HEADER]
-    for each in find_sets((Path.cwd(), shipped())).values():
-        count = f"{each.rows:,}" if each.rows is not None else "?"
-        rows.append((each.name, each.environment, count, each.licence, f"{each.host}:{each.repo}@{each.revision[:12]}"))
-        if each.note:
-            rows.append(("", f"  {each.note}", "", "", ""))
-    widths = [max(len(row[column]) for row in rows if row[0]) for column in range(len(HEADER))]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    click.echo(f"\n{SEEN}")
+    cache: Path
+    hub: str
+    github: str
+    token: str | None
+
+    def url(self, chosen: PublicSet, file: File) -> str:
+        return chosen.url(file, self.hub, self.github)
+
+    def paths(self, chosen: PublicSet) -> dict[File, Path]:
+        home = self.cache / chosen.repo.replace("/", "__") / chosen.revision
+        return {file: home / file.path for part in chosen.parts for file in part.files}
 
 
 def _at(chosen: PublicSet, revision: str) -> PublicSet:
@@ -116,16 +142,15 @@ def _at(chosen: PublicSet, revision: str) -> PublicSet:
     return chosen.at(revision)
 
 
-def _download(chosen: PublicSet, cache: Path, hub: str, github: str, token: str | None) -> dict[File, Path]:
+def _download(chosen: PublicSet, mirrors: Mirrors, say: Callable[[str], None]) -> dict[File, Path]:
     from ngym.prepare.download import fetch
 
-    home = cache / chosen.repo.replace("/", "__") / chosen.revision
-    paths: dict[File, Path] = {}
-    for file in (file for part in chosen.parts for file in part.files):
-        paths[file] = home / file.path
-        if not paths[file].is_file():
-            click.echo(f"fetching {chosen.url(file, hub, github)}")
-        fetch(chosen.url(file, hub, github), paths[file], file.sha256, token if chosen.host == "hugging_face" else None)
+    paths = mirrors.paths(chosen)
+    for file, path in paths.items():
+        url = mirrors.url(chosen, file)
+        if not path.is_file():
+            say(f"fetching {url}")
+        fetch(url, path, file.sha256, mirrors.token if chosen.host == "hugging_face" else None)
     return paths
 
 
@@ -136,6 +161,7 @@ async def _prepare(
     limit: int | None,
     configs: Sequence[Path],
     launcher: Launcher,
+    say: Callable[[str], None],
 ) -> None:
     from ngym.cli.environments import started
     from ngym.prepare.accepting import accepted
@@ -146,14 +172,14 @@ async def _prepare(
     left_out: Counter[str] = Counter()
     agent = _agent(config, stanza.name)
     rows = distinct(converted(chosen, paths, agent, limit, left_out), left_out)
-    click.echo(f"trying {sum(map(len, rows.values())):,} rows on {stanza.name}")
+    say(f"trying {sum(map(len, rows.values())):,} rows on {stanza.name}")
     async with started(config, {stanza.name}, launcher) as peers:
         rows = await accepted(peers[stanza.name], rows, left_out)
     if not any(rows.values()):
         raise NgymError("\n".join([f"none of {chosen.name}'s records made a row:", *some(left_out, SHOWN)]))
     files = [{"path": file.path, "sha256": digest(path), "expected": file.sha256} for file, path in paths.items()]
     write(folder, chosen, rows, left_out, files)
-    _report(chosen, folder, rows, left_out)
+    _report(chosen, folder, rows, left_out, say)
 
 
 def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
@@ -180,15 +206,21 @@ def _agent(config: Config, gym: str) -> str:
     return next((stanza.name for stanza in agents if stanza.options.get("gym") == gym), f"{gym}_agent")
 
 
-def _report(chosen: PublicSet, folder: Path, rows: Mapping[Split, list[Converted]], left_out: Counter[str]) -> None:
+def _report(
+    chosen: PublicSet,
+    folder: Path,
+    rows: Mapping[Split, list[Converted]],
+    left_out: Counter[str],
+    say: Callable[[str], None],
+) -> None:
     from ngym.prepare.rows import some
 
     told = ", ".join(f"{len(rows[split]):,} for {what}" for split, what in _WHAT.items())
-    click.echo(f"{folder}: {told} ({chosen.licence}); where they come from stands in manifest.json")
+    say(f"{folder}: {told} ({chosen.licence}); where they come from stands in manifest.json")
     if left_out:
-        click.echo("\n".join([f"left out: {left_out.total():,}", *some(left_out, SHOWN)]))
+        say("\n".join([f"left out: {left_out.total():,}", *some(left_out, SHOWN)]))
     if chosen.note:
-        click.echo(chosen.note)
+        say(chosen.note)
 
 
 _WHAT: dict[Split, str] = {"train": "training", "validation": "validation"}

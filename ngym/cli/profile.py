@@ -21,21 +21,36 @@ if TYPE_CHECKING:
 FILE = click.Path(path_type=Path)
 BARS = 10
 WIDTH = 40
+EXIT_CODES = """\
+Exit codes: 0  it is told
+            1  --output cannot be written
+            2  the command or a line of a file is wrong; the lines say where"""
 
 
-@command("ng_profile")
+@command("ng_profile", epilog=EXIT_CODES)
 @click.argument("sources", nargs=-1, required=True, type=FILE, metavar="FILE...")
-@click.option("--solved", type=float, default=1.0, show_default=True, help="The reward from which on a task is solved.")
+@click.option(
+    "--solved",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="REWARD",
+    help="The reward from which on a task is solved.",
+)
 @click.option("--by", metavar="FIELD", help="Also a line for each value of this field of the rows, such as level.")
 @click.option("--output", type=FILE, metavar="FILE", help="A JSONL row for each task.")
-@click.option("--json", "as_json", is_flag=True, help="The rows on standard output, and no table.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="The rows, one JSON object a line, on standard output, and no table."
+)
 def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
     """Say of scored rollouts, task by task, how often each was solved, and which tasks teach nothing.
 
     A task teaches something to the algorithms that compare the rollouts of a task if their rewards differ.
 
     \b
-    Example: ng_profile out.jsonl --by level --output tasks.jsonl
+    Examples: ng_profile out.jsonl
+              ng_profile runs/*/out.jsonl --by level --output tasks.jsonl
+              ng_profile out.jsonl --json
     """
     from ngym.jsonl import write_whole
     from ngym.profile import profile

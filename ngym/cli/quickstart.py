@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from ngym.cli.main import command
-from ngym.cli.steps import ng, python, step
+from ngym.cli.steps import Walk
 from ngym.schema import Json
 
 CONFIG = """\
@@ -24,76 +25,141 @@ calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: pol
 STEPS = 5
 NEXT = """\
 What to try next{activate}
+  ng_view {folder}
+      every rollout in a browser: what the policy said, why it got its reward; and the curves
   ng_run --config {config}
       the same services, with a status page; then in a second terminal, from the folder {folder}:
   ng_collect_rollouts --agent calculator_agent --input {tasks} --output more.jsonl --repeats 16 --temperature 0.7
   ng_init my_env
       an environment of your own: two functions and a stanza"""
+EXIT_CODES = """\
+Exit codes: 0    all steps are done
+            2    the command is wrong; the line says where
+            130  interrupted
+Any other is that of the step that failed; its message is above."""
 
 
-@command("ng_quickstart")
+@command("ng_quickstart", epilog=EXIT_CODES)
 @click.option(
-    "--folder",
-    type=click.Path(path_type=Path),
-    default="runs/quickstart",
-    show_default=True,
+    "--folder", type=click.Path(path_type=Path), default="runs/quickstart", show_default=True, metavar="PATH",
     help="Where everything goes.",
-)
+)  # fmt: skip
 @click.option(
-    "--tasks", "limit", type=click.IntRange(1, 256), default=32, show_default=True, help="Held-out tasks to run."
+    "--tasks", "limit", type=click.IntRange(1, 256), default=32, show_default=True, metavar="N",
+    help="Held-out tasks to run.",
+)  # fmt: skip
+@click.option(
+    "--repeats", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rollouts of each task."
 )
-@click.option("--repeats", type=click.IntRange(1), default=8, show_default=True, help="Rollouts of each task.")
-@click.option("--seed", type=int, default=0, show_default=True)
-def main(folder: Path, limit: int, repeats: int, seed: int) -> None:
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of everything that is drawn.")
+@click.option("--dry-run", is_flag=True, help="Show the commands, and run none.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
+def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_json: bool) -> None:
     """Make a tiny policy, serve it with vLLM, collect scored rollouts, and improve it by reinforcement learning.
 
     Takes about two minutes on two cores. What is in the folder is made anew.
 
     \b
-    Example: ng_quickstart --repeats 16
+    Examples: ng_quickstart
+              ng_quickstart --folder runs/second --repeats 16 --seed 1
     """
+    started = time.monotonic()
+    walk, places = Walk(STEPS, dry_run, err=as_json), Places(folder)
+    _walk(walk, places, limit, repeats, seed)
+    if not dry_run:
+        _tell(places, time.monotonic() - started, as_json)
+    elif as_json:
+        click.echo(json.dumps({"folder": str(folder), "commands": walk.commands}))
+
+
+class Places(NamedTuple):
+    """What is made, and where."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "global_config.yaml"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.folder / "rollouts.jsonl"
+
+    @property
+    def taught(self) -> Path:
+        """The policy that supervised fine-tuning makes."""
+        return self.folder / "sft" / "policy"
+
+    @property
+    def reinforced(self) -> Path:
+        """The run of reinforcement learning."""
+        return self.folder / "grpo"
+
+
+def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
     from ngym.config import shipped
 
-    started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    data = shipped() / "data" / "calculator"
-    config, demonstrations, rollouts = (
-        folder / "global_config.yaml",
-        folder / "demonstrations.jsonl",
-        folder / "rollouts.jsonl",
-    )
-    config.write_text(CONFIG.format(file=config))
-    tasks = data / "validation.jsonl"
+    recipes, folder = shipped() / "trainer" / "recipes", places.folder
+    if not walk.dry_run:
+        folder.mkdir(parents=True, exist_ok=True)
+        places.config.write_text(CONFIG.format(file=places.config))
 
-    step(1, STEPS, "word problems, and demonstrations of how (and how not) to solve them")
-    python(str(data / "generate.py"), "demonstrations", "--output", str(demonstrations), "--seed", str(seed))
-    step(2, STEPS, "supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
-    recipe = shipped() / "trainer" / "recipes" / "sft.yaml"
-    ng("train", str(recipe), f"data.path={demonstrations}", f"output={folder / 'sft'}", f"seed={seed}", "--overwrite")
-    step(3, STEPS, f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
-    where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(tasks), "--output", str(rollouts))
-    ng("collect_rollouts", *where, "--limit", str(limit), "--repeats", str(repeats), "--overwrite")
-    step(4, STEPS, "three of the rollouts")
-    from ngym.transcript import transcript
+    walk.step("word problems, and demonstrations of how (and how not) to solve them")
+    script, made = _data() / "generate.py", folder / "demonstrations.jsonl"
+    walk.python(str(script), "demonstrations", "--output", str(made), "--seed", str(seed))
+    walk.step("supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
+    common = (f"seed={seed}", "--overwrite")
+    walk.ng("train", str(recipes / "sft.yaml"), f"data.path={made}", f"output={places.taught.parent}", *common)
+    walk.step(f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
+    where = ("--config", str(places.config), "--agent", "calculator_agent", "--input", str(_tasks()))
+    how_many = ("--limit", str(limit), "--repeats", str(repeats))
+    walk.ng("collect_rollouts", *where, "--output", str(places.rollouts), *how_many, "--overwrite")
+    walk.step("three of the rollouts")
+    if not walk.dry_run:
+        _show(places.rollouts, walk)
+    walk.step("reinforcement learning: vLLM samples, the services score, DeepSpeed trains, new weights are pushed")
+    live = (f"model.path={places.taught}", f"rollouts.services={places.config}")
+    walk.ng("train", str(recipes / "grpo.yaml"), *live, f"output={places.reinforced}", *common)
 
-    for row in _telling(rollouts):
-        click.echo(transcript(row) + "\n")
-    step(5, STEPS, "reinforcement learning: vLLM samples, the services score, DeepSpeed trains, new weights are pushed")
-    services = f"rollouts.services={config}"
-    policy = f"model.path={folder / 'sft' / 'policy'}"
-    grpo = shipped() / "trainer" / "recipes" / "grpo.yaml"
-    ng("train", str(grpo), policy, services, f"output={folder / 'grpo'}", f"seed={seed}", "--overwrite")
+
+def _data() -> Path:
+    from ngym.config import shipped
+
+    return shipped() / "data" / "calculator"
+
+
+def _tasks() -> Path:
+    return _data() / "validation.jsonl"
+
+
+def _tell(places: Places, seconds: float, as_json: bool) -> None:
+    if as_json:
+        run = places.reinforced
+        policies = {"before": str(places.taught), "policy": str(run / "policy")}
+        files = {"rollouts": str(places.rollouts), "metrics": str(run / "metrics.jsonl")}
+        click.echo(json.dumps({**policies, **files, "seconds": round(seconds, 1)}))
+        return
     click.echo(
-        f"\nDone in {time.monotonic() - started:.0f} s. Everything is in {folder}: both policies (Hugging Face folders), {rollouts.name}, logs.\n"
+        f"\nDone in {seconds:.0f} s. Everything is in {places.folder}: both policies (Hugging Face folders), "
+        f"{places.rollouts.name}, logs.\n"
     )
     bin_folder = Path(sys.executable).parent
     activate = "" if shutil.which("ng_run") else f" (after `. {os.path.relpath(bin_folder / 'activate')}`)"
-    click.echo(NEXT.format(activate=activate, config=config, folder=folder, tasks=tasks))
+    click.echo(NEXT.format(activate=activate, config=places.config, folder=places.folder, tasks=_tasks()))
+
+
+def _show(rollouts: Path, walk: Walk) -> None:
+    from ngym.transcript import transcript
+
+    for row in _telling(rollouts):
+        walk.say(transcript(row) + "\n")
 
 
 def _telling(rollouts: Path) -> list[Json]:
     """A rollout that used the tool and was right, one that guessed wrong, and the longest of the others."""
-    rows = list(_rows(rollouts))
+    from ngym.jsonl import read
+
+    rows = [line.row for line in read(rollouts)]
     right = next((row for row in rows if row["reward"] == 1 and row["ng"]["tool_calls"]), None)
     wrong = next((row for row in rows if row["reward"] == 0 and not row["ng"]["tool_calls"]), None)
     others = sorted(
@@ -101,11 +167,3 @@ def _telling(rollouts: Path) -> list[Json]:
     )
     chosen = [row for row in (right, wrong) if row is not None]
     return (chosen + [row for row in others if row["reward"] == 0] + others)[:3]
-
-
-def _rows(path: Path) -> Iterator[Json]:
-    import orjson
-
-    with path.open("rb") as file:
-        for line in file:
-            yield orjson.loads(line)

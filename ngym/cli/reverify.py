@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 import orjson
 
+from ngym.cli.ending import EXIT_DONE, EXIT_FAILED, writing
 from ngym.cli.main import command
 from ngym.errors import ConfigError, UsageError
 from ngym.schema import Json
+from ngym.screen import harmless
 
 if TYPE_CHECKING:
     from ngym.config import Config
@@ -23,9 +26,10 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 EXIT_CODES = """\
-Exit codes: 0  every rollout has been verified again
-            1  some could not be; they keep their rewards in the output, and are counted
-            2  the command, the config or the input is wrong; the line says where"""
+Exit codes: 0    every rollout has been verified again
+            1    some could not be; they keep their rewards in the output, and are counted
+            2    the command, the config or the input is wrong; the line says where
+            130  interrupted; nothing is written"""
 FILE = click.Path(path_type=Path)
 
 
@@ -42,9 +46,13 @@ FILE = click.Path(path_type=Path)
     metavar="FILE",
     help="Its gym servers are started and stopped here.",
 )
-@click.option("--concurrency", type=click.IntRange(1), default=64, show_default=True, help="Verifications at once.")
 @click.option("--models", is_flag=True, help="Also start the models that gym servers ask, such as a judge.")
+@click.option(
+    "--concurrency", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Verifications at once."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
+@click.option("--dry-run", is_flag=True, help="Check the input, show what would be started, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def main(
@@ -52,58 +60,96 @@ def main(
     source: Path,
     output: Path,
     configs: tuple[Path, ...],
-    concurrency: int,
     models: bool,
+    concurrency: int,
     overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
     overrides: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Verify stored rollouts again, after a verifier was changed. No model is asked, and no token changes.
 
     Environments that a judge scores need --models: it judges again.
 
     \b
-    Example: ng_reverify --input out.jsonl --output again.jsonl
+    Examples: ng_reverify --input out.jsonl --output again.jsonl
+              ng_reverify --input out.jsonl --output again.jsonl --models --json
     """
     from ngym.config import load_config
     from ngym.supervise.launcher import Launcher
 
-    if output.exists() and not overwrite:
-        raise UsageError(f"{output} exists; choose another --output, or pass --overwrite")
-    if output.exists() and output.samefile(source):
-        raise UsageError(f"{output} is the input; choose another --output")
+    _check(source, output, overwrite or dry_run)
+    if dry_run:
+        _show(_needs(load_config(configs, overrides), source, models), output, as_json)
+        return
     launcher = Launcher.start()
     try:
-        config = load_config(configs, overrides)
-        ctx.exit(asyncio.run(_reverify(config, launcher, source, output, concurrency, models)))
+        needs = _needs(load_config(configs, overrides), source, models)
+        told = asyncio.run(_reverify(needs, launcher, source, output, concurrency))
     finally:
         launcher.close()
+    told.show(output, as_json)
+    ctx.exit(EXIT_FAILED if told.failed else EXIT_DONE)
 
 
-async def _reverify(
-    config: Config, launcher: Launcher, source: Path, output: Path, concurrency: int, models: bool
-) -> int:
+def _check(source: Path, output: Path, overwrite: bool) -> None:
+    if not output.parent.is_dir():
+        raise UsageError(
+            f"{output}: the folder {output.parent} does not exist; make it first: mkdir -p {output.parent}"
+        )
+    if output.is_dir():
+        raise UsageError(f"{output} is a folder; name a file for --output")
+    if output.exists() and not overwrite:
+        raise UsageError(f"{output} exists; choose another --output, or pass --overwrite")
+    if output.exists() and source.exists() and output.samefile(source):
+        raise UsageError(f"{output} is the input; choose another --output")
+
+
+class Needs(NamedTuple):
+    """gyms: of each agent, the gym server that scores it. rows: how many each agent has. services: what has to run."""
+
+    config: Config
+    gyms: dict[str, str]
+    rows: Counter[str]
+    services: Collection[str]
+
+
+def _needs(config: Config, source: Path, models: bool) -> Needs:
+    rows = Counter(row["agent_ref"]["name"] for row in _rows(source))
+    if not rows:
+        raise UsageError(f"{source}: no rows in it")
+    gyms = {agent: _gym(config, agent, source) for agent in rows}
+    return Needs(config, gyms, rows, _services(config, set(gyms.values()), models))
+
+
+def _show(needs: Needs, output: Path, as_json: bool) -> None:
+    starts = sorted(needs.services)
+    if as_json:
+        click.echo(orjson.dumps({"output": str(output), "rows": needs.rows, "gyms": needs.gyms, "starts": starts}))
+        return
+    for agent, rows in needs.rows.items():
+        click.echo(f"{agent}: {rows:,} rollouts, verified by {needs.gyms[agent]}")
+    there = f" ({output} is there: --overwrite is needed)" if output.exists() else ""
+    click.echo(f"would start {', '.join(starts)} and write {output}{there}; nothing was started or written")
+
+
+async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path, concurrency: int) -> _Told:
     from ngym.cli.environments import started
     from ngym.reverify import reverified
 
-    gyms = {row["agent_ref"]["name"]: _gym(config, row["agent_ref"]["name"], source) for row in _rows(source)}
-    if not gyms:
-        raise UsageError(f"{source}: no rows in it")
-    services = _services(config, set(gyms.values()), models)
     aside = output.with_name(f".{output.name}.partial")
     told = _Told()
     try:
-        async with started(config, services, launcher) as peers:
-            with aside.open("wb") as file:
-                async for again in reverified(_rows(source), _of(gyms, peers), concurrency):
+        async with started(needs.config, needs.services, launcher) as peers:
+            with writing(output), aside.open("wb") as file:
+                async for again in reverified(_rows(source), _of(needs.gyms, peers), concurrency):
                     told.add(again)
                     file.write(orjson.dumps(again.row) + b"\n")
         aside.rename(output)
     finally:
         with suppress(FileNotFoundError):
             aside.unlink()
-    told.show()
-    click.echo(f"{output}: {told.rows:,} rows")
-    return 1 if told.failed else 0
+    return told
 
 
 def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
@@ -137,8 +183,11 @@ def _problem(row: Json) -> str | None:
 
 def _gym(config: Config, agent: str, source: Path) -> str:
     """The gym server that scores this agent's rollouts."""
+    from ngym.tree import did_you_mean
+
     if agent not in config.services:
-        raise ConfigError(f"{source}: its rows are of {agent!r}, which {config.files[0]} does not have")
+        near = did_you_mean(agent, config.services)
+        raise ConfigError(f"{source}: its rows are of {agent!r}, which {config.files[0]} does not have{near}")
     gym = config.services[agent].options.get("gym")
     if gym not in config.services:
         raise ConfigError(f"{config.services[agent].where}: {agent!r} names no gym server with `gym`")
@@ -160,14 +209,18 @@ class _Told:
         self.rows += 1
         if again.failure is not None:
             self.failed += 1
-            click.echo(f"row {self.rows}: {again.failure}", err=True)
+            click.echo(harmless(f"row {self.rows}: {again.failure}"), err=True)
         elif again.before == again.after:
             self.same += 1
         else:
             self.lost += again.after is None
             self.changed.append(f"row {self.rows}: {again.before} -> {again.after}")
 
-    def show(self) -> None:
+    def show(self, output: Path, as_json: bool) -> None:
+        if as_json:
+            told = {"same": self.same, "changed": len(self.changed), "to_null": self.lost, "failed": self.failed}
+            click.echo(orjson.dumps({"output": str(output), "rows": self.rows, **told}))
+            return
         for line in self.changed[:SHOWN]:
             click.echo(line)
         if len(self.changed) > SHOWN:
@@ -175,3 +228,4 @@ class _Told:
         counts = f"{self.same:,} rewards are the same, {len(self.changed):,} changed"
         counts += f" ({self.lost:,} of them to null)" if self.lost else ""
         click.echo(counts + (f", {self.failed:,} could not be verified" if self.failed else ""))
+        click.echo(f"{output}: {self.rows:,} rows")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ngym.cli.main import command, config_options
+from ngym.cli.names import services
 
 if TYPE_CHECKING:
     from ngym.config import Config
@@ -30,12 +31,19 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
     "names",
     multiple=True,
     metavar="NAME",
+    shell_complete=services(),
     help="This service and those that it needs; repeat it.  [default: all]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the resolved config, secrets redacted, and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
+@click.option("--plain", is_flag=True, help="Lines, on a terminal too; elsewhere they always are.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
 def main(
-    configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...], dry_run: bool, as_json: bool
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    dry_run: bool,
+    plain: bool,
+    as_json: bool,
 ) -> None:
     """Start every service of the config, or some with --only, and keep it running.
 
@@ -48,38 +56,33 @@ def main(
               ng_run --config global_config.yaml --config local.yaml policy.replicas=2
     """
     if dry_run:
-        _print_resolved(configs, overrides)
+        from ngym.cli.run_plan import show_plan
+
+        show_plan(_config(configs, overrides, names), as_json)
         return
     from ngym.supervise.launcher import Launcher
 
     launcher = Launcher.start()  # first of all: its imports take longer than anything below
     try:
-        from ngym.config import load_config
-
-        config = load_config(configs, overrides)
-        if names:
-            config = config.only(names)
-        asyncio.run(_run(config, launcher, as_json))
+        asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain))
     finally:
         launcher.close()
 
 
-def _print_resolved(configs: tuple[Path, ...], overrides: tuple[str, ...]) -> None:
-    import yaml
-
+def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...]) -> Config:
     from ngym.config import load_config
-    from ngym.supervise.shown import shown_config
 
-    click.echo(yaml.safe_dump(shown_config(load_config(configs, overrides)), sort_keys=False), nl=False)
+    config = load_config(configs, overrides)
+    return config.only(names) if names else config
 
 
-async def _run(config: Config, launcher: Launcher, as_json: bool) -> None:
+async def _run(config: Config, launcher: Launcher, as_json: bool, plain: bool) -> None:
     """Until a signal, or an error that ends the run."""
     from ngym.supervise.display import display
     from ngym.supervise.supervisor import Supervisor
 
     stop = asyncio.Event()
-    async with display(as_json, lost=stop.set) as show:
+    async with display(as_json, stop.set, plain) as show:
         supervisor = Supervisor(config, show.event, launcher)
         _stop_on_signals(supervisor, stop)
         serving = asyncio.create_task(_serve(supervisor, show))
@@ -107,7 +110,11 @@ async def _serve(supervisor: Supervisor, show: Display) -> None:
             )
         locked = supervisor.run_token is not None
         show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url, locked=locked)
-        await supervisor.failure()
+        looks = asyncio.create_task(show.watch(lambda: supervisor.states, supervisor.run_token))
+        try:
+            await supervisor.failure()
+        finally:
+            looks.cancel()
 
 
 def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:

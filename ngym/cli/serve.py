@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ import click
 
 from ngym.addresses import is_loopback
 from ngym.cli.main import command, config_options
+from ngym.cli.names import services
 from ngym.errors import ConfigError, UsageError
 from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.supervise.headfile import find_running
@@ -23,15 +25,25 @@ if TYPE_CHECKING:
 HEAD_TIMEOUT_S = 5.0
 EXIT_CODES = """\
 Exit codes: 0  stopped by Ctrl-C or SIGTERM
+            1  the service could not start
             2  the command, the config or the service's options are wrong; the line says where"""
 
 
 @command("ng_serve", epilog=EXIT_CODES)
-@click.argument("name")
+@click.argument("name", shell_complete=services())
 @config_options
-@click.option("--host", metavar="ADDRESS", help="Listen there; 0.0.0.0 in a container. [default: ngym.host]")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), help="[default: that of the stanza's port or url, else a free one]"
+    "--host", metavar="ADDRESS", help="Listen there; 0.0.0.0 in a container.  [default: ngym.host of the config]"
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    help="Listen there; 0: a free one.  [default: that of the stanza's port or url, else a free one]",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be started, and where; start nothing.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object: where it listens; with --dry-run, what would be started."
 )
 def main(
     name: str,
@@ -39,11 +51,18 @@ def main(
     overrides: tuple[str, ...],
     host: str | None,
     port: int | None,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Run the service NAME of the config in this process, and nothing else.
 
     It finds the other services at the `url` of their stanza, or, when ng_run runs in the same folder, where that says.
+
+    \b
+    Examples: ng_serve math
+              ng_serve policy --host 0.0.0.0 --port 8000 policy.model=Qwen/Qwen3-0.6B
     """
+    from ngym.cli.run_plan import show_service
     from ngym.config import load_config
     from ngym.supervise.job import Job, perform
     from ngym.supervise.sockets import listen, url_of
@@ -57,12 +76,20 @@ def main(
     wanted = _own_port(stanza) if port is None else port
     address = host or config.settings.host
     token = _token(config, address)
+    if dry_run:
+        show_service(config, stanza, stanza.app, address, wanted, as_json)
+        return
     sock = listen(address, wanted, f"service {name!r}", "stop that program or give another --port")
+    url = url_of(sock, config.settings.tls is not None)
     head_url, urls = asyncio.run(_addresses(config, token))
     _warn_of_unknown_addresses(stanza, urls)
-    known = {**urls, name: urls[name] or [url_of(sock, config.settings.tls is not None)]}
+    known = {**urls, name: urls[name] or [url]}
     spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
-    click.echo(f"{name} listens at {url_of(sock, config.settings.tls is not None)}", err=True)
+    if as_json:
+        click.echo(json.dumps({"name": name, "url": url}))
+        sys.stdout.flush()
+    else:
+        click.echo(f"{name} listens at {url}", err=True)
 
     request = {"action": "serve", "spec": spec}
     if venv := venv_of(config, stanza):

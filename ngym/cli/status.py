@@ -7,26 +7,28 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ngym.addresses import wrong_url
 from ngym.cli.main import command
 from ngym.cli.status_table import tables
-from ngym.errors import NgymError
+from ngym.errors import NgymError, UsageError
 from ngym.locks import RUN_TOKEN
 from ngym.supervise.headfile import find_running, token_of
 
 if TYPE_CHECKING:
+    from ngym.screen import Screen
     from ngym.supervise.scrapes import Scrape
 
 TIMEOUT_S = 5.0
-CLEAR = "\x1b[H\x1b[2J"
 EXIT_CODES = """\
 Exit codes: 0  every service is ready
-            1  something is not ready, or nothing runs here"""
+            1  something is not ready, or nothing runs here
+            2  the command is wrong; the line says where"""
 
 Server = dict[str, Any]  # a record of the head's /servers
 
@@ -41,7 +43,12 @@ Server = dict[str, Any]  # a record of the head's /servers
     help="The config that ng_run was given (the first one).",
 )
 @click.option("--head", metavar="URL", help="Ask this head instead, such as http://127.0.0.1:11000.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: the head's records, each with its `metrics`.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object (with --watch: a line each): the head's records, with `metrics`.",
+)
 @click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
 @click.option(
     "--interval",
@@ -54,7 +61,15 @@ Server = dict[str, Any]  # a record of the head's /servers
 )
 @click.pass_context
 def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watch: bool, interval_s: float) -> None:
-    """Show every service of the run: whether it is ready, where it is, since when; how much it does, how fast, and what fails."""
+    """Show every service of the run: whether it is ready, where it is, since when; how much it does, how fast, and what fails.
+
+    \b
+    Examples: ng_status
+              ng_status --watch --interval 5
+              ng_status --head http://127.0.0.1:11000 --json
+    """
+    if head and (problem := wrong_url(head)):
+        raise UsageError(f"--head {problem}")
     url = (head or _running_head(config)).rstrip("/")
     token = token_of(url, config.resolve().parent)
     ready = True
@@ -64,21 +79,38 @@ def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watc
         async with contextlib.aclosing(_looks(url, token, interval_s)) as looks:
             async for servers in looks:
                 ready = all(server["status"] == "ready" for server in servers)
-                _print(url, servers, as_json, watch)
+                _print(url, servers, as_json, watch, screen)
                 if not watch:
                     return
 
-    with contextlib.suppress(KeyboardInterrupt):
+    with _screen(watch and not as_json) as screen, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(show())
     ctx.exit(0 if ready else 1)
 
 
-def _print(url: str, servers: list[Server], as_json: bool, watch: bool) -> None:
+@contextlib.contextmanager
+def _screen(watch: bool) -> Iterator[Screen | None]:
+    """Where a table takes the place of the one before; the last one stays."""
+    from ngym.screen import Screen, is_live
+
+    screen = Screen(sys.stdout) if watch and is_live(sys.stdout) else None
+    try:
+        yield screen
+    finally:
+        if screen is not None:
+            screen.keep()
+
+
+def _print(url: str, servers: list[Server], as_json: bool, watch: bool, screen: Screen | None) -> None:
     if as_json:
         click.echo(json.dumps({"head": url, "servers": servers}, indent=None if watch else 2))
         return
-    if watch and sys.stdout.isatty():
-        click.echo(CLEAR, nl=False)
+    if screen is not None:
+        from rich.text import Text
+
+        lines = [Text(line) for line in tables(url, servers)]
+        screen.show(lambda size: lines)
+        return
     for line in tables(url, servers):
         click.echo(line)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ngym.cli.columns import aligned
+from ngym.screen import duration, harmless
+
 COLUMNS = (
     "NAME", "KIND", "STATUS", "PID", "UP", "RESTARTS", "MEMORY", "REQ/S", "P50", "P95", "IN FLIGHT", "ERRORS", "URL",
 )  # fmt: skip
@@ -15,11 +18,11 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
     """A table of all services; one of the model servers; what failed, by class and by status."""
     ready = sum(server["status"] == "ready" for server in servers)
     yield f"{ready} of {len(servers)} services ready; {url}"
-    yield from _aligned([COLUMNS, *map(_row, servers)])
+    yield from aligned([COLUMNS, *map(_row, servers)])
     models = [server for server in servers if "waiting" in (server.get("metrics") or {})]
     if models:
         yield ""
-        yield from _aligned([OF_MODELS, *map(_of_model, models)])
+        yield from aligned([OF_MODELS, *map(_of_model, models)])
     failed = [line for server in servers if (line := _failures(server))]
     if failed:
         yield ""
@@ -28,10 +31,10 @@ def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _row(server: dict[str, Any]) -> tuple[str, ...]:
-    status = server["status"] + (f" ({server['detail']})" if server["detail"] else "")
+    status = server["status"] + (f" ({harmless(server['detail'])})" if server["detail"] else "")
     urls = server.get("urls") or [server["url"]]
     pids = ",".join(str(pid) for pid in server["pids"] if pid) or "external"
-    up = _time(server["uptime_seconds"]) if server["started_at"] else ""
+    up = duration(server["uptime_seconds"]) if server["started_at"] else ""
     memory = f"{server['memory_bytes'] / 2**20:.0f} MiB" if server.get("memory_bytes") else ""
     measured = server.get("metrics")
     work = ("", "", "", "", "")
@@ -58,20 +61,7 @@ def _failures(server: dict[str, Any]) -> str:
     return f"  {server['name']}: {', '.join(told)} ({measured['errors_per_s']:.1f}/s)"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
 def _latency(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def _time(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours >= 48:
-        return f"{hours / 24:.1f} d"
-    return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"

@@ -5,29 +5,55 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass, field
 
 import click
 
 
-def step(number: int, of: int, what: str) -> None:
-    click.secho(f"\n[{number}/{of}] {what}", bold=True)
+@dataclass
+class Walk:
+    """of: how many steps there are. dry_run: they are shown, and not run. err: all that is said goes to standard error.
 
+    commands: those that were shown.
+    """
 
-def ng(name: str, *arguments: str) -> None:
-    """Run `ng_<name>`."""
-    click.secho(f"$ ng_{name} {shlex.join(arguments)}", dim=True)
-    _run([sys.executable, "-m", "ngym", name, *arguments], f"ng_{name}")
+    of: int
+    dry_run: bool = False
+    err: bool = False
+    number: int = 0
+    commands: list[str] = field(default_factory=list)
 
+    def step(self, what: str) -> None:
+        self.number += 1
+        click.secho(f"\n[{self.number}/{self.of}] {what}", bold=True, err=self.err)
 
-def python(*arguments: str) -> None:
-    """Run a script."""
-    click.secho(f"$ python {shlex.join(arguments)}", dim=True)
-    _run([sys.executable, *arguments], arguments[0])
+    def ng(self, name: str, *arguments: str) -> None:
+        """Run `ng_<name>`."""
+        self._show(f"ng_{name}", *arguments)
+        self._run([sys.executable, "-m", "ngym", name, *arguments], f"ng_{name}")
 
+    def python(self, *arguments: str) -> None:
+        """Run a script."""
+        self._show("python", *arguments)
+        self._run([sys.executable, *arguments], arguments[0])
 
-def _run(arguments: list[str], name: str) -> None:
-    """A step's own words say what went wrong, so a failure only ends this command with the same exit code."""
-    code = subprocess.run(arguments, check=False).returncode
-    if code:
-        click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
-        sys.exit(code if code > 0 else 1)
+    def say(self, text: str) -> None:
+        click.echo(text, err=self.err)
+
+    def _show(self, *words: str) -> None:
+        self.commands.append(shlex.join(words))
+        click.secho(f"$ {self.commands[-1]}", dim=True, err=self.err)
+
+    def _run(self, arguments: list[str], name: str) -> None:
+        """A step's own words say what went wrong, so a failure only ends this command with the same exit code."""
+        if self.dry_run:
+            return
+        process = subprocess.Popen(arguments, stdout=sys.stderr.fileno() if self.err else None)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # the terminal told it, too: it stops what it has started
+            raise
+        if code:
+            click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
+            sys.exit(code if code > 0 else 128 - code)

@@ -5,23 +5,44 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from contextlib import nullcontext, redirect_stdout
 from types import ModuleType
 
 import click
+import orjson
+from click.shell_completion import CompletionItem
 
 from ngym.cli.main import command
 from ngym.errors import UsageError
 
 PACKAGE = "_ngym_trainer"
 
+EXIT_CODES = """\
+Exit codes: 0    the policy is saved (with --sweep: each run's is)
+            1    training failed; with --sweep: some runs failed, and the table says which
+            2    the recipe, its data or the folder of its output is wrong; the lines say where
+            130  interrupted; --resume goes on after the last checkpoint"""
 
-@command("ng_train")
-@click.argument("recipe", nargs=-1, required=True, metavar="RECIPE... [KEY=VALUE]...")
+
+def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """The recipes that travel with ngym, else files."""
+    from ngym.config import shipped
+
+    names = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
+    found = [CompletionItem(name) for name in names if name.startswith(begun)]
+    return found or [CompletionItem(begun, type="file")]
+
+
+@command("ng_train", epilog=EXIT_CODES)
+@click.argument("recipe", nargs=-1, required=True, metavar="RECIPE... [KEY=VALUE]...", shell_complete=_recipes)
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V", help="Run every combination of these values.")
 @click.option("--resume", is_flag=True, help="Go on after the last checkpoint of the run in the output folder.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe (with --sweep: the runs) and stop.")
-def main(recipe: tuple[str, ...], sweeps: tuple[str, ...], resume: bool, overwrite: bool, dry_run: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Check and show the resolved recipe (with --sweep: the runs), and stop.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
+def main(
+    recipe: tuple[str, ...], sweeps: tuple[str, ...], resume: bool, overwrite: bool, dry_run: bool, as_json: bool
+) -> None:
     """Train a policy as a recipe says: a YAML file, or several of which later ones win, then overrides.
 
     \b
@@ -37,10 +58,20 @@ def main(recipe: tuple[str, ...], sweeps: tuple[str, ...], resume: bool, overwri
     overrides = [argument for argument in recipe if "=" in argument]
     if resume and overwrite:
         raise UsageError("--resume keeps what the run has, --overwrite removes it; give one of the two")
-    if sweeps:
-        trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume, dry_run=dry_run)
-    else:
-        trainer("program").main(files, overrides, overwrite=overwrite, resume=resume, dry_run=dry_run)
+    if dry_run and sweeps:
+        trainer("dry").sweep(files, overrides, sweeps, as_json=as_json)
+        return
+    if dry_run:
+        trainer("dry").run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
+        return
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        if sweeps:
+            output = trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
+        else:
+            output = trainer("program").main(files, overrides, overwrite=overwrite, resume=resume)
+    if as_json and trainer("config").read_launch().rank == 0:
+        summary = trainer("summary")
+        click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
 
 
 def trainer(module: str) -> ModuleType:

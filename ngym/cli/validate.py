@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
+import orjson
 
+from ngym.cli.ending import EXIT_DONE, EXIT_FAILED
 from ngym.cli.main import command, config_options
+from ngym.cli.names import services
 from ngym.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ngym.cli.environments import Say, Tried
     from ngym.config import Config, Stanza
     from ngym.supervise.launcher import Launcher
 
@@ -27,13 +32,15 @@ Exit codes: 0  everything is right
 @command("ng_validate", epilog=EXIT_CODES)
 @config_options
 @click.option(
-    "--environment", "names", multiple=True, metavar="NAME", help="Start this gym server, and try it; repeat it."
-)
+    "--environment", "names", multiple=True, metavar="NAME", shell_complete=services("gym_server"),
+    help="Start this gym server, and try it; repeat it.",
+)  # fmt: skip
 @click.option("--environments", "every", is_flag=True, help="All gym servers that have a gold.jsonl.")
 @click.option(
     "--within", "within_s", type=click.FloatRange(0), default=2.0, show_default=True, metavar="SECONDS",
     help="What 95 of 100 verifications may take.",
 )  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 @click.pass_context
 def main(
     ctx: click.Context,
@@ -42,35 +49,67 @@ def main(
     names: tuple[str, ...],
     every: bool,
     within_s: float,
+    as_json: bool,
 ) -> None:
     """Check a config: its keys, the names that services use for one another, and every service's own options.
 
     With --environment, also whether a gym server is right, without a model: the answers of data/NAME/gold.jsonl get what they
     must, spoilt ones less, the same twice the same, 64 sessions at once as each alone; and every row is a task.
+
+    \b
+    Examples: ng_validate
+              ng_validate --environment calculator
+              ng_validate --config global_config.yaml --config local.yaml --environments --json
     """
     from ngym.supervise.launcher import Launcher
 
+    say = partial(click.echo, err=as_json)
     launcher = Launcher.start()
     try:
         from ngym.config import load_config
 
         config = load_config(configs, overrides)
-        ctx.exit(asyncio.run(_validate(config, launcher, names if names or every else None, within_s)))
+        found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, say))
     finally:
         launcher.close()
+    if as_json:
+        click.echo(orjson.dumps(found.as_json(config), option=orjson.OPT_INDENT_2))
+    if found.mistakes:
+        raise ConfigError("\n".join(found.mistakes))
+    ctx.exit(EXIT_FAILED if any(each.wrong for each in found.tried) else EXIT_DONE)
 
 
-async def _validate(config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float) -> int:
-    """names: of the environments to try; none of them: all that can be; None: no environment. The exit code."""
+class Found(NamedTuple):
+    """mistakes: of the config; with one, no environment is tried."""
+
+    mistakes: list[str]
+    tried: list[Tried]
+
+    def as_json(self, config: Config) -> dict[str, object]:
+        return {
+            "config": [str(file) for file in config.files],
+            "services": list(config.services),
+            "mistakes": self.mistakes,
+            "environments": [
+                {"name": each.name, "right": not each.wrong, "checks": [finding._asdict() for finding in each.findings]}
+                for each in self.tried
+            ],
+        }
+
+
+async def _validate(
+    config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float, say: Say
+) -> Found:
+    """names: of the environments to try; none of them: all that can be; None: no environment."""
     mistakes = await _check_all(config, launcher)
     if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    click.echo(f"{', '.join(map(str, config.files))}: {len(config.services)} services, all right")
+        return Found(mistakes, [])
+    say(f"{', '.join(map(str, config.files))}: {len(config.services)} services, all right")
     if names is None:
-        return 0
+        return Found([], [])
     from ngym.cli.environments import try_environments
 
-    return await try_environments(config, launcher, names, within_s)
+    return Found([], await try_environments(config, launcher, names, within_s, say))
 
 
 async def _check_all(config: Config, launcher: Launcher) -> list[str]:
@@ -86,7 +125,7 @@ async def _check(config: Config, stanza: Stanza, launcher: Launcher) -> str:
 
     venv = venv_of(config, stanza)
     try:
-        python = await make(venv, click.echo, find_uv()) if venv else None
+        python = await make(venv, partial(click.echo, err=True), find_uv()) if venv else None
     except ConfigError as error:
         return str(error)
     names: dict[str, list[str]] = {name: [] for name in config.services}

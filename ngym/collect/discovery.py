@@ -31,6 +31,11 @@ class Known:
     head_url: str | None = None
     others: dict[str, str | None] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, stanzas: Json) -> Known:
+        """Of a config whose services are yet to be started, as `shown_config` shows it."""
+        return cls({}, frozenset(name for name, stanza in stanzas.items() if stanza.get("kind") == "agent"), stanzas)
+
 
 async def discover(head_url: str, token: str | None = None) -> Known:
     """Ask a head: ours, or NeMo Gym's.

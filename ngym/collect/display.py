@@ -6,20 +6,22 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Progress
+from ngym.screen import Screen, Size, bar, captured, clock, harmless, is_live, packed
 
 if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.table import Table
+    from rich.text import Text
 
 WINDOW_S = 30.0  # rates are over the last 30 s
-LIVE_TICK_S = 0.5
+LIVE_TICK_S = 0.25
 PLAIN_TICK_S = 5.0
+STILL_S = 30.0
 SHOWN_AGENTS = 3
 
 
@@ -58,24 +60,27 @@ class Meter:
         seconds = max(last.at - first.at, 1e-3)
         return (last.rollouts - first.rollouts) / seconds, (last.tokens - first.tokens) / seconds
 
-    def facts(self) -> list[str]:
-        """Rates, rewards, failures, what is in flight, and how long it will take."""
+    def standing(self) -> Standing:
+        """As it is now, for whoever draws it, in whatever thread."""
+        rollouts, _ = self.rates()
+        left = self.before.total - self.settled
+        seconds = left / rollouts if left and rollouts > 0 else None
+        elapsed = time.monotonic() - self.started
+        return Standing(self.settled, self.before.total, elapsed, seconds, tuple(self._facts()), tuple(self._pauses()))
+
+    def _facts(self) -> list[str]:
+        """Rewards, failures, rates, and what is in flight."""
         rollouts, tokens = self.rates()
-        facts = [f"{rollouts:,.1f} rollouts/s", f"{tokens:,.0f} tokens/s"]
-        facts += self._rewards()
+        facts = self._rewards()
         failed = sum((tally.failures for tally in self.aggregates.by_agent.values()), start=Counter[str]())
         if failed:
             share = 100 * failed.total() / (self.aggregates.done + failed.total())
-            classes = ", ".join(f"{name} {count}" for name, count in failed.most_common(3))
+            classes = ", ".join(f"{name} {count:,}" for name, count in failed.most_common(3))
             facts.append(f"failed attempts {share:.1f} % ({classes})")
-        facts.append(f"{self.in_flight()} in flight")
-        left = self.before.total - self.settled
-        if left and rollouts > 0:
-            facts.append(f"{clock(left / rollouts)} to go")
-        return facts
+        return [*facts, f"{rollouts:,.1f} rollouts/s", f"{tokens:,.0f} tokens/s", f"{self.in_flight():,} in flight"]
 
-    def pauses(self) -> list[str]:
-        return [f"paused: {reason}; it goes on by itself" for reason in self.reasons.values()]
+    def _pauses(self) -> list[str]:
+        return [f"paused: {harmless(reason)}; it goes on by itself" for reason in self.reasons.values()]
 
     def _rewards(self) -> list[str]:
         shown = []
@@ -90,54 +95,77 @@ class Meter:
         return _Sample(time.monotonic(), self.aggregates.done, self.aggregates.output_tokens)
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands. left_s: None while that is not known."""
+
+    settled: int
+    total: int
+    elapsed_s: float
+    left_s: float | None
+    facts: tuple[str, ...]
+    pauses: tuple[str, ...]
+
+    def line(self) -> str:
+        to_go = () if self.left_s is None else (f"{clock(self.left_s)} to go",)
+        return " | ".join([f"{self.settled:,}/{self.total:,}", *self.facts, *to_go, *self.pauses])
+
+    def picture(self, size: Size) -> list[Text]:
+        """A bar, why it pauses, and as many facts as fit below."""
+        from rich.text import Text
+
+        count = f"{self.settled:,}/{self.total:,}  {clock(self.elapsed_s)}"
+        if self.left_s is not None:
+            count += f"  {clock(self.left_s)} to go"
+        drawn = bar(self.settled, self.total, size.width - len(count) - 2)
+        first = drawn.append("  ").append(count) if drawn else Text(count)
+        pauses = [Text(line, "bold yellow") for pause in self.pauses for line in wrap(pause, size.width)]
+        facts = [Text(line, "dim") for line in packed(self.facts, size.width)]
+        return [first, *pauses, *facts]
+
+
 class Show(Protocol):
-    """Says things above, and redraws when told."""
+    """Says things above, and draws where the run stands when told."""
 
     def say(self, text: str) -> None: ...
-    def draw(self) -> None: ...
+    def draw(self, standing: Standing) -> None: ...
+    def end(self, standing: Standing) -> None: ...
 
 
 class _Plain:
-    def __init__(self, meter: Meter, stream: TextIO) -> None:
-        self._meter = meter
+    """A line where something has changed; where nothing does, one now and then, so that nobody thinks that it is dead."""
+
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._last: Standing | None = None
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(harmless(text), file=self._stream, flush=True)
 
-    def draw(self) -> None:
-        meter = self._meter
-        parts = [f"{meter.settled}/{meter.before.total}", *meter.facts(), *meter.pauses()]
-        self.say(" | ".join(parts))
+    def draw(self, standing: Standing) -> None:
+        last = self._last
+        still = last is not None and (last.settled, last.pauses) == (standing.settled, standing.pauses)
+        if last is None or not still or standing.elapsed_s - last.elapsed_s >= STILL_S:
+            self._last = standing
+            self.say(standing.line())
+
+    def end(self, standing: Standing) -> None:
+        if self._last is None or self._last.settled != standing.settled:
+            self.say(standing.line())
 
 
 class _Live:
-    def __init__(self, meter: Meter, live: Live) -> None:
-        self._meter = meter
-        self._live = live
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
 
     def say(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
+        self._screen.say(text)
 
-    def draw(self) -> None:
-        self._live.update(self._table(), refresh=True)
+    def draw(self, standing: Standing) -> None:
+        self._screen.show(standing.picture)
 
-    def _table(self) -> Table:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        meter = self._meter
-        bar = Table.grid(padding=(0, 1))
-        elapsed = clock(time.monotonic() - meter.started)
-        total = meter.before.total
-        bar.add_row(ProgressBar(total, meter.settled, width=40), f"{meter.settled:,}/{total:,}", elapsed)
-        whole = Table.grid()
-        whole.add_row(bar)
-        whole.add_row(Text("  ".join(meter.facts()), "dim"))
-        for pause in meter.pauses():
-            whole.add_row(Text(pause, "bold yellow"))
-        return whole
+    def end(self, standing: Standing) -> None:
+        self._screen.close()
 
 
 @asynccontextmanager
@@ -147,41 +175,33 @@ async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> Asy
     Args:
         lost: called when the stream is gone (a closed terminal); nothing is drawn from then on.
     """
-    if not stream.isatty():
-        plain = _Plain(meter, stream)
-        async with _drawing(meter, plain, PLAIN_TICK_S, lost):
-            yield plain
+    if not is_live(stream):
+        async with _drawing(meter, _Plain(stream), PLAIN_TICK_S, lost) as show:
+            yield show
         return
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(file=stream), auto_refresh=False, transient=True) as live:
-        shown = _Live(meter, live)
-        async with _drawing(meter, shown, LIVE_TICK_S, lost):
-            yield shown
+    screen = Screen(stream)
+    with captured(screen):
+        async with _drawing(meter, _Live(screen), LIVE_TICK_S, lost) as show:
+            yield show
 
 
 @asynccontextmanager
-async def _drawing(meter: Meter, show: Show, tick_s: float, lost: Callable[[], None]) -> AsyncIterator[None]:
+async def _drawing(meter: Meter, show: Show, tick_s: float, lost: Callable[[], None]) -> AsyncIterator[Show]:
     async def draw() -> None:
         while True:
             await asyncio.sleep(tick_s)
             meter.tick()
             try:
-                show.draw()
+                show.draw(meter.standing())
             except OSError:
                 lost()
                 return
 
     drawing = asyncio.create_task(draw(), name="display")
     try:
-        yield
+        yield show
     finally:
         drawing.cancel()
-
-
-def clock(seconds: float) -> str:
-    """`0:07`, `12:30`, `3:05:00`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        meter.tick()
+        with suppress(OSError):  # it is gone, and `lost` was told, or will be by whoever writes next
+            show.end(meter.standing())

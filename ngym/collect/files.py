@@ -77,12 +77,7 @@ class Files:
         by: str | None = None,
         on_stall: Callable[[str | None], None] = lambda reason: None,
     ) -> None:
-        if not output.parent.is_dir():
-            raise UsageError(
-                f"{output}: the folder {output.parent} does not exist; make it first: mkdir -p {output.parent}"
-            )
-        if output.exists() and source.input.exists() and output.samefile(source.input):
-            raise UsageError(f"{output} is both --input and --output; choose another --output")
+        check_places(output, source.input)
         self.paths = Paths.beside(output)
         self.source = source
         self.aggregates = Aggregates(by)
@@ -252,6 +247,18 @@ class Files:
         elif self._settled(rollout, max_attempts):
             self.progress.given_up += 1
             self.aggregates.give_up(rollout.row["agent_ref"], self._failed[rollout.key][-1])
+
+
+def check_places(output: Path, source: Path) -> None:
+    """UsageError where the output cannot be there."""
+    if not output.parent.is_dir():
+        raise UsageError(
+            f"{output}: the folder {output.parent} does not exist; make it first: mkdir -p {output.parent}"
+        )
+    if output.is_dir():
+        raise UsageError(f"{output} is a folder; name a file for --output")
+    if output.exists() and source.exists() and output.samefile(source):
+        raise UsageError(f"{output} is both --input and --output; choose another --output")
 
 
 class _Ticker:

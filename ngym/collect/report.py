@@ -62,8 +62,8 @@ def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seco
     }
 
 
-def files(paths: Paths) -> Iterator[str]:
-    """One line per file that exists, and what is in it."""
+def files(paths: Paths, room: int | None = None) -> Iterator[str]:
+    """Each file that exists, and what is in it: in a line, or in two where one has more than `room` characters."""
     what = {
         paths.output: "scored rollouts",
         paths.failures: "failed attempts, one row each",
@@ -72,7 +72,10 @@ def files(paths: Paths) -> Iterator[str]:
         paths.run: "which run this is: digests, versions, commands",
     }
     width = max(len(str(path)) for path in what)
-    return (f"{path!s:<{width}}  {text}" for path, text in what.items() if _holds(path))
+    fits = room is None or width + 2 + max(map(len, what.values())) <= room
+    for path, text in what.items():
+        if _holds(path):
+            yield from [f"{path!s:<{width}}  {text}"] if fits else [str(path), f"  {text}"]
 
 
 def _holds(path: Path) -> bool:

@@ -94,7 +94,7 @@ class Options:
             raise UsageError("--input FILE is missing: rollouts, as ng_collect_rollouts writes them")
         for number, path in enumerate(self.inputs):
             if not path.is_file():
-                raise UsageError(f"{path}: no such file (--input)")
+                raise UsageError(f"{path}: no such file (--input){_near(path)}")
             if self.output.exists() and self.output.samefile(path):
                 raise UsageError(f"{self.output} is both --input and --output; choose another --output")
             if any(path.samefile(other) for other in self.inputs[:number]):
@@ -106,3 +106,9 @@ class Options:
             raise UsageError(f"{self.output} is a folder; name a file for --output")
         if self.output.exists() and not self.overwrite and not self.dry_run:
             raise UsageError(f"{self.output} exists; add --overwrite to replace it, or choose another --output")
+
+
+def _near(path: Path) -> str:
+    from ngym.tree import near_file  # pydantic and yaml are for a mistake, not for --help
+
+    return near_file(path)

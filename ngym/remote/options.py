@@ -16,7 +16,7 @@ class RemoteOptions(BaseModel):
     """Derive from it beside ModelOptions; give `base_url` and `api_key_env` the vendor's defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    base_url: str = Field(pattern="^https?://")
+    base_url: str = Field(pattern="^https?://", description="Where it answers.")
     api_key_env: str | None = Field(
         default=None,
         description="The variable that holds the key (never the key itself); null where none is asked for.",

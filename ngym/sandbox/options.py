@@ -20,24 +20,24 @@ class Local(_Options):
     """See LocalSandbox. The strongest tier that works is taken; naming one makes any other an error."""
 
     provider: Literal["local"] = "local"
-    tier: Literal["auto", "namespaces", "landlock", "seccomp"] = "auto"
-    slots: int | None = Field(None, ge=1)
-    preload: tuple[str, ...] = PRELOAD
+    tier: Literal["auto", "namespaces", "landlock", "seccomp"] = Field("auto", description="How programs are held.")
+    slots: int | None = Field(None, ge=1, description="Programs at a time; null: one for each processor.")
+    preload: tuple[str, ...] = Field(PRELOAD, description="Modules that are there when a program begins.")
 
 
 class Docker(_Options):
     """See DockerSandbox; `gvisor` is Docker with `--runtime runsc`."""
 
     provider: Literal["docker", "gvisor"]
-    image: str = IMAGE
-    slots: int = Field(4, ge=1)
+    image: str = Field(IMAGE, description="With a Python in it.")
+    slots: int = Field(4, ge=1, description="Containers at a time.")
 
 
 class Remote(_Options):
     """See RemoteSandbox."""
 
     provider: Literal["remote"]
-    url: str | list[str]
+    url: str | list[str] = Field(description="Of gym_servers/sandbox; of several, each gets its share.")
 
 
 SandboxOptions = Annotated[Local | Docker | Remote, Field(discriminator="provider")]

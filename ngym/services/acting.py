@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ngym.schema import Json, StopReason
 from ngym.segments import with_latest_tokens
-from ngym.services.agents import RolloutContext
+from ngym.services.rollout import RolloutContext
 
 
 class Acted(NamedTuple):

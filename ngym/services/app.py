@@ -114,7 +114,9 @@ def add_route(
     names = re.findall(r"{(\w+)", path)
     extra: Json = {"parameters": [{**_IN_PATH, "name": name} for name in names]} if names else {}
     if body:
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method.lower()}/requestBody/content/application~1json/schema"
+        schema = _rooted(body, place)
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if "{" not in path.removeprefix(OF_A_ROLLOUT):
         app.state.served[method, path] = Served(handler, most_bytes, finishes)
     app.add_api_route(
@@ -128,6 +130,18 @@ def add_route(
         status_code=200 if answers else 204,
         responses={**({200: {"content": {kind: {} for kind in answers}}} if answers else {}), "default": _PROBLEM},
     )
+
+
+def _rooted(schema: Any, place: str) -> Any:
+    """The schema as it stands within a document: its references begin at the document's root. place: its JSON pointer there."""
+    if isinstance(schema, list):
+        return [_rooted(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rooted = {key: _rooted(value, place) for key, value in schema.items()}
+    if isinstance(target := schema.get("$ref"), str) and target.startswith("#/$defs/"):
+        rooted["$ref"] = place + target.removeprefix("#")
+    return rooted
 
 
 _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

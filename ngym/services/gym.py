@@ -25,7 +25,7 @@ from ngym.services.edge import BULK_BYTES, ROW_BYTES
 from ngym.services.mcp import McpRoute
 from ngym.services.options import ServiceOptions
 from ngym.services.repeats import Repeats
-from ngym.services.sessions import Session, SessionStore, session_for, session_id_of, with_session
+from ngym.services.sessions import TASK, Session, SessionStore, session_for, session_id_of, with_session
 from ngym.services.tools import Author, inspected, of_function, offer
 
 EMPTY_RESPONSE: Json = {"output": []}
@@ -108,7 +108,7 @@ def gym_server(
         row = await json_body(request)
         validated(app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = store.start(request.headers.get(SESSION_HEADER))
-        session["task"] = row
+        session[TASK] = row
         seeded = {"tools": app.state.tools} if app.state.tools else {}
         return with_session(JsonResponse(seeded | over_mcp.seeded(app, session)), session)
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from ngym import logs, process, tracing
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.listening import Connection, Server, room
+from ngym.listening import KEEPALIVE_S, Connection, Server, room
 from ngym.locks import Lock, Locked
 from ngym.peers import Peers
 from ngym.redact import Redactor, secrets_in
@@ -26,7 +26,6 @@ from ngym.services.watchdog import Watchdog
 from ngym.tls import trust
 
 EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
-KEEPALIVE_S = 75
 BACKLOG = 4096
 GRACE_S = 3.0
 ACCEPTS = 16  # new connections in one turn of the loop: libuv takes one per listening descriptor, however many wait

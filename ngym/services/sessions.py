@@ -19,6 +19,9 @@ SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
 REPEATABLE_S = 60  # for so long a call under an idempotency key may be made again
 
 
+TASK = "task"  # in a session: the row that it was begun with
+
+
 class Session(dict[str, Any]):
     """A rollout's state; whatever the author puts in stays until the rollout ends."""
 
@@ -26,6 +29,13 @@ class Session(dict[str, Any]):
         super().__init__()
         self.id = session_id
         self._closing: list[Callable[[], object]] = []
+
+    def __missing__(self, key: str) -> Any:
+        if key == TASK:
+            raise BadRequest(
+                "this session has no task: begin it with its row: POST /seed_session, or POST /reset of a step-wise server"
+            )
+        raise KeyError(key)
 
     def when_over(self, close: Callable[[], object]) -> None:
         """Call this once, when the session ends, however it ends."""

@@ -17,7 +17,7 @@ from ngym.services.app import JsonResponse, Lifespan, add_route, json_body, vali
 from ngym.services.edge import ROW_BYTES
 from ngym.services.gym import EMPTY_RESPONSE, VerifyRequest, gym_server
 from ngym.services.options import ServiceOptions
-from ngym.services.sessions import Session, session_for, with_session
+from ngym.services.sessions import TASK, Session, session_for, with_session
 from ngym.services.tools import of_function
 
 
@@ -73,7 +73,7 @@ def step_server(
         row = await json_body(request)
         begun = validated(task, {**row, "response": EMPTY_RESPONSE}, "the row")
         session = session_for(app.state.sessions, request, start=True)
-        session["task"] = row
+        session[TASK] = row
         observation = await _begin(begun, session, reset)
         return with_session(JsonResponse({"observation": observation, "info": {}}), session)
 
@@ -85,7 +85,7 @@ def step_server(
     async def say(body: Turn, session: Session) -> Json:
         """Take your next turn; answers with what came of it."""
         said = {"output": [message_item([output_text(body.text)], "msg_turn")]}
-        turn = validated(task, {**session.get("task", {}), "response": said}, "the row")
+        turn = validated(task, {**session[TASK], "response": said}, "the row")
         outcome = await _advance(turn, session, step)
         return {"observation": outcome.observation, "over": session["over"]}
 

@@ -1,4 +1,4 @@
-"""What a person sees while services start and run: one live line per service on a terminal, plain lines elsewhere."""
+"""What a person sees while services start and run: a board of services on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import contextlib
 import json
 import os
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from ngym.screen import Picture, Screen, captured, harmless, is_live
+from ngym.supervise.board import Board, told
 from ngym.supervise.service import State
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.live import Live
+States = Callable[[], Iterable[State]]
 
-STYLES = {"ready": "green", "failed": "bold red", "restarting": "red", "not ready": "yellow", "stopped": "dim"}
-TICK_S = 0.5
+TICK_S = 0.25
+PLAIN_TICK_S = 10.0
+TOLD = ("restarting", "failed", "not ready", "ready")  # once all were ready
 
 
 class Display(Protocol):
-    """Hears each change of a state, and what is said about the run as a whole."""
+    """Hears each change of a state, and what is said about the run as a whole; `watch` looks at what the services do."""
 
+    async def watch(self, states: States, token: str | None) -> None: ...
     def event(self, state: State) -> None: ...
     def say(self, kind: str, text: str, **details: Any) -> None: ...
 
@@ -54,13 +55,30 @@ class PlainLines:
     """One line for each change; also right for a log file."""
 
     def __init__(self, output: Output) -> None:
+        self._board = Board()
         self._output = output
+        self._starts = True
+        self._said = self._said_before = 0  # lines
+
+    async def watch(self, states: States, token: str | None) -> None: ...
 
     def event(self, state: State) -> None:
-        text = state.detail or (state.url if state.status == "ready" else "")
-        self._output.write(lambda: print(f"{state.label:<24} {state.status:<10} {text}".rstrip()))
+        self._board.event(state)
+        text = harmless(state.detail) or (state.url if state.status == "ready" else "")
+        self._print(f"{state.label:<24} {state.status:<10} {text}".rstrip())
 
     def say(self, kind: str, text: str, **details: Any) -> None:
+        self._starts = False
+        self._print(text)
+
+    def refresh(self) -> None:
+        """While services start, and nothing has been said for a while: what is waited for."""
+        if self._starts and self._said == self._said_before:
+            self._print(self._board.line())
+        self._said_before = self._said
+
+    def _print(self, text: str) -> None:
+        self._said += 1
         self._output.write(lambda: print(text))
 
 
@@ -70,75 +88,86 @@ class JsonLines:
     def __init__(self, output: Output) -> None:
         self._output = output
 
+    async def watch(self, states: States, token: str | None) -> None: ...
+
     def event(self, state: State) -> None:
         self._print({"event": "service", **asdict(state)})
 
     def say(self, kind: str, text: str, **details: Any) -> None:
         self._print({"event": kind, "text": text, **details})
 
+    def refresh(self) -> None: ...
+
     def _print(self, record: dict[str, Any]) -> None:
         line = json.dumps({"time": datetime.now(UTC).isoformat(), **record}, default=datetime.isoformat)
         self._output.write(lambda: print(line))
 
 
-class LiveLines:
-    """A table that stays in place, one line per service."""
+class LiveBoard:
+    """A board that stays at the bottom of the terminal, from which what happens to a service that was ready goes up."""
 
-    def __init__(self, output: Output, live: Live) -> None:
+    def __init__(self, output: Output, screen: Screen) -> None:
+        self._board = Board()
         self._output = output
-        self._live = live
-        self._states: dict[str, State] = {}
-        self._footer = ""
-        self._started = time.monotonic()
+        self._screen = screen
+        self._is_up = False
+        self._last: Picture | None = None  # what is left when all is over
+
+    async def watch(self, states: States, token: str | None) -> None:
+        from ngym.supervise.looks import look_for_ever
+
+        await look_for_ever(states, token, self._board.traffic)
 
     def event(self, state: State) -> None:
-        self._states[state.label] = state
+        if self._board.event(state) and self._is_up and state.status in TOLD:
+            now = datetime.now().strftime("%H:%M:%S")
+            self._output.write(lambda: self._screen.say(f"{now}  {told(state)}"))
+        if state.status == "failed":
+            self._last = self._board.picture
         self.refresh()
 
     def say(self, kind: str, text: str, **details: Any) -> None:
-        self._footer = text
+        self._is_up = kind == "ready"
+        self._board.footer = text
+        if kind == "stopped":
+            self._last = lambda size: self._board.picture(size)[-1:]
         self.refresh()
 
-    async def tick(self) -> None:
-        """Let the seconds run until the footer says something else."""
-        while not self._footer:
-            self.refresh()
-            await asyncio.sleep(TICK_S)
-
     def refresh(self) -> None:
-        self._output.write(lambda: self._live.update(self._picture(), refresh=True))
+        self._output.write(lambda: self._screen.show(self._board.picture))
 
-    def _picture(self) -> Group:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2))
-        for state in self._states.values():
-            style = STYLES.get(state.status, "cyan")
-            text = state.detail or state.url
-            again = f"started {state.restarts + 1} times" if state.restarts else ""
-            table.add_row(state.label, Text(state.status, style), Text(text, "" if state.detail else "dim"), again)
-        ready = sum(state.status == "ready" for state in self._states.values())
-        progress = f"{ready} of {len(self._states)} ready, {time.monotonic() - self._started:.0f} s"
-        return Group(table, Text(self._footer or progress, "bold"))
+    def close(self) -> None:
+        self._output.write(lambda: self._screen.close(self._last))
 
 
 @contextlib.asynccontextmanager
-async def display(as_json: bool, lost: Callable[[], None]) -> AsyncIterator[Display]:
-    """The display that fits: JSON lines on demand, live on a terminal, plain lines otherwise."""
+async def display(as_json: bool, lost: Callable[[], None], plain: bool = False) -> AsyncIterator[Display]:
+    """The display that fits: JSON lines on demand, a live board on a terminal, plain lines otherwise."""
     output = Output(lost)
-    if as_json or not sys.stdout.isatty():
-        yield JsonLines(output) if as_json else PlainLines(output)
+    if as_json or plain or not is_live(sys.stdout):
+        lines = JsonLines(output) if as_json else PlainLines(output)
+        async with _every(PLAIN_TICK_S, lines.refresh):
+            yield lines
         return
-    from rich.live import Live
-
-    live = Live(auto_refresh=False)
-    lines = LiveLines(output, live)
-    output.write(live.start)
-    ticking = asyncio.create_task(lines.tick())
+    screen = Screen(sys.stdout)
+    live = LiveBoard(output, screen)
     try:
-        yield lines
+        with captured(screen):
+            async with _every(TICK_S, live.refresh):
+                yield live
+    finally:
+        live.close()
+
+
+@contextlib.asynccontextmanager
+async def _every(seconds: float, do: Callable[[], None]) -> AsyncIterator[None]:
+    async def again() -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            do()
+
+    ticking = asyncio.create_task(again(), name="display")
+    try:
+        yield
     finally:
         ticking.cancel()
-        output.write(live.stop)

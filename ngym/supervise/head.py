@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ngym.errors import ServiceError, UsageError
-from ngym.listening import Connection, Server, room
+from ngym.listening import KEEPALIVE_S, Connection, Server, room
 from ngym.locks import Lock, Locked
 from ngym.supervise import nemo, prometheus
 from ngym.supervise.resident import resident_bytes
@@ -60,6 +60,7 @@ class Head:
             lifespan="off",
             log_config=None,
             access_log=False,
+            timeout_keep_alive=KEEPALIVE_S,
             http=Connection,
             limit_concurrency=room(),
             ws="none",

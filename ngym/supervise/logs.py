@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngym import logs
+from ngym.screen import harmless
 
 STATUS_PREFIX = "ngym-status: "
 KEPT_LINES = 200
@@ -51,8 +52,8 @@ class ServiceLog:
         return write
 
     def tail(self, count: int) -> list[str]:
-        """The last lines of this life, oldest first."""
-        return list(self._lines)[-count:]
+        """The last lines of this life, oldest first; to be shown, so with their control characters made visible."""
+        return list(map(harmless, list(self._lines)[-count:]))
 
     async def drained(self) -> None:
         """Wait until all that a dead process wrote has been read."""

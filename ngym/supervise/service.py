@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.redact import Redactor
 from ngym.schema import Kind
+from ngym.screen import harmless
 from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.logs import ServiceLog
 from ngym.supervise.probe import health
@@ -80,7 +81,9 @@ class Watched:
         self._tell = tell
 
     def change(self, **changes: Any) -> None:
-        """Update the state; whoever listens is told when something is different."""
+        """Update the state; whoever listens is told when something is different. A detail may be anybody's text."""
+        if "detail" in changes:
+            changes["detail"] = harmless(changes["detail"])
         state = replace(self.state, **changes)
         if state != self.state:
             self.state = state

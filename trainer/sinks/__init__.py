@@ -33,7 +33,7 @@ GO_ON = "training goes on, and metrics.jsonl has everything"
 
 
 class WandbOptions(Record):
-    """name: of the run; null: the output folder's. mode: offline runs are kept in the output folder, for `wandb sync`."""
+    """Weights & Biases. project: where the run is listed. name: of the run; null: the output folder's. mode: offline runs are kept in the output folder, for `wandb sync`."""
 
     project: str
     name: str | None = None
@@ -41,7 +41,7 @@ class WandbOptions(Record):
 
 
 class MlflowOptions(Record):
-    """uri: of the tracking server or database, such as http://host:5000 or sqlite:///runs/mlflow.db. name: as above."""
+    """MLflow. experiment: where the run is listed. uri: of the tracking server or database, such as http://host:5000 or sqlite:///runs/mlflow.db. name: of the run; null: the output folder's."""
 
     uri: str
     experiment: str

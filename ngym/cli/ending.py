@@ -1,0 +1,139 @@
+"""How does a command end? Whatever happens: a line on standard error, and an exit code that docs/commands.md explains."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from ngym.errors import NgymError, UsageError
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DELETED = "the folder that this shell is in was deleted; cd to another one"
+MISTAKES = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)  # of whoever named the file
+
+
+def ended(run: Callable[[], object], name: str) -> int:
+    """Run a command to its end. What it returns, if that is a number, or the code of the error that ended it."""
+    _make_streams_usable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = run()
+        sys.stdout.flush()
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    except click.ClickException as error:
+        return _say(_of_click(error, name), error.exit_code)
+    except NgymError as error:
+        if _lost_folder():
+            return _say(DELETED, EXIT_USAGE)
+        return _say(str(error), EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
+    except OSError as error:
+        return _of_system(error, name)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+        return _unexpected(error, name)
+    return result if isinstance(result, int) else EXIT_DONE
+
+
+def _make_streams_usable() -> None:
+    """Those that the caller closed lead nowhere; a character that the terminal's encoding lacks is shown as its number."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (until we end)
+        elif name == "stdout" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str, code: int) -> int:
+    """The text may quote anybody's: its control characters are made visible."""
+    from ngym.screen import harmless
+
+    click.echo(harmless(text), err=True)
+    return code
+
+
+def _of_click(error: click.ClickException, name: str) -> str:
+    """A mistake on the command line as one line."""
+    text = " ".join(error.format_message().split())
+    if not isinstance(error, click.UsageError):
+        return text
+    command = error.ctx.command_path if error.ctx else name
+    if isinstance(error, click.NoSuchOption):
+        near = error.possibilities
+        text = f"no option {error.option_name!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    return f"{command}: {text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help"
+
+
+def _of_system(error: OSError, name: str) -> int:
+    """What the operating system refused. A reader that went away (`| head`) is told nothing."""
+    if isinstance(error, BrokenPipeError):
+        _give_up_output()
+        return EXIT_FAILED
+    if _lost_folder():
+        return _say(DELETED, EXIT_USAGE)
+    reason = error.strerror or str(error)
+    if error.errno in DISK_FULL:
+        if error.filename is None:
+            _give_up_output()
+        return _say(f"{error.filename or 'standard output'}: {reason}; make room and run it again", EXIT_TRY_AGAIN)
+    if error.filename is not None and isinstance(error, MISTAKES):
+        return _say(f"{os.fsdecode(error.filename)}: {reason}", EXIT_USAGE)
+    return _unexpected(error, name)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What an open file refuses names no file: from this block it names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _give_up_output() -> None:
+    """What is still buffered would fail again when Python exits, with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _lost_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _unexpected(error: Exception, name: str) -> int:
+    """A defect of ours, or what a library could not go on from: a log gets the whole traceback, a terminal its address."""
+    told = "".join(traceback.format_exception(error))
+    where = "above"
+    if sys.stderr.isatty():
+        where = _kept(told, name)
+    else:
+        click.echo(told, err=True, nl=False)
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return _say(f"{name}: unexpected {what}; if ngym is at fault, report it with the traceback ({where})", EXIT_FAILED)
+
+
+def _kept(told: str, name: str) -> str:
+    """The file that the traceback was written to, or the traceback if nothing can be written."""
+    try:
+        handle, path = tempfile.mkstemp(prefix=f"{name.replace(' ', '_')}-", suffix=".txt")
+        Path(path).write_text(told, encoding="utf-8")
+        os.close(handle)
+    except OSError:
+        return told
+    return path

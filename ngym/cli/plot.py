@@ -1,0 +1,115 @@
+"""`ng_plot`: how did these runs go? Their curves, as text or as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import orjson
+
+from ngym.cli.main import Choice, command
+from ngym.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngym.plot.curves import Curve
+    from ngym.plot.history import Axis
+    from ngym.plot.runs import Run
+
+PATH = click.Path(path_type=Path)
+MOST_IN_ONE = 6  # curves of one run in a plot of characters
+EXIT_CODES = """\
+Exit codes: 0  it is drawn
+            1  --output cannot be written
+            2  the command is wrong, or a place is no run; the line says where"""
+
+
+@command("ng_plot", epilog=EXIT_CODES)
+@click.argument("places", nargs=-1, required=True, type=PATH, metavar="RUN...")
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME,...",
+    help="What to draw; `*` stands for anything.  [default: rewards and evaluations, or losses]",
+)
+@click.option("--output", type=PATH, metavar="FILE", help="A .png or .svg instead of text.")
+@click.option("--smooth", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Weight of the past, 0 to 1.")
+@click.option("--x", "by", type=Choice(["step", "time"]), default="step", show_default=True)
+@click.option("--log", is_flag=True, help="A logarithmic axis, in a picture.")
+@click.option("--band", is_flag=True, help="Runs that differ only in their seed as one: mean, lowest and highest.")
+@click.option("--json", "as_json", is_flag=True, help="The points on standard output, a line for each curve.")
+def main(
+    places: tuple[Path, ...],
+    metrics: tuple[str, ...],
+    output: Path | None,
+    smooth: float,
+    by: str,
+    log: bool,
+    band: bool,
+    as_json: bool,
+) -> None:
+    """Draw the curves of training runs: folders of ng_train, or their metrics.jsonl; several are drawn over each other.
+
+    \b
+    Examples: ng_plot runs/grpo
+              ng_plot runs/rates/* --metric reward/mean,eval/* --smooth 0.8 --output rates.png
+              ng_plot runs/seed-* --band --output curve.svg
+              ng_plot runs/grpo --metric 'time/*' --x time --json
+    """
+    from ngym.plot.curves import curves, panels
+    from ngym.plot.runs import read_runs
+
+    axis: Axis = "time" if by == "time" else "step"
+    if band and axis == "time":
+        raise UsageError("--band compares runs at the same steps; leave --x time or --band out")
+    patterns = [name for given in metrics for name in given.split(",") if name]
+    runs = read_runs(places)
+    found = curves(runs, patterns, axis, smooth, band)
+    if as_json:
+        click.echo(b"".join(orjson.dumps(curve.as_json(axis)) + b"\n" for curve in found), nl=False)
+    if output is not None:
+        from ngym.plot.picture import write_picture
+
+        write_picture(panels(found, axis, log), output)
+        click.echo(f"{output}: {len(found):,} curves of {len(runs):,} runs", err=as_json)
+    if output is None and not as_json:
+        click.echo("\n\n".join([*_plots(found, axis), *_table(runs, patterns)]))
+
+
+def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
+    """Of one run all curves in one plot; of several a plot for each metric."""
+    from ngym.plot.text import as_text
+    from ngym.transcript import printable
+
+    if len({curve.run for curve in found}) == 1 and len(found) <= MOST_IN_ONE:
+        yield as_text([curve.series for curve in found], axis)
+        return
+    for metric in dict.fromkeys(curve.metric for curve in found):
+        shown = [replace(curve.series, name=curve.run) for curve in found if curve.metric == metric]
+        yield f"{printable(metric)}\n{as_text(shown, axis)}"
+
+
+def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
+    """The last values of each run."""
+    from ngym.plot.choice import asked, is_own
+    from ngym.plot.text import number_text
+    from ngym.transcript import printable
+
+    names = list(dict.fromkeys(name for run in runs for name in run.history.names))
+    shown = asked(patterns, names) if patterns else [name for name in names if is_own(name)]
+    last = [run.history.last() for run in runs]
+    heads = ["last value", *(printable(run.name) for run in runs)]
+    steps = ["step", *(f"{run.history.steps[-1]:,.0f}" if run.history.steps else "-" for run in runs)]
+    cells = [[printable(name), *(number_text(values.get(name, nan)) for values in last)] for name in shown]
+    lines = [heads, steps, *cells]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
+    yield "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )

@@ -1,0 +1,155 @@
+"""`ng_view`: rollouts and training runs in a browser, or as one page to send around."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ngym.cli.main import command
+from ngym.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngym.view.runs import Opened
+    from ngym.view.serve import Door
+
+EXIT_CODES = """\
+Exit codes: 0    it was shown until Ctrl-C; with --export: the report is written
+            1    the report cannot be written
+            2    the command is wrong, or there is nothing to show; the line says what
+            130  --export was interrupted; nothing is written"""
+ROWS = 200
+FILE = click.Path(path_type=Path)
+
+
+@command("ng_view", epilog=EXIT_CODES)
+@click.argument("paths", nargs=-1, type=FILE, metavar="[FILE_OR_FOLDER]...")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Off loopback, whoever looks needs a token.",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), metavar="N", help="0: any free one.  [default: 8770, or the next free one]"
+)
+@click.option("--open/--no-open", "browse", default=True, help="A browser, if there is a display.  [default: open]")
+@click.option("--tokenizer", type=FILE, metavar="FOLDER", help="For the texts of tokens.  [default: the policy's]")
+@click.option("--title", default="ngym", show_default=True, metavar="TEXT", help="What the page is called.")
+@click.option("--export", "report", type=FILE, metavar="FILE", help="Write one self-contained page; serve nothing.")
+@click.option(
+    "--rows",
+    type=click.IntRange(0, 5000),
+    metavar="N",
+    help=f"In full, of each run (--export).  [default: {ROWS}]",
+)
+@click.option("--filter", "q", metavar="FILTER", help="Only such rollouts (--export).")
+@click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as one JSON object.")
+def main(
+    paths: tuple[Path, ...],
+    host: str,
+    port: int | None,
+    browse: bool,
+    tokenizer: Path | None,
+    title: str,
+    report: Path | None,
+    rows: int | None,
+    q: str | None,
+    as_json: bool,
+) -> None:
+    """Show rollouts and training runs in a browser: what the policy did, and why it got its reward.
+
+    Files may still grow. Of a folder, everything in it that can be shown is; without arguments, of this folder. Off
+    loopback the token is NGYM_TOKEN, or one that is made and printed.
+
+    \b
+    Examples: ng_view out.jsonl
+              ng_view yesterday.jsonl today.jsonl
+              ng_view runs/grpo
+              ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
+    """
+    from ngym.view.runs import opened
+
+    if q is not None and report is None:
+        raise UsageError("--filter is of a report; name it with --export FILE, or filter in the page")
+    if rows is not None and report is None:
+        raise UsageError("--rows is of a report; name it with --export FILE; the page shows all rows")
+    if tokenizer is not None:
+        from ngym.view.tokens import check
+
+        check(tokenizer)
+    shown = opened(paths or (Path(),), tokenizer)
+    shown.start()
+    try:
+        if report is None:
+            _serve(shown, host, port, title, browse, as_json)
+        else:
+            _export(shown, report, ROWS if rows is None else rows, q or "", title, as_json)
+    finally:
+        shown.close()
+
+
+def _serve(shown: Opened, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
+    from ngym.view.serve import door, open_browser, serve
+
+    entrance = door(host, port)
+
+    def ready() -> None:
+        _tell(shown, entrance, as_json)
+        if browse:
+            open_browser(entrance.url)
+
+    serve(shown, entrance, title, ready)
+
+
+def _tell(shown: Opened, entrance: Door, as_json: bool) -> None:
+    if as_json:
+        import orjson
+
+        told = {"url": entrance.url, "address": entrance.address, "token": entrance.token, "runs": shown.as_json()}
+        click.echo(orjson.dumps(told))
+        return
+    for run in shown.rollouts.values():
+        click.echo(f"{run.id:<4} {run.path}")
+    for trained in shown.training.values():
+        click.echo(f"{trained.id:<4} {trained.folder}")
+    click.echo(f"{entrance.url}  (Ctrl-C ends it)")
+
+
+def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json: bool) -> None:
+    from ngym.view.export import MOST_BYTES, export
+    from ngym.view.query import WrongFilter
+
+    tick = _Line() if sys.stderr.isatty() else lambda text: None
+    try:
+        packed = export(shown, report, rows=rows, q=q, title=title, tick=tick)
+    except WrongFilter as error:
+        raise UsageError(f"--filter: {error.detail}") from None
+    if as_json:
+        import orjson
+
+        click.echo(orjson.dumps({"report": str(report), **packed._asdict(), "runs": shown.as_json()}))
+        return
+    click.echo(
+        f"{report}: {packed.bytes / 1e6:.1f} MB; {packed.full:,} of {packed.of:,} rollouts in full, "
+        f"{packed.listed:,} in the table"
+    )
+    if packed.left_out:
+        click.echo(
+            f"{packed.left_out:,} more had no room or are no JSON: a report holds at most {MOST_BYTES >> 20} MiB of "
+            "rollouts in full; --filter or a smaller --rows chooses other ones"
+        )
+
+
+class _Line:
+    """A line of progress that is written over."""
+
+    def __call__(self, text: str) -> None:
+        click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""`ngym.collect_rollouts`: tasks in, rollouts out, with whatever services there are, or with services for this call alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from ngym import process, tracing
+from ngym.collect.discovery import Known
+from ngym.collect.display import Meter
+from ngym.collect.environment import environment_metrics
+from ngym.collect.files import Files
+from ngym.collect.gate import Gate
+from ngym.collect.outcome import FailedAttempt, TokenFormat
+from ngym.collect.record import Source
+from ngym.config import tracing_of
+from ngym.errors import NgymError
+from ngym.notebook import services
+from ngym.notebook.asked import Asked, asked
+from ngym.notebook.background import Work
+from ngym.notebook.given import Folder, Input, tasks_in
+from ngym.notebook.rollouts import Rollouts
+from ngym.notebook.rows import FileRows
+from ngym.notebook.services import Place, Reached, RunningServices
+from ngym.notebook.watch import Watch
+from ngym.peers import Peers
+from ngym.unless import unless
+
+COMMAND = ["ngym.collect_rollouts"]
+MANY = 256  # rollouts in flight; with more there may be more sockets than a process may open without asking
+SAMPLE_S, FLUSH_S = 0.25, 4.0
+_STOPPED: list[Folder] = []  # calls that came to no end; somebody may still want what they had
+
+
+def collect_rollouts(
+    *,
+    input: Input,
+    agent: str | None = None,
+    config: services.Files | None = None,
+    overrides: Sequence[str] = (),
+    head: str | RunningServices | None = None,
+    output: str | Path | None = None,
+    repeats: int = 1,
+    limit: int | None = None,
+    concurrency: int = 64,
+    temperature: float | None = None,
+    max_output_tokens: int | None = None,
+    params: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    timeout_s: float = 1800.0,
+    max_attempts: int = 3,
+    token_format: TokenFormat = "ng",
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Rollouts:
+    """Run an agent over tasks, and return the scored rollouts.
+
+        rollouts = ngym.collect_rollouts(config="global_config.yaml", agent="math_agent", input="tasks.jsonl", repeats=8)
+        rollouts = ngym.collect_rollouts(head=services, agent="math_agent", input=[{"responses_create_params": {...}}])
+
+    An interrupt (Ctrl-C, a kernel's) stops it; what was finished is kept, and where it is is said.
+
+    Args:
+        input: tasks: rows, a file, or a data frame or dataset of rows.
+        agent: for rows that name none.
+        config: start these services, and stop them in the end. overrides: of the config, `key=value`.
+        head: use these services: what `ngym.run` gave, or the URL of a head. Neither: those that run in this folder.
+        output: the file for the rollouts; its siblings are as docs/collecting.md says. None: a folder that goes with the
+            last of the returned Rollouts.
+        repeats: rollouts of each task. limit: the first tasks only. concurrency: rollouts in flight.
+        temperature, max_output_tokens, params, seed: as --temperature, --max-output-tokens, --set and --seed.
+        timeout_s: one attempt. max_attempts: for failures that may pass.
+        resume: go on where the same call was stopped. overwrite: delete what `output` holds.
+        progress: show how far it is.
+
+    Raises:
+        UsageError: the config or the input is wrong. ServiceFailed, ServiceGone: a service does not start, or stayed away.
+    """
+    call = _Call(asked(**locals()), Place(config, overrides, head))
+    work, end = call.begun()
+    try:
+        with call.watch.shown(progress) as tick:
+            try:
+                return work.result(tick, call.hurry)
+            except (KeyboardInterrupt, NgymError):
+                call.stopped()
+                raise
+    finally:
+        end()
+
+
+async def collect_rollouts_async(
+    *,
+    input: Input,
+    agent: str | None = None,
+    config: services.Files | None = None,
+    overrides: Sequence[str] = (),
+    head: str | RunningServices | None = None,
+    output: str | Path | None = None,
+    repeats: int = 1,
+    limit: int | None = None,
+    concurrency: int = 64,
+    temperature: float | None = None,
+    max_output_tokens: int | None = None,
+    params: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    timeout_s: float = 1800.0,
+    max_attempts: int = 3,
+    token_format: TokenFormat = "ng",
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Rollouts:
+    """`collect_rollouts` for a coroutine, whose loop goes on meanwhile; cancelling the task stops it."""
+    call = _Call(asked(**locals()), Place(config, overrides, head))
+    work, end = call.begun()
+    try:
+        with call.watch.shown(progress) as tick:
+            try:
+                return await work.awaited(tick, call.hurry)
+            except (asyncio.CancelledError, NgymError):
+                call.stopped()
+                raise
+    finally:
+        await asyncio.to_thread(end)
+
+
+class _Call:
+    """One collection, from its input to its rollouts; `_collected` runs on the loop of its services."""
+
+    def __init__(self, call: Asked, place: Place) -> None:
+        self.watch = Watch()
+        self._asked = call
+        self._place = place
+        self._folder = Folder()
+        self._output = call.output or self._folder.path / "out.jsonl"
+        self._done = 0
+
+    def begun(self) -> tuple[Work[Rollouts], Callable[[], None]]:
+        if self._asked.limits.concurrency > MANY:
+            process.raise_file_limit()
+        return self._place.carry(self._collected())
+
+    def hurry(self) -> None:
+        self.watch.hurry()
+
+    def stopped(self) -> None:
+        """Say where that is which was finished."""
+        if not self._done:
+            return
+        again = "resume=True goes on" if self._asked.output else "it is there until this process ends"
+        if self._asked.output is None:
+            _STOPPED.append(self._folder)
+        self.watch.say(f"stopped; {self._done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
+
+    async def _collected(self) -> Rollouts:
+        call = self._asked
+        tasks = tasks_in(call.tasks, self._folder.path)
+        known = await self._place.known()
+        gate = Gate()
+        source = Source(tasks, call.recipe, call.token_format, known.services)
+        store = Files(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
+        try:
+            self._prepare(store, known)
+            if store.progress.left:
+                await self._with_services(store, known, gate)
+            else:
+                store.finish("done")
+        finally:
+            self._done = store.aggregates.done
+            store.close()
+        given_up = sum(tally.given_up.total() for tally in store.aggregates.by_agent.values())
+        if given_up:
+            self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; .failures says why")
+        written = [self._output] if self._output.exists() else []
+        return Rollouts(FileRows(written), paths=written, folder=self._folder)
+
+    def _prepare(self, store: Files, known: Known) -> None:
+        store.prepare(
+            resume=self._asked.resume,
+            overwrite=self._asked.overwrite,
+            max_attempts=self._asked.limits.max_attempts,
+            agents=known.agents,
+            command=COMMAND,
+        )
+
+    async def _with_services(self, store: Files, known: Known, gate: Gate) -> None:
+        config = self._place.config
+        needed = config.only(store.progress.agents) if config is not None else None
+        tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
+        status = "failed"
+        try:
+            async with self._place.reached(known, needed, self.watch) as reached:
+                try:
+                    await unless(reached.failure(), self._run(store, reached, gate))
+                finally:
+                    await self._flush(store)
+                await self._own_metrics(store, reached.peers)
+            status = "done"
+        except asyncio.CancelledError:
+            status = "interrupted"
+            raise
+        finally:
+            store.finish(status)
+            tracing.end()
+
+    async def _run(self, store: Files, reached: Reached, gate: Gate) -> None:
+        run = store.run(reached.peers, self._asked.limits, gate)
+        meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, gate.reasons)
+        drawing = asyncio.create_task(self._draw(meter))
+        told: set[str] = set()
+        try:
+            async with aclosing(run.outcomes(store.todo(self._asked.limits.max_attempts))) as outcomes:
+                async for outcome in outcomes:
+                    if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in told:
+                        told.add(outcome.failure["class"])
+                        self.watch.say(_first(outcome))
+        finally:
+            drawing.cancel()
+            standing = meter.standing()
+            self.watch.draw(standing.picture, standing.line)
+
+    async def _flush(self, store: Files) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await store.flush()
+        except TimeoutError:
+            self.watch.say(f"the disk took no row for {FLUSH_S:.0f} s; what was not yet on it is lost")
+
+    async def _draw(self, meter: Meter) -> None:
+        while True:
+            meter.tick()
+            standing = meter.standing()
+            self.watch.draw(standing.picture, standing.line)
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _own_metrics(self, store: Files, peers: Peers) -> None:
+        for name, tally in store.aggregates.by_agent.items():
+            tally.own = await environment_metrics(store.paths.output, peers[name])
+
+
+def _first(outcome: FailedAttempt) -> str:
+    failure = outcome.failure
+    return f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"

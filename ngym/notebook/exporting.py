@@ -1,0 +1,120 @@
+"""`ngym.export_rollouts`: rollouts -> the rows that trainers read, as a file, a sequence and a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from ngym.errors import UsageError
+from ngym.export.options import Format, Options, Strategy
+from ngym.export.run import export
+from ngym.export.tally import Tally
+from ngym.notebook.frames import library
+from ngym.notebook.given import Folder
+from ngym.notebook.rollouts import Rollouts
+from ngym.notebook.rows import FileRows
+from ngym.schema import Json
+
+if TYPE_CHECKING:
+    import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+Source = str | Path | Rollouts | Sequence[str | Path]
+
+
+class Exported(FileRows):
+    """The rows of an export. path: their file. tally: what became of every rollout that was read."""
+
+    def __init__(self, path: Path, tally: Tally, format: Format, folder: Folder) -> None:
+        super().__init__([path] if tally.rows else [])
+        self.path = path
+        self.tally = tally
+        self._format = format
+        self._folder = folder
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Why rollouts were left out, and how many."""
+        return {reason.told: count for reason, count in self.tally.dropped.items() if count}
+
+    def to_dataset(self) -> datasets.Dataset:
+        """For TRL and others: `SFTTrainer(train_dataset=exported.to_dataset(), ...)`."""
+        if not len(self):
+            raise UsageError(f"no rollout is left to export; left out: {self.dropped}")
+        # not from the file: its cache would outlive it, and be found by another file of the same name
+        return library("datasets").Dataset.from_list(list(self))
+
+    def __repr__(self) -> str:
+        left = ", ".join(f"{count:,} {why}" for why, count in self.dropped.items())
+        return f"<{len(self):,} {self._format} of {self.tally.read:,} rollouts{f'; left out: {left}' if left else ''}>"
+
+
+def export_rollouts(
+    source: Source,
+    format: Format,
+    output: str | Path | None = None,
+    *,
+    min_reward: float | None = None,
+    best: int | None = None,
+    pairs: Strategy | None = None,
+    margin: float | None = None,
+    max_pairs: int | None = None,
+    dedupe: bool = False,
+    keep_reasoning: bool = True,
+    keep_truncated: bool = False,
+    limit: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Exported:
+    """Turn scored rollouts into demonstrations, preferences, KTO or ShareGPT rows, or a filtered copy; docs/export.md has the rules.
+
+        pairs = ngym.export_rollouts(rollouts, "preferences", margin=0.5)
+        ngym.export_rollouts("out.jsonl", "demonstrations", "sft.jsonl", best=2, dedupe=True)
+
+    Args:
+        source: Rollouts, a file or several.
+        output: the file to write. None: one that goes with the last of what is returned.
+
+    Raises:
+        UsageError: the options make no sense together, or the source holds what is no rollout.
+    """
+    folder = Folder()
+    options = Options(
+        format=format,
+        inputs=_inputs(source, folder),
+        output=Path(output) if output is not None else folder.path / f"{format}.jsonl",
+        min_reward=min_reward,
+        best=best,
+        pairs=pairs,
+        margin=margin,
+        max_pairs=max_pairs,
+        dedupe=dedupe,
+        keep_reasoning=keep_reasoning,
+        keep_truncated=keep_truncated,
+        limit=limit,
+        seed=seed,
+        overwrite=overwrite,
+    )
+    return Exported(options.output, export(options, _unshown), format, folder)
+
+
+def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:
+    if isinstance(source, str | Path):
+        return (Path(source),)
+    if not isinstance(source, Rollouts):
+        return tuple(map(Path, source))
+    path = folder.path / "rollouts.jsonl"
+    with path.open("wb") as file:
+        for row in source:
+            file.write(_line(row))
+    return (path,)
+
+
+def _line(row: Json) -> bytes:
+    return orjson.dumps({"_ng_task_index": 0, **row}) + b"\n"
+
+
+def _unshown(line: bytes) -> None:
+    return None

@@ -1,0 +1,127 @@
+"""Where does a call that takes its time say how far it is? Below the cell, at the bottom of a terminal, else in a line now and then."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+from ngym.screen import Picture, Screen, Size, harmless, is_live
+
+PLAIN_EVERY_S = 5.0
+CELL = Size(100, 20)
+
+
+class Progress(Protocol):
+    """`say` prints for good, `draw` shows how far it is, `close` takes that away."""
+
+    def say(self, text: str) -> None: ...
+    def draw(self, picture: Picture, line: Callable[[], str]) -> None: ...
+    def close(self) -> None: ...
+
+
+def progress(wanted: bool) -> Progress:
+    """What fits where this process is seen. line: the same as the picture, in one line."""
+    if not wanted:
+        return Silent()
+    if (display := _notebook_display()) is not None:
+        return BelowTheCell(display)
+    return OnTerminal(sys.stderr) if is_live(sys.stderr) else InLines(sys.stderr)
+
+
+class Silent:
+    """Says nothing."""
+
+    def say(self, text: str) -> None: ...
+    def draw(self, picture: Picture, line: Callable[[], str]) -> None: ...
+    def close(self) -> None: ...
+
+
+class OnTerminal:
+    """At the bottom of it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._screen = Screen(stream)
+
+    def say(self, text: str) -> None:
+        self._screen.say(text)
+
+    def draw(self, picture: Picture, line: Callable[[], str]) -> None:
+        self._screen.show(picture)
+
+    def close(self) -> None:
+        self._screen.close()
+
+
+class InLines:
+    """A line every few seconds: a log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next = time.monotonic() + PLAIN_EVERY_S
+        self._said = ""
+        self._now = _no_line
+
+    def say(self, text: str) -> None:
+        print(harmless(text), file=self._stream, flush=True)
+
+    def draw(self, picture: Picture, line: Callable[[], str]) -> None:
+        self._now = line
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PLAIN_EVERY_S
+            self._said = line()
+            self.say(self._said)
+
+    def close(self) -> None:
+        """The last state, if others were said."""
+        if self._said and self._said != (last := self._now()):
+            self.say(last)
+
+
+def _no_line() -> str:
+    return ""
+
+
+class BelowTheCell:
+    """One output of the running cell, replaced as it changes; what was said stays in it."""
+
+    def __init__(self, display: Any) -> None:
+        self._display = display
+        self._handle: Any = None
+        self._said: list[str] = []
+        self._shown = ""
+
+    def say(self, text: str) -> None:
+        self._said.append(harmless(text))
+        self._show([])
+
+    def draw(self, picture: Picture, line: Callable[[], str]) -> None:
+        self._show([text.plain for text in picture(CELL)])
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._show([])
+
+    def _show(self, lines: list[str]) -> None:
+        text = "\n".join([*self._said, *lines])
+        if text == self._shown:
+            return
+        self._shown = text
+        bundle = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
+        if self._handle is None:
+            self._handle = self._display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def _notebook_display() -> Any:
+    """IPython's `display` where this is a notebook's kernel; IPython on a terminal is a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+
+    return display

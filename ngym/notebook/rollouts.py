@@ -1,0 +1,273 @@
+"""Scored rollouts as a sequence of rows, of files of any size or of lists: numbers, the worst, groups, tables, transcripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+from ngym.collect.aggregate import Aggregates
+from ngym.collect.files import Paths
+from ngym.errors import UsageError
+from ngym.metrics import Interval, Rewards, best_at_k
+from ngym.notebook import html
+from ngym.notebook.frames import Table
+from ngym.notebook.rows import FileRows
+from ngym.notebook.seen import SHOWN_ROWS, Failures, Transcript
+from ngym.notebook.slim import KINDS, full, slim
+from ngym.schema import Json
+
+if TYPE_CHECKING:
+    import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import polars  # type: ignore[import-not-found, unused-ignore]
+
+SOLVED = 1.0
+NO_TASK = "rows name no task, and rollouts of a task are to be compared: give each row its `_ng_task_index`"
+READ_TO_SHOW = 20_000  # more rows are not read only because somebody looks at the object
+FEW = ("task_index", "rollout_index", "reward", "stop_reason", "turns", "asked", "answered")
+
+
+class Fact(NamedTuple):
+    """What is known of each rollout once all were read. Rows of other makes may not say of which task they are."""
+
+    agent: str
+    task_id: str
+    task_index: int | None
+    reward: float | None
+
+    @property
+    def names_task(self) -> bool:
+        return bool(self.task_id) or self.task_index is not None
+
+
+class Stored:
+    """The rows of a Rollouts and of all that is chosen from it. folder: kept for as long as they are."""
+
+    def __init__(self, rows: Sequence[Json], paths: tuple[Path, ...] = (), folder: object = None) -> None:
+        self.rows = rows
+        self.paths = paths
+        self._folder = folder
+
+    @cached_property
+    def facts(self) -> list[Fact]:
+        return [_fact(row) for row in self.rows]
+
+
+class Rollouts(Sequence[Json]):
+    """Rollouts: `rollouts[0]` is a row (docs/collecting.md), `rollouts[:10]` are Rollouts again, and so is what is filtered.
+
+    >>> rollouts = Rollouts([{"response": {"output": []}, "reward": 1.0, "_ng_task_index": 0}])
+    >>> len(rollouts), rollouts.mean_reward
+    (1, 1.0)
+    """
+
+    def __init__(self, rows: Sequence[Json], *, paths: Sequence[Path] = (), folder: object = None) -> None:
+        self._choose(Stored(rows, tuple(paths), folder), None)
+
+    def _choose(self, stored: Stored, places: Sequence[int] | None) -> None:
+        self._stored = stored
+        self._places = places
+
+    @classmethod
+    def _of(cls, stored: Stored, places: Sequence[int]) -> Rollouts:
+        rollouts = cls.__new__(cls)
+        rollouts._choose(stored, places)
+        return rollouts
+
+    def __len__(self) -> int:
+        return len(self._stored.rows) if self._places is None else len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Json: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rollouts: ...
+    def __getitem__(self, index: int | slice) -> Json | Rollouts:
+        if isinstance(index, slice):
+            return self._of(self._stored, self._all[index])
+        return self._stored.rows[self._all[index]]
+
+    def __iter__(self) -> Iterator[Json]:
+        return iter(self._stored.rows) if self._places is None else (self._stored.rows[place] for place in self._places)
+
+    def __repr__(self) -> str:
+        return f"<{self._told()}>"
+
+    def _repr_html_(self) -> str:
+        shown = [slim(row) for row in self[:SHOWN_ROWS]]
+        more = f"; the first {len(shown)}:" if len(self) > len(shown) else ""
+        return html.table(FEW, [[record[name] for name in FEW] for record in shown], self._told() + more)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold them; none for rows of a list."""
+        return self._stored.paths
+
+    @property
+    def failures(self) -> Failures:
+        """The failed attempts of the same collection, one row each (`*_failures.jsonl`)."""
+        beside = [path for path in (Paths.beside(path).failures for path in self.paths) if path.is_file()]
+        return Failures(list(FileRows(beside)))
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Of each; None where it could not be scored."""
+        return [fact.reward for fact in self._facts]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over the scored ones; None if there are none."""
+        scored = [reward for reward in self.rewards if reward is not None]
+        return fmean(scored) if scored else None
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 % of the mean reward; it knows that the rollouts of a task resemble each other. None for fewer than two tasks.
+
+        Raises:
+            UsageError: a row names no task.
+        """
+        scores = Rewards()
+        for task, group in enumerate(self.groups()):
+            for reward in group.rewards:
+                scores.add(task, reward)
+        return scores.interval
+
+    def pass_at(self, k: int, solved_at: float = SOLVED) -> float:
+        """The chance that one of k rollouts of a task is solved (unbiased, arXiv 2107.03374), a mean over tasks with k scored ones.
+
+        Raises:
+            UsageError: no task has so many, or a row names none.
+        """
+        groups = [[float(reward >= solved_at) for reward in group.rewards] for group in self.groups()]
+        enough = [solved for solved in groups if len(solved) >= k >= 1]
+        if not enough:
+            most = max(map(len, groups), default=0)
+            raise UsageError(f"pass_at({k}): no task has {k} scored rollouts; the most that one has is {most}")
+        return fmean(best_at_k(solved, k) for solved in enough)
+
+    def metrics(self, by: str | None = None) -> list[Json]:
+        """What `*_aggregate_metrics.json` says, of these rollouts: an entry for each agent. by: also by this field's values.
+
+        Raises:
+            UsageError: a row has no `_ng_task_index`.
+        """
+        aggregates = Aggregates(by)
+        for row in self:
+            aggregates.add(_counted(row))
+        return aggregates.as_json()
+
+    def filter(self, wanted: Callable[[Json], object]) -> Rollouts:
+        """Those for whose row this is true: `rollouts.filter(lambda row: row["reward"] == 0)`."""
+        return self._of(self._stored, [place for place, row in zip(self._all, self, strict=True) if wanted(row)])
+
+    def worst(self, n: int = 10) -> Rollouts:
+        """The n with the smallest rewards, the worst first; unscored ones are not among them."""
+        return self._ranked(n, 1.0)
+
+    def best(self, n: int = 10) -> Rollouts:
+        """The n with the largest rewards, the best first."""
+        return self._ranked(n, -1.0)
+
+    def groups(self) -> list[Group]:
+        """The rollouts of each task, in the order in which tasks first appear.
+
+        Raises:
+            UsageError: a row names no task.
+        """
+        places: dict[Fact, list[int]] = {}
+        for place, fact in zip(self._all, self._facts, strict=True):
+            if not fact.names_task:
+                raise UsageError(NO_TASK)
+            places.setdefault(fact._replace(reward=None), []).append(place)
+        facts = self._stored.facts
+        return [
+            Group(key.agent, key.task_id, key.task_index, self._of(self._stored, found), _known(facts, found))
+            for key, found in places.items()
+        ]
+
+    def show(self, index: int = 0) -> Transcript:
+        """What was said in one of them: a notebook shows it, `print` prints it."""
+        return Transcript(self[index])
+
+    def to_pandas(self, full: bool = False) -> pandas.DataFrame:
+        """A row for each rollout: numbers, what was asked and answered last, its row's own fields. full: everything else, too."""
+        return self._table(full).to_pandas()
+
+    def to_polars(self, full: bool = False) -> polars.DataFrame:
+        """The same; with `full`, lists and objects are JSON text."""
+        return self._table(full).to_polars()
+
+    def to_dataset(self, full: bool = False) -> datasets.Dataset:
+        """The same as a dataset of Hugging Face's `datasets`."""
+        return self._table(full).to_dataset()
+
+    def _table(self, everything: bool) -> Table:
+        return Table(map(full if everything else slim, self), KINDS)
+
+    def _told(self) -> str:
+        where = f"; {', '.join(map(str, self.paths))}" if self.paths else ""
+        if "facts" not in self._stored.__dict__ and len(self._stored.rows) > READ_TO_SHOW:
+            return f"{len(self):,} rollouts{where}"
+        facts = self._facts
+        tasks = f" of {len({fact[:3] for fact in facts}):,} tasks" if all(fact.names_task for fact in facts) else ""
+        mean = "no reward" if self.mean_reward is None else f"mean reward {self.mean_reward:.3f}"
+        return f"{len(self):,} rollouts{tasks}, {mean}{where}"
+
+    def _ranked(self, n: int, sign: float) -> Rollouts:
+        scored = [(fact.reward, at) for fact, at in zip(self._facts, self._all, strict=True) if fact.reward is not None]
+        ranked = sorted(scored, key=lambda pair: sign * pair[0])
+        return self._of(self._stored, [place for _, place in ranked[:n]])
+
+    @property
+    def _all(self) -> Sequence[int]:
+        return range(len(self._stored.rows)) if self._places is None else self._places
+
+    @property
+    def _facts(self) -> list[Fact]:
+        facts = self._stored.facts
+        return facts if self._places is None else [facts[place] for place in self._places]
+
+
+class Group(NamedTuple):
+    """The rollouts of one task. task_index: None of rows that have a task_id alone. rewards: of the scored ones."""
+
+    agent: str
+    task_id: str
+    task_index: int | None
+    rollouts: Rollouts
+    rewards: list[float]
+
+    @property
+    def mean_reward(self) -> float | None:
+        return fmean(self.rewards) if self.rewards else None
+
+    @property
+    def teaches(self) -> bool:
+        """Whether two rewards differ: an algorithm that compares the rollouts of a task learns nothing elsewhere."""
+        return len(set(self.rewards)) > 1
+
+
+def _fact(row: Json) -> Fact:
+    agent = (row.get("agent_ref") or {}).get("name") or ""
+    try:
+        return Fact(agent, (row.get("ng") or {}).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
+    except KeyError:
+        raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is no rollout") from None
+
+
+def _known(facts: Sequence[Fact], places: Sequence[int]) -> list[float]:
+    return [reward for place in places if (reward := facts[place].reward) is not None]
+
+
+def _counted(row: Json) -> Json:
+    """With what a row of another make lacks and our numbers look at."""
+    if row.get("_ng_task_index") is None:
+        raise UsageError(NO_TASK)
+    unknown = {"turns": None, "tool_calls": None, "tool_errors": None, "timings": {"total_s": None}}
+    cut = row["response"].get("status") == "incomplete"
+    status = {"status": "unscored" if row["reward"] is None else "truncated" if cut else "ok"}
+    trace = {**unknown, **status, "stop_reason": "length" if cut else "answer", **(row.get("ng") or {})}
+    return {"agent_ref": {"name": "unknown"}, **row, "ng": trace}

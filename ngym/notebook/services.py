@@ -1,0 +1,255 @@
+"""`ngym.run`: the services of a config, up until they are stopped; and which services any other call uses."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from ngym.collect.discovery import Known, discover
+from ngym.config import Config, load_config
+from ngym.errors import UsageError
+from ngym.notebook import html
+from ngym.notebook.background import Background, Work
+from ngym.notebook.watch import Watch
+from ngym.peers import Peers
+from ngym.supervise.headfile import find_running, token_of
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.service import State
+from ngym.supervise.shown import shown_config
+from ngym.supervise.supervisor import Supervisor
+from ngym.unless import never
+
+Result = TypeVar("Result")
+Files = str | Path | Sequence[str | Path]
+DEFAULT_CONFIG = "global_config.yaml"
+DEFAULT_HEAD = "http://127.0.0.1:11000"
+OWNER = "ngym"
+COLUMNS = ("name", "kind", "status", "url", "restarts")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Services that can be used. failure: waits for ever; raises when one had to be given up."""
+
+    peers: Peers
+    failure: Callable[[], Awaitable[None]]
+
+
+class RunningServices:
+    """What `ngym.run` gives. A `with` block stops them at its end; so do `stop`, the last reference's end, and the process's."""
+
+    def __init__(self, life: _Life) -> None:
+        self._life = life
+        self._finalizer = weakref.finalize(self, life.background.end)
+
+    @property
+    def head_url(self) -> str:
+        """Where the run can be asked: `/servers`, `/config`, and a page for a browser."""
+        return self._life.supervisor.head_url
+
+    @property
+    def urls(self) -> dict[str, list[str]]:
+        """Service name -> the URLs of its replicas."""
+        return dict(self._life.supervisor.urls)
+
+    @property
+    def states(self) -> list[State]:
+        """Of every process of every service."""
+        return list(self._life.supervisor.states)
+
+    def stop(self) -> None:
+        """Stop every service; none is left after this, and it takes less than 5 s."""
+        self._life.background.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def __repr__(self) -> str:
+        ready = sum(state.status == "ready" for state in self.states)
+        return f"<{ready} of {len(self.states)} services ready; {self.head_url}>"
+
+    def _repr_html_(self) -> str:
+        rows = [[state.label, state.kind, state.status, state.url, state.restarts] for state in self.states]
+        return html.table(COLUMNS, rows, repr(self)[1:-1])
+
+
+class _Life:
+    """Services on a background loop, from their start to their end."""
+
+    def __init__(self, config: Config, launcher: Launcher, watch: Watch) -> None:
+        self.config = config
+        self.background = Background("ngym services")
+        self.supervisor = Supervisor(config, watch.service, launcher)
+        self._begun = asyncio.Event()
+
+    async def ready(self) -> None:
+        """Start them; they stop when the loop ends."""
+        self._task = asyncio.create_task(self._live())
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `failure` raises it
+        begun = asyncio.create_task(self._begun.wait())
+        try:
+            await asyncio.wait([self._task, begun], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            raise
+        finally:
+            begun.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def failure(self) -> None:
+        """Wait for ever; raises what ended them."""
+        await asyncio.shield(self._task)
+
+    async def _live(self) -> None:
+        async with self.supervisor:
+            self._begun.set()
+            await self.supervisor.failure()
+
+
+class Place:
+    """Which services a call uses: those of `ngym.run`, those of a head, or those of a config, started for the call."""
+
+    def __init__(self, config: Files | None, overrides: Sequence[str], head: str | RunningServices | None) -> None:
+        if config is not None and head is not None:
+            raise UsageError("config starts services for this call and head uses running ones; give one of the two")
+        if overrides and config is None:
+            raise UsageError(f"{overrides[0]!r}: overrides are of the config; name it with config=")
+        self._life = head._life if isinstance(head, RunningServices) else None
+        self._url = head.rstrip("/") if isinstance(head, str) else None
+        self._launcher = Launcher.start() if config is not None else None  # its imports take longer than our checks
+        try:
+            self.config = load_config(paths_of(config), overrides) if config is not None else None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
+
+    def carry(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
+        """Have it run where the services are looked after; and what has to be called in the end.
+
+        Raises:
+            UsageError: the services are stopped.
+        """
+        if self._life is not None:
+            if not self._life.background.lives:
+                work.close()
+                raise UsageError("these services are stopped; start them again with ngym.run")
+            return self._life.background.begin(work), self.close
+        background = Background("ngym")
+
+        def end() -> None:
+            background.close()
+            self.close()
+
+        return background.begin(work), end
+
+    async def known(self) -> Known:
+        """Who there is, or will be."""
+        config = self._life.config if self._life else self.config
+        if config is not None:
+            return Known.of(shown_config(config))
+        running = find_running(Path.cwd())
+        url = self._url or (running.url if running else DEFAULT_HEAD)
+        return await discover(url, token_of(url, Path.cwd()))
+
+    @asynccontextmanager
+    async def reached(self, known: Known, needed: Config | None, watch: Watch) -> AsyncIterator[Reached]:
+        """The services, while the block runs. needed: the part of the config that has to be started."""
+        if self._life is not None:
+            async with _peers(_peers_of(self._life.supervisor, self._life.config)) as peers:
+                yield Reached(peers, self._life.failure)
+        elif needed is None:
+            token = token_of(known.head_url, Path.cwd()) if known.head_url else None
+            async with _peers(Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others)) as peers:
+                yield Reached(peers, never)
+        else:
+            supervisor = Supervisor(needed, watch.service, self._launcher)
+            watch.hurry = supervisor.hurry
+            async with supervisor, _peers(_peers_of(supervisor, needed)) as peers:
+                yield Reached(peers, supervisor.failure)
+
+
+def run(*config: str | Path, only: Sequence[str] = (), progress: bool = True) -> RunningServices:
+    """Start the services of a config (default: global_config.yaml), and return when all are ready.
+
+        with ngym.run("global_config.yaml", "policy.replicas=2") as services:
+            rollouts = ngym.collect_rollouts(head=services, agent="math_agent", input="data/math/validation.jsonl")
+
+    Without `with`, they are up over several cells, until `services.stop()`.
+
+    Args:
+        config: files, and `key=value` overrides; later ones win.
+        only: these services and those that they need.
+
+    Raises:
+        ConfigError: the config is wrong. ServiceFailed: a service does not start; the last lines of its log are told.
+    """
+    life, watch = _begun(config, only)
+    try:
+        with watch.shown(progress) as tick:
+            life.background.begin(life.ready()).result(tick, life.supervisor.hurry)
+    except BaseException:
+        life.background.close()
+        raise
+    return RunningServices(life)
+
+
+async def run_async(*config: str | Path, only: Sequence[str] = (), progress: bool = True) -> RunningServices:
+    """`run` for a coroutine: `services = await ngym.run_async(...)`, or `async with await ngym.run_async(...) as services`."""
+    life, watch = _begun(config, only)
+    try:
+        with watch.shown(progress) as tick:
+            await life.background.begin(life.ready()).awaited(tick, life.supervisor.hurry)
+    except BaseException:
+        await asyncio.to_thread(life.background.close)
+        raise
+    return RunningServices(life)
+
+
+def paths_of(files: Files) -> list[Path]:
+    """One file, or several."""
+    return [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
+
+
+def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Watch]:
+    launcher = Launcher.start()
+    try:
+        files = [Path(word) for word in words if isinstance(word, Path) or "=" not in word]
+        overrides = [word for word in words if isinstance(word, str) and "=" in word]
+        config = load_config(files or [Path(DEFAULT_CONFIG)], overrides)
+        watch = Watch()
+        return _Life(config.only(only) if only else config, launcher, watch), watch
+    except BaseException:
+        launcher.close()
+        raise
+
+
+def _peers_of(supervisor: Supervisor, config: Config) -> Peers:
+    return Peers(supervisor.urls, supervisor.head_url, supervisor.run_token, owner=OWNER, others=config.others)
+
+
+@asynccontextmanager
+async def _peers(peers: Peers) -> AsyncIterator[Peers]:
+    try:
+        yield peers
+    finally:
+        await peers.close()

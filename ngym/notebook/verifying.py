@@ -1,0 +1,223 @@
+"""`ngym.verify`: what are these answers worth? The reward of each, with its components, by the gym server that scores them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+from ngym import reverify
+from ngym.config import Config
+from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.groups import is_pending, judged
+from ngym.notebook.asked import at_least_one
+from ngym.notebook.given import rows_of
+from ngym.notebook.rollouts import NO_TASK
+from ngym.notebook.services import Files, Place, Reached, RunningServices
+from ngym.notebook.watch import Watch
+from ngym.peers import Peers
+from ngym.schema import Json
+from ngym.scores import parts_of
+from ngym.tree import did_you_mean
+from ngym.unless import unless
+from ngym.validation.gold import says
+from ngym.validation.standin import others
+
+ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """reward: None where there is none; `failure` says why, or the verifier chose so. details: the row's and the verifier's own fields."""
+
+    reward: float | None
+    components: dict[str, float]
+    details: Json
+    failure: str | None = None
+
+
+@overload
+def verify(
+    rows: Mapping[str, Any],
+    *,
+    answer: str | None = None,
+    server: str | None = None,
+    config: Files | None = None,
+    overrides: Sequence[str] = (),
+    head: str | RunningServices | None = None,
+    models: bool = False,
+    concurrency: int = 64,
+    progress: bool = True,
+) -> Verdict: ...
+@overload
+def verify(
+    rows: Any,
+    *,
+    answer: str | None = None,
+    server: str | None = None,
+    config: Files | None = None,
+    overrides: Sequence[str] = (),
+    head: str | RunningServices | None = None,
+    models: bool = False,
+    concurrency: int = 64,
+    progress: bool = True,
+) -> list[Verdict]: ...
+def verify(
+    rows: Any,
+    *,
+    answer: str | None = None,
+    server: str | None = None,
+    config: Files | None = None,
+    overrides: Sequence[str] = (),
+    head: str | RunningServices | None = None,
+    models: bool = False,
+    concurrency: int = 64,
+    progress: bool = True,
+) -> Verdict | list[Verdict]:
+    """The reward of a rollout, or of each of several; no model is asked. Tool calls that a rollout made are made again.
+
+        ngym.verify(rollouts.worst(5), config="global_config.yaml")
+        ngym.verify(task, answer="The answer is 4.", server="math", head=services).components
+
+    Rewards that only a comparison gives are given where several rollouts of a task are among the rows.
+
+    Args:
+        rows: a rollout's row, or several: Rollouts, a list, a data frame of whole rows.
+        answer: what the model is supposed to have said, for rows that are tasks without a response.
+        server: the gym server that scores; None: the one of the row's agent.
+        config, overrides, head: which services, as for `ngym.collect_rollouts`. models: of a config, start also those that the
+            gym server asks, such as a judge.
+        concurrency: verifications at once.
+
+    Raises:
+        UsageError: a row has no response, nobody knows who scores it, or rows to be compared name no task.
+    """
+    at_least_one(concurrency=concurrency)
+    call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
+    work, end = call.place.carry(call.verdicts())
+    try:
+        with call.watch.shown(progress) as tick:
+            found = work.result(tick, lambda: call.watch.hurry())
+    finally:
+        end()
+    return found[0] if isinstance(rows, Mapping) else found
+
+
+async def verify_async(
+    rows: Any,
+    *,
+    answer: str | None = None,
+    server: str | None = None,
+    config: Files | None = None,
+    overrides: Sequence[str] = (),
+    head: str | RunningServices | None = None,
+    models: bool = False,
+    concurrency: int = 64,
+    progress: bool = True,
+) -> list[Verdict]:
+    """`verify` for a coroutine; always a list."""
+    at_least_one(concurrency=concurrency)
+    call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
+    work, end = call.place.carry(call.verdicts())
+    try:
+        with call.watch.shown(progress) as tick:
+            return await work.awaited(tick, lambda: call.watch.hurry())
+    finally:
+        await asyncio.to_thread(end)
+
+
+class _Call:
+    """One verification of some rows."""
+
+    def __init__(self, rows: list[Json], place: Place, server: str | None, models: bool, concurrency: int) -> None:
+        self.watch = Watch()
+        self.place = place
+        self._rows = rows
+        self._server = server
+        self._models = models
+        self._slots = asyncio.Semaphore(concurrency)
+
+    async def verdicts(self) -> list[Verdict]:
+        known = await self.place.known()
+        config = self.place.config
+        gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
+        needed = _needed(config, set(gyms), self._models) if config is not None else None
+        async with self.place.reached(known, needed, self.watch) as reached:
+            return await unless(reached.failure(), self._verified(gyms, reached))
+
+    async def _verified(self, gyms: Sequence[str], reached: Reached) -> list[Verdict]:
+        asked = [self._one(row, gym, reached.peers) for row, gym in zip(self._rows, gyms, strict=True)]
+        scored: list[Json | str] = await asyncio.gather(*asked)
+        waiting: dict[tuple[Any, ...], dict[int, Json]] = {}
+        for index, row in enumerate(scored):
+            if isinstance(row, dict) and is_pending(row):
+                waiting.setdefault((gyms[index], *_task(row)), {})[index] = row
+        for (gym, *task), group in waiting.items():
+            if task == [None, None] and len(group) > 1:
+                raise UsageError(NO_TASK)
+            together = await judged(reached.peers[gym].post, list(group.values()))
+            for index, row in zip(group, together, strict=True):
+                scored[index] = row
+        return list(map(_verdict, scored))
+
+    async def _one(self, row: Json, gym: str, peers: Peers) -> Json | str:
+        """What /verify says, or why it says nothing."""
+        async with self._slots:
+            try:
+                return await reverify.verified(row, peers[gym])
+            except ServiceError as error:
+                return error.detail
+
+    def _gym(self, row: Json, stanzas: Json, known: Mapping[str, Any]) -> str:
+        """The gym server that scores this row."""
+        if self._server is not None:
+            if self._server not in known:
+                raise UsageError(f"server={self._server!r}: no such gym server{did_you_mean(self._server, known)}")
+            return self._server
+        agent = (row.get("agent_ref") or {}).get("name")
+        if agent is None:
+            raise UsageError("a row names no agent (agent_ref), so nobody knows who scores it; name it with server=")
+        gym = (stanzas.get(agent) or {}).get("gym")
+        if not isinstance(gym, str):
+            raise UsageError(f"nobody says which gym server scores the rollouts of {agent!r}; name it with server=")
+        return gym
+
+
+def _rows(given: Any, answer: str | None) -> list[Json]:
+    if isinstance(given, str | Path):
+        raise UsageError(f"{given}: verify takes rows; load them with ngym.load_rollouts")
+    rows = []
+    for number, each in enumerate(rows_of(given)):
+        if not isinstance(each, Mapping):
+            raise UsageError(f"row {number} must be a rollout's row or a task, not {each!r:.60}")
+        row = dict(each)
+        if answer is not None:
+            row["response"] = {"status": "completed", "output": says(answer)}
+        if not isinstance(row.get("response"), dict):
+            raise UsageError(f"row {number} has no response; give a rollout's row, or say answer=")
+        rows.append(row)
+    return rows
+
+
+def _needed(config: Config, gyms: set[str], models: bool) -> Config:
+    """What has to run for these gym servers."""
+    needed = config.only(gyms)
+    for gym in sorted(gyms):
+        if not models and (asked := others(config, gym)):
+            where = config.services[gym].where
+            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; models=True starts it, too")
+    return needed
+
+
+def _task(row: Json) -> tuple[Any, Any]:
+    return (row.get("ng") or {}).get("task_id"), row.get("_ng_task_index")
+
+
+def _verdict(scored: Json | str) -> Verdict:
+    if isinstance(scored, str):
+        return Verdict(None, {}, {}, scored)
+    fields = {name: value for name, value in scored.items() if name not in ASKED and not name.startswith("_ng_")}
+    components = {name.removeprefix("reward_components/"): value for name, value in parts_of({**scored, "ng": {}})}
+    return Verdict(scored.get("reward"), components, fields)

@@ -1,0 +1,86 @@
+"""Where is everybody, and what opens their doors? The other services by name, and the client that all calls go through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
+from ngym.errors import NotFound
+from ngym.peers.peer import Peer
+from ngym.replicas import Replicas
+from ngym.retries import RetryBudget
+
+
+class Peers:
+    """The other services, by name. One per process and event loop; close it at the end.
+
+    Args:
+        urls: service name -> the URLs of its replicas.
+        head_url: where to ask again for a peer that moved.
+        token: the run's, when it has one: sent to its head and services, and to no other.
+        others: the services that are somebody else's, and the bearer token that each wants, or None.
+    """
+
+    def __init__(
+        self,
+        urls: Mapping[str, list[str]],
+        head_url: str | None = None,
+        token: str | None = None,
+        owner: str | None = None,
+        others: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.urls = {name: list(addresses) for name, addresses in urls.items()}
+        self.head_url = head_url
+        self.owner = owner
+        self.replicas: dict[str, Replicas] = {}  # of the services that have several
+        self.budgets: dict[str, RetryBudget] = {}  # by service
+        self._token = token
+        self._others = dict(others or {})
+        self._client: Client | None = None
+
+    def __getitem__(self, name: str) -> Peer:
+        if name not in self.urls:
+            known = ", ".join(sorted(self.urls)) or "none"
+            raise NotFound(
+                f"no service named {name!r} is known to {self.owner or 'this process'} (known: {known})",
+                failure="config",
+            )
+        return Peer(name, self)
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            self._client = Client({"content-type": "application/json", "user-agent": "ngym"})
+        return self._client
+
+    def token(self, name: str | None) -> str | None:
+        """What opens this service, or (None) the head."""
+        return self._token if name is None else self._others.get(name, self._token)
+
+    def authorization(self, name: str | None) -> dict[str, str]:
+        """The header that opens it; none where nothing has to be shown."""
+        token = self.token(name)
+        return {"authorization": f"Bearer {token}"} if token else {}
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def refresh(self) -> None:
+        """Ask the head where everybody is now; keeps what is known when the head does not answer."""
+        if self.head_url is None:
+            return
+        try:
+            opener = self.authorization(None)
+            reply = await self.send("GET", f"{self.head_url}/servers", None, opener, CONNECT_TIMEOUT_S)
+        except (OSError, TimeoutError):
+            return
+        for server in reply.json() if reply.status == 200 else []:
+            self.urls[server["name"]] = server.get("urls") or [server["url"]]
+
+    async def send(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> Reply:
+        """One request, no retries. Raises OSError (connection) or TimeoutError."""
+        return await self.client.request(method, url, body, headers, timeout_s)

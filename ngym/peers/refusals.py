@@ -1,0 +1,49 @@
+"""What does an answer of 4xx or 5xx say? Whoever asked raises it as an error, in the words of the first that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from ngym.client import Reply
+from ngym.errors import UpstreamError
+from ngym.peers.pauses import MAYBE_PROCESSED, NOT_PROCESSED
+
+KEPT_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
+
+
+def refusal(service: str, reply: Reply, method: str, url: str, path: str) -> UpstreamError:
+    """A peer's error, its own words kept: the first problem document of the chain tells the cause."""
+    try:
+        problem = reply.json()
+    except orjson.JSONDecodeError:
+        problem = {}
+    if not isinstance(problem, dict):
+        problem = {"detail": problem}
+    detail = (
+        problem.get("detail")
+        or problem.get("error")
+        or reply.body[:300].decode("utf-8", "replace")
+        or "no reason given"
+    )
+    if not isinstance(detail, str):
+        detail = orjson.dumps(detail)[:300].decode()
+    upstream = (
+        problem.get("upstream")
+        if isinstance(problem.get("upstream"), dict)
+        else upstream_of(service, url, reply.status)
+    )
+    prefix = "" if problem.get("service") else f"{service} answered {reply.status} to {method} {path}: "
+    return UpstreamError(
+        prefix + detail,
+        failure=problem.get("failure"),
+        upstream=upstream,
+        retryable=bool(problem.get("retryable", reply.status in NOT_PROCESSED | MAYBE_PROCESSED | {500})),
+        status=reply.status if reply.status in KEPT_STATUSES else None,
+    )
+
+
+def upstream_of(service: str, url: str, status: int | None = None) -> dict[str, Any]:
+    """Which replica it was."""
+    return {"service": service, "url": url, "status": status}

@@ -1,0 +1,191 @@
+"""Curves as a PNG or SVG, drawn by matplotlib: the same input gives the same bytes, on any machine and in any home.
+
+Nothing here touches pyplot, a display or the settings of the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ngym.errors import UsageError
+from ngym.jsonl import write_whole
+from ngym.plot.history import Series
+from ngym.plot.text import duration, number_text
+from ngym.transcript import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg")
+COLOURS = ("#1f5fbf", "#d1602a", "#2a9d5c", "#8e44ad", "#c0392b", "#138d9a", "#b8860b", "#7f7f7f")
+PANEL = (4.6, 3.0)  # inches
+ACROSS = 3  # panels side by side
+MINUTE, HOUR, DAY = 60, 3600, 86400
+TIMES = (1, 2, 5, 10, 15, 30, *(n * MINUTE for n in (1, 2, 5, 10, 15, 30)), *(n * HOUR for n in (1, 2, 4, 8, 12)), DAY)
+STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#999999",
+    "axes.grid": True,
+    "axes.labelcolor": "#333333",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "figure.dpi": 100,
+    "font.family": "sans-serif",
+    # the first comes with matplotlib, so that the layout is the same everywhere
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    "font.size": 9,
+    "grid.color": "#e6e6e6",
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "ngym",
+    "text.parse_math": False,  # a metric's name is no formula
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """colour: number of a colour; that of its place in the panel without it. behind: the same before it was smoothed."""
+
+    series: Series
+    colour: int | None = None
+    dashed: bool = False
+    behind: Series | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    x: what it counts; "seconds" is shown as a duration. x_scale: "log4" marks each x that there is, evenly for powers of four.
+    y_range: fixed; else as the values need, from 0 on if `from_zero`.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    x: str = "step"
+    x_scale: Literal["linear", "log4"] = "linear"
+    y_scale: Literal["linear", "log"] = "linear"
+    y_range: tuple[float, float] | None = None
+    from_zero: bool = False
+
+
+def write_picture(panels: Sequence[Panel], path: Path, across: int = ACROSS) -> None:
+    """The panels as a PNG or SVG, by the file's name; it is there whole or not at all.
+
+    Raises:
+        UsageError: another kind of file, or matplotlib is not installed. WriteFailed: it cannot be written.
+    """
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in FORMATS:
+        raise UsageError(f"{path}: a picture is a .png or an .svg file")
+    write_whole(path, picture(panels, kind, across))
+
+
+def picture(panels: Sequence[Panel], kind: str, across: int = ACROSS) -> bytes:
+    """The bytes of a picture. kind: png or svg."""
+    logging.getLogger("matplotlib").setLevel(
+        logging.ERROR
+    )  # it tells of a home that cannot be written, and does without
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(f"pictures need matplotlib ({error}); pip install 'ngym[plot]'") from None
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(cast(Any, STYLE))  # mypy knows the names one by one
+        columns = min(across, max(1, len(panels)))
+        rows = max(1, math.ceil(len(panels) / columns))
+        figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+        drawn = [figure.add_subplot(rows, columns, place) for place in range(1, len(panels) + 1)]
+        for panel, axes in zip(panels, drawn, strict=True):
+            _draw(panel, axes)
+        _explain(figure, drawn, 2 * columns)
+        made = BytesIO()
+        nothing: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+        figure.savefig(made, format=kind, metadata=nothing[kind])
+    return made.getvalue()
+
+
+def _draw(panel: Panel, axes: Axes) -> None:
+    axes.set_title(printable(panel.title))
+    axes.set_xlabel("" if panel.x == "seconds" else panel.x)
+    for place, line in enumerate(panel.lines):
+        _draw_line(line, COLOURS[(place if line.colour is None else line.colour) % len(COLOURS)], axes)
+    _scale_x(panel, axes)
+    _scale_y(panel, axes)
+
+
+def _draw_line(line: Line, colour: str, axes: Axes) -> None:
+    series = line.series
+    style: dict[str, Any] = {"color": colour, "linewidth": 1.5, "linestyle": (0, (4, 3)) if line.dashed else "-"}
+    if line.behind is not None:
+        axes.plot(line.behind.x, line.behind.y, color=colour, alpha=0.25, linewidth=1)
+    if series.low:
+        axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
+    few: dict[str, Any] = {"marker": "o", "markersize": 3} if len(series.x) <= 40 else {}
+    axes.plot(series.x, series.y, label=printable(series.name), **style, **few)
+
+
+def _scale_x(panel: Panel, axes: Axes) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, MultipleLocator, NullLocator
+
+    along = [x for line in panel.lines for x in line.series.x]
+    if panel.x == "seconds":
+        span = max(along) - min(along)
+        axes.xaxis.set_major_locator(MultipleLocator(next((one for one in TIMES if one >= span / 6), span)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: duration(x)))
+        return
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if panel.x_scale == "log4":
+        axes.set_xscale("log", base=4)
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(along))))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+
+
+def _scale_y(panel: Panel, axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    values = [y for line in panel.lines for y in line.series.y if y > 0]
+    if panel.y_scale == "log" and values:
+        axes.set_yscale("log")
+        decades = math.log10(max(values) / min(values))
+        number = FuncFormatter(lambda y, _: number_text(y))
+        axes.yaxis.set_major_formatter(number)
+        axes.yaxis.set_minor_formatter(number if decades < 1 else NullFormatter())
+    if panel.y_range is not None:
+        axes.set_ylim(*panel.y_range)
+    elif panel.from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def _explain(figure: Figure, drawn: Sequence[Axes], columns: int) -> None:
+    """Which line is what: once for all panels, if one of them has the lines of all."""
+    if not drawn:
+        return
+    fullest = max(drawn, key=lambda axes: len(_names(axes)))
+    if len(drawn) > 1 and all(set(_names(axes)) <= set(_names(fullest)) for axes in drawn):
+        figure.legend(*fullest.get_legend_handles_labels(), loc="outside lower left", ncols=columns)
+        return
+    for axes in drawn:
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.19))
+
+
+def _names(axes: Axes) -> list[str]:
+    names: list[str] = axes.get_legend_handles_labels()[1]
+    return names

@@ -1,0 +1,10 @@
+"""What did the policy do, and why did it get its reward? Rollout files and training runs, shown in a browser.
+
+runs       what was opened           index      one run's rows as an SQLite index that follows the files
+record     one line -> one record    scan       a range of a file -> records, in this process or a helper
+store      the index's database      query      the filter language -> SQL
+search     text, by a scan           rows       pages, groups and tasks
+stats      a run in numbers          compare    two runs, task by task
+tokens     segments, for people      training   metrics and recipes of training runs
+app        the web application       export     one self-contained page
+"""

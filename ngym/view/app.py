@@ -1,0 +1,200 @@
+"""The web application of ng_view: the page, and what it asks for. Everything is read-only, and only what was opened is read.
+
+Bare Starlette: FastAPI's import alone takes longer than a page may take to open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ngym.errors import NgymError, NotFound, ServiceError, UsageError
+from ngym.locks import Lock
+from ngym.view import training
+from ngym.view.compare import compare
+from ngym.view.places import row_seq
+from ngym.view.rows import MOST_ROWS
+from ngym.view.runs import Opened
+from ngym.view.security import Guard
+
+STATIC = Path(__file__).parent / "static"
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+DEFAULT_ROWS = 200
+Answer = TypeVar("Answer")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Wrong(ServiceError):
+    """A parameter of the address says nothing."""
+
+    status = 400
+    title = "The address is not valid"
+
+
+def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | None, title: str = "ngym") -> Starlette:
+    """
+    Args:
+        hosts: what a request's Host header may say; None: anything.
+        lock: what opens /api; None: it is open.
+    """
+    api = Api(shown, title)
+    routes = [
+        Route("/", _page),
+        Route("/static/{name}", _static),
+        Route("/api/runs", api.runs),
+        Route("/api/runs/{id}/rows", api.rows),
+        Route("/api/runs/{id}/rows/{row}", api.row),
+        Route("/api/runs/{id}/rows/{row}/tokens", api.tokens),
+        Route("/api/runs/{id}/groups/{task}", api.group),
+        Route("/api/runs/{id}/tasks", api.tasks),
+        Route("/api/runs/{id}/stats", api.stats),
+        Route("/api/compare", api.compare),
+        Route("/api/training", api.training),
+        Route("/api/training/{id}/metrics", api.training_metrics),
+        Route("/api/training/{id}/config", api.training_config),
+        Route("/api/training/{id}/samples", api.training_samples),
+    ]
+    handlers: dict[Any, Any] = {NgymError: _refused, HTTPException: _no_route, Exception: _bug}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.add_middleware(Guard, hosts=hosts, lock=lock)
+    return app
+
+
+class Api:
+    """The answers under /api. What reads files or the index does so in a thread: the event loop never waits for a disk."""
+
+    def __init__(self, shown: Opened, title: str) -> None:
+        self._shown = shown
+        self._title = title
+
+    async def runs(self, request: Request) -> Response:
+        return _json({"title": self._title, "runs": await asyncio.to_thread(self._shown.as_json)})
+
+    async def rows(self, request: Request) -> Response:
+        run = self._shown.rollout_run(request.path_params["id"])
+        page = await asyncio.to_thread(run.rows.page, *_table(request))
+        return _json(page.as_json())
+
+    async def row(self, request: Request) -> Response:
+        run = self._shown.rollout_run(request.path_params["id"])
+        line = await asyncio.to_thread(run.index.line, row_seq(request.path_params["row"]))
+        return Response(line, media_type="application/json")
+
+    async def tokens(self, request: Request) -> Response:
+        run = self._shown.rollout_run(request.path_params["id"])
+        return _json(await asyncio.to_thread(run.tokens, row_seq(request.path_params["row"])))
+
+    async def group(self, request: Request) -> Response:
+        run = self._shown.rollout_run(request.path_params["id"])
+        task = _whole("task", request.path_params["task"])
+        rows = await asyncio.to_thread(run.rows.group, task)
+        if not rows:
+            raise NotFound(f"there is no task {task} in {run.name}")
+        return _json({"task": task, "rows": rows})
+
+    async def tasks(self, request: Request) -> Response:
+        run = self._shown.rollout_run(request.path_params["id"])
+        page = await asyncio.to_thread(run.rows.tasks, *_table(request))
+        return _json(page.as_json())
+
+    async def stats(self, request: Request) -> Response:
+        run = self._shown.rollout_run(request.path_params["id"])
+        return _json(await asyncio.to_thread(run.stats.of, request.query_params.get("q", "")))
+
+    async def compare(self, request: Request) -> Response:
+        a, b = (self._shown.rollout_run(request.query_params.get(name, "")) for name in ("a", "b"))
+        return _json(await asyncio.to_thread(compare, a.rows, b.rows, *_table(request)))
+
+    async def training(self, request: Request) -> Response:
+        return _json({"runs": await asyncio.to_thread(self._shown.training_as_json)})
+
+    async def training_metrics(self, request: Request) -> Response:
+        run = self._shown.training_run(request.path_params["id"])
+        after = request.query_params.get("after", training.BEGINNING)
+        return _json(await asyncio.to_thread(training.metrics, run, after))
+
+    async def training_config(self, request: Request) -> Response:
+        run = self._shown.training_run(request.path_params["id"])
+        return _json(await asyncio.to_thread(training.config, run))
+
+    async def training_samples(self, request: Request) -> Response:
+        run = self._shown.training_run(request.path_params["id"])
+        found = await asyncio.to_thread(training.samples, run)
+        return _json({**found, "file": self._shown.id_of(run.rollouts)})
+
+
+async def _page(request: Request) -> Response:
+    return _file("index.html")
+
+
+async def _static(request: Request) -> Response:
+    return _file(request.path_params["name"])
+
+
+def _file(name: str) -> Response:
+    """One of the files that lie in the folder; a path from the client is never opened."""
+    found = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in KINDS), None)
+    if found is None:
+        raise NotFound(f"there is no page file {name!r:.60}")
+    return Response(found.read_bytes(), media_type=KINDS[found.suffix])
+
+
+def _table(request: Request) -> tuple[str, str, int, int]:
+    """q, sort, offset, limit."""
+    asked = request.query_params
+    limit = _whole("limit", asked.get("limit", str(DEFAULT_ROWS)))
+    if limit > MOST_ROWS:
+        raise Wrong(f"limit={limit}: a page has at most {MOST_ROWS:,} rows; ask for the next with offset")
+    return asked.get("q", ""), asked.get("sort", ""), _whole("offset", asked.get("offset", "0")), limit
+
+
+def _whole(name: str, text: str) -> int:
+    digits = text.removeprefix("-") if name == "task" else text
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
+        raise Wrong(f"{name}={text!r:.40} is no whole number")
+    return int(text)
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    told = (
+        error
+        if isinstance(error, ServiceError)
+        else ServiceError(str(error), status=400 if isinstance(error, UsageError) else 500)
+    )
+    return _problem(told)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    told.title = HTTPStatus(error.status_code).phrase
+    return _problem(told)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _problem(ServiceError(f"{request.url.path} failed: {type(error).__name__}"))
+
+
+def _problem(error: ServiceError) -> Response:
+    body = {"type": error.problem()["type"], "title": error.title, "status": error.status, "detail": error.detail}
+    return Response(orjson.dumps(body), status_code=error.status, media_type="application/problem+json")

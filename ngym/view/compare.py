@@ -1,0 +1,159 @@
+"""Which tasks does the second run do better, which worse? Both runs' rollouts, task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from ngym.metrics import bootstrap
+from ngym.schema import Json
+from ngym.view.places import row_name
+from ngym.view.query import FROM, WrongFilter
+from ngym.view.rows import Rows
+
+MOST_NAMED = 64  # rollouts of a task
+DEFAULT_SORT = "-abs_delta"
+
+
+@dataclass
+class Side:
+    """A task's rollouts in one run."""
+
+    task: int | None
+    prompt: str | None
+    n: int = 0
+    rewards: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.rewards) if self.rewards else None
+
+    def as_json(self) -> Json:
+        return {"task": self.task, "n": self.n, "mean": self.mean, "rows": [row_name(seq) for seq in self.rows]}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A task that at least one of the runs has. key: what it was matched by."""
+
+    key: str | int
+    a: Side | None
+    b: Side | None
+
+    @property
+    def first(self) -> Side:
+        """The side of the first run that has the task."""
+        side = self.a or self.b
+        assert side is not None
+        return side
+
+    @property
+    def means(self) -> tuple[float, float] | None:
+        """Of both runs, where both have scored rollouts."""
+        if self.a is None or self.b is None or self.a.mean is None or self.b.mean is None:
+            return None
+        return self.a.mean, self.b.mean
+
+    @property
+    def delta(self) -> float | None:
+        """The second run's mean minus the first's."""
+        return None if self.means is None else self.means[1] - self.means[0]
+
+    def as_json(self) -> Json:
+        return {
+            "task_id": self.key if isinstance(self.key, str) else None,
+            "task": self.first.task,
+            "prompt": self.first.prompt,
+            "a": None if self.a is None else self.a.as_json(),
+            "b": None if self.b is None else self.b.as_json(),
+            "delta": self.delta,
+        }
+
+
+SORTS: dict[str, Callable[[Pair], Any]] = {
+    "abs_delta": lambda pair: None if pair.delta is None else abs(pair.delta),
+    "delta": lambda pair: pair.delta,
+    "a": lambda pair: None if pair.a is None else pair.a.mean,
+    "b": lambda pair: None if pair.b is None else pair.b.mean,
+    "task": lambda pair: pair.first.task,
+}
+
+
+def compare(a: Rows, b: Rows, q: str, sort: str, offset: int, limit: int) -> Json:
+    """The tasks of both, and what they come to. Matched by task id; by task index where the runs share no id.
+
+    Raises:
+        WrongFilter: the filter or the sort says nothing.
+    """
+    sides = [_sides(rows, q) for rows in (a, b)]
+    by_id = bool(sides[0].ids.keys() & sides[1].ids.keys())
+    a_tasks, b_tasks = (each.ids if by_id else each.tasks for each in sides)
+    pairs = [Pair(key, a_tasks.get(key), b_tasks.get(key)) for key in dict.fromkeys([*a_tasks, *b_tasks])]
+    means = [means for pair in pairs if (means := pair.means) is not None]
+    deltas = [second - first for first, second in means]
+    interval = bootstrap(deltas)
+    searching = min(each.scanned for each in sides)
+    return {
+        "better": sum(delta > 0 for delta in deltas),
+        "worse": sum(delta < 0 for delta in deltas),
+        "same": sum(delta == 0 for delta in deltas),
+        "only_a": sum(pair.b is None for pair in pairs),
+        "only_b": sum(pair.a is None for pair in pairs),
+        "unscored": sum(pair.a is not None and pair.b is not None for pair in pairs) - len(deltas),
+        "mean_a": fmean(first for first, _ in means) if means else None,
+        "mean_b": fmean(second for _, second in means) if means else None,
+        "delta": fmean(deltas) if deltas else None,
+        "interval": None if interval is None else [interval.low, interval.high],
+        "matched_by": "task_id" if by_id else "task",
+        "total": len(pairs),
+        **({"searching": True, "scanned": searching} if searching < 1 else {}),
+        "rows": [pair.as_json() for pair in _sorted(pairs, sort or DEFAULT_SORT)[offset : offset + limit]],
+    }
+
+
+@dataclass(frozen=True)
+class _Sides:
+    ids: dict[str | int, Side]
+    tasks: dict[str | int, Side]
+    scanned: float
+
+
+def _sides(rows: Rows, q: str) -> _Sides:
+    """A run's tasks, by id and by index; failed attempts are no rollouts."""
+    extent = rows.index.extent()
+    found = _Sides({}, {}, 1.0)
+    if extent.version < 0:
+        return found
+    selection = rows.selection(q, extent)
+    sql = (
+        f"SELECT r.seq, t.task, t.task_id, r.reward, (SELECT prompt FROM texts WHERE seq = t.first) "
+        f"FROM {FROM} WHERE r.failure IS NULL AND r.g IS NOT NULL AND ({selection.where}) ORDER BY r.seq"
+    )
+    with rows.index.reading() as database:
+        for seq, task, task_id, reward, prompt in database.execute(sql, selection.parameters):
+            for key, table in ((task_id, found.ids), (task, found.tasks)):
+                if key is None:
+                    continue
+                side = table.setdefault(key, Side(task, prompt))
+                side.n += 1
+                if reward is not None:
+                    side.rewards.append(reward)
+                if len(side.rows) < MOST_NAMED:
+                    side.rows.append(seq)
+    return _Sides(found.ids, found.tasks, selection.scanned)
+
+
+def _sorted(pairs: list[Pair], sort: str) -> list[Pair]:
+    found = pairs
+    for key in reversed([part.strip() for part in sort.split(",") if part.strip()]):
+        name = key.removeprefix("-")
+        if name not in SORTS:
+            raise WrongFilter(f"a comparison cannot be sorted by {name!r:.60}; there are {', '.join(SORTS)}")
+        value = SORTS[name]
+        known = [pair for pair in found if value(pair) is not None]
+        known.sort(key=value, reverse=name != key)
+        found = known + [pair for pair in found if value(pair) is None]
+    return found

@@ -1,0 +1,179 @@
+"""One page to send around: every number of the runs, many of their rows, and the most telling rollouts in full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, combinations, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from ngym.errors import NgymError
+from ngym.jsonl import BOM, write_whole
+from ngym.schema import Json
+from ngym.view import training
+from ngym.view.bundle import bundle
+from ngym.view.compare import compare
+from ngym.view.places import row_name, row_seq
+from ngym.view.record import NoRollout, whole
+from ngym.view.runs import Opened, RolloutRun
+
+STATIC = Path(__file__).parent / "static"
+MOST_LISTED = 5000  # rows of a run in the table
+MOST_BYTES = 64 << 20  # of rollouts in full, of all runs
+MOST_COMPARED = 2000
+POLL_S = 0.05
+
+
+class Packed(NamedTuple):
+    """What went into the report. of: the rollouts that the filter lets through; left_out: had no room, or are no JSON."""
+
+    full: int
+    listed: int
+    of: int
+    left_out: int
+    bytes: int
+
+
+def export(
+    shown: Opened, output: Path, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+) -> Packed:
+    """Write the report; returns what is in it.
+
+    Args:
+        rows: rollouts of each run in full. q: only what this filter lets through.
+        tick: told how far it is.
+
+    Raises:
+        WrongFilter: the filter says nothing. NgymError: a file cannot be read. WriteFailed: the report cannot be written.
+    """
+    room = Room(MOST_BYTES)
+    packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
+    of = full = listed = 0
+    for id, run in shown.rollouts.items():
+        _wait(run, tick)
+        of += _found(run, q, tick)
+        chosen = _chosen(run, q, rows)
+        rollouts = {row: orjson.Fragment(line) for row in chosen if (line := room.given(run.index.line(row_seq(row))))}
+        table = _listed(run, q, chosen)
+        full, listed = full + len(rollouts), listed + len(table)
+        packed["full"][id], packed["rows"][id], packed["stats"][id] = rollouts, table, run.stats.of(q)
+    packed["runs"] = shown.as_json()
+    packed["compare"] = {
+        f"{a.id},{b.id}": compare(a.rows, b.rows, q, "", 0, MOST_COMPARED)
+        for a, b in combinations(shown.rollouts.values(), 2)
+    }
+    packed["training"] = _training(shown)
+    page = bundle(STATIC, orjson.dumps(packed, option=orjson.OPT_NON_STR_KEYS), title)
+    write_whole(output, page)
+    return Packed(full, listed, of, room.refused, len(page))
+
+
+class Room:
+    """So many bytes of rollouts, of all runs. refused: those that found no room, or are no JSON."""
+
+    def __init__(self, bytes: int) -> None:
+        self._bytes = bytes
+        self.refused = 0
+
+    def given(self, line: bytes) -> bytes | None:
+        """The row as JSON that a browser reads, too; None: it is none, or there is no room for it."""
+        try:
+            line = orjson.dumps(whole(line.removeprefix(BOM)))
+        except (NoRollout, orjson.JSONEncodeError):  # the index does not look into segments
+            self.refused += 1
+            return None
+        if len(line) > self._bytes:
+            self.refused += 1
+            return None
+        self._bytes -= len(line)
+        return line
+
+
+def _wait(run: RolloutRun, tick: Callable[[str], None]) -> None:
+    """Until everything that the files have is indexed."""
+    while True:
+        extent = run.index.extent()
+        if run.index.error:
+            raise NgymError(run.index.error)
+        if run.index.caught_up:
+            return
+        tick(f"{run.name}: {extent.rows:,} rollouts read, {extent.indexed_bytes / max(1, extent.bytes):.0%}")
+        time.sleep(POLL_S)
+
+
+def _found(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
+    """How many rows the filter lets through, once its texts are looked for everywhere."""
+    while True:
+        page = run.rows.page(q, "", 0, 0)
+        if page.scanned >= 1:
+            return page.total
+        tick(f"{run.name}: looking for the text, {page.scanned:.0%}")
+
+
+def _chosen(run: RolloutRun, q: str, count: int) -> list[str]:
+    """The most telling rows: a failure of each class, then in turn the worst, the best, the ends of groups that differ, any."""
+    stats = run.stats.of(q)
+    failures = [each["example"] for each in stats["failures"]]
+    share = -(-count // 4)
+    worst = _rows(run, f"{q} -reward:null", "reward,advantage", share)
+    best = _rows(run, f"{q} -reward:null", "-reward,-advantage", share)
+    differing = _ends(run, q, share)
+    turns = chain.from_iterable(zip(*map(_endless, (worst, best, differing, _evenly(run, q, count))), strict=False))
+    allowed = set(run.rows.all(q))
+    known = dict.fromkeys(failures)
+    for row in islice(turns, 8 * count + 8):
+        if row is not None and len(known) < max(count, len(failures)) and row_seq(row) in allowed:
+            known.setdefault(row)
+    return list(known)
+
+
+def _endless(rows: Iterable[str]) -> Iterator[str | None]:
+    yield from rows
+    while True:
+        yield None
+
+
+def _ends(run: RolloutRun, q: str, count: int) -> list[str]:
+    """The best and the worst rollout of the groups whose rewards differ most."""
+    found = []
+    for task in run.rows.tasks(q, "-spread", 0, min(1000, count)).rows:
+        if task["task"] is not None and task["spread"]:
+            group = [row for row in run.rows.group(task["task"]) if row["reward"] is not None]
+            found += [max(group, key=_reward)["row"], min(group, key=_reward)["row"]] if group else []
+    return found
+
+
+def _reward(row: Json) -> float:
+    return float(row["reward"])
+
+
+def _rows(run: RolloutRun, q: str, sort: str, count: int) -> list[str]:
+    return [row["row"] for row in run.rows.page(q, sort, 0, count).rows]
+
+
+def _evenly(run: RolloutRun, q: str, count: int) -> list[str]:
+    seqs = run.rows.all(q)
+    count = min(count, len(seqs))
+    return [row_name(seqs[place * len(seqs) // count]) for place in range(count)]
+
+
+def _listed(run: RolloutRun, q: str, chosen: Sequence[str]) -> list[Json]:
+    """Rows for the table, in the order of the file: all, or the chosen ones and others evenly."""
+    seqs = run.rows.all(q)
+    if len(seqs) > MOST_LISTED:
+        every = -(-len(seqs) // MOST_LISTED)
+        seqs = sorted({*seqs[::every], *map(row_seq, chosen)})
+    return run.rows.rows(seqs)
+
+
+def _training(shown: Opened) -> Json | None:
+    """As the page's calls answer it."""
+    if not shown.training:
+        return None
+    packed = training.packed(shown.training.values())
+    for id, run in shown.training.items():
+        packed["samples"][id]["file"] = shown.id_of(run.rollouts)
+    return packed

@@ -1,0 +1,266 @@
+"""The filter language: `reward<0.5 status:failed -agent:math_agent "some text"` -> conditions in SQL, and texts to look for.
+
+query      = term {" " term}                                            all must hold
+term       = ["-"] (word | quoted | name ":" value {"," value} | name comparison number)
+comparison = "<" | "<=" | ">" | ">=" | "=" | "!="
+value      = word | quoted; `null` is what is not known, `*` in a word stands for anything
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ngym.errors import ServiceError
+
+MEAN = "CASE WHEN t.scored THEN t.total / t.scored END"
+NUMBERS = {
+    "reward": "r.reward",
+    "task": "r.task",
+    "rollout": "r.rollout",
+    "turns": "r.turns",
+    "tool_calls": "r.tool_calls",
+    "tool_errors": "r.tool_errors",
+    "tokens": "r.output_tokens",
+    "output_tokens": "r.output_tokens",
+    "input_tokens": "r.input_tokens",
+    "seconds": "r.seconds",
+    "attempt": "r.attempt",
+    "policy_version": "r.policy_version",
+    "learned": "r.learned",
+    "group_mean": f"({MEAN})",
+    "group_size": "t.n",
+    "advantage": f"(r.reward - ({MEAN}))",
+}
+WORDS = {
+    "agent": "r.agent",
+    "status": "r.status",
+    "stop": "r.stop_reason",
+    "stop_reason": "r.stop_reason",
+    "failure": "r.failure",
+    "task_id": "x.task_id",
+    "rollout_id": "x.rollout_id",
+    "run_id": "x.run_id",
+}
+SORTED_ONLY = {"row": "r.seq", "prompt": "x.prompt", "answer": "x.answer"}
+STATUSES = ("ok", "truncated", "unscored", "failed")
+NULL = "null"
+COMPONENT = "component."  # before the name of a part of the reward
+FROM = "rows r LEFT JOIN groups t ON t.g = r.g LEFT JOIN texts x ON x.seq = r.seq"
+MOST_CHARS = 4000
+MOST_TERMS = 50
+
+_NAMED = re.compile(r'(?P<name>[^\s":<>=!]+?)(?P<sign><=|>=|!=|[:<>=])(?P<value>.*)', re.DOTALL)
+_VALUE = re.compile(r'"((?:[^"\\]|\\.)*)"|([^",]*)')
+
+
+class WrongFilter(ServiceError):
+    """A term that says nothing; the message names it, and a near one."""
+
+    status = 400
+    title = "The filter is not valid"
+
+
+class Sought(NamedTuple):
+    """A text to look for in the whole row. wanted: whether it has to be there, or must not."""
+
+    text: str
+    wanted: bool
+
+
+@dataclass(frozen=True)
+class Query:
+    """where: a condition on FROM, with its parameters."""
+
+    where: str
+    parameters: tuple[Any, ...]
+    texts: tuple[Sought, ...]
+
+
+def parse(text: str, fields: Collection[str] = ()) -> Query:
+    """
+    Args:
+        fields: the names of the run's own scalar fields.
+
+    Raises:
+        WrongFilter: a term is wrong.
+    """
+    if len(text) > MOST_CHARS:
+        raise WrongFilter(f"the filter has {len(text):,} characters; at most {MOST_CHARS:,} are read")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise WrongFilter("the filter is not UTF-8")
+    conditions: list[str] = []
+    parameters: list[Any] = []
+    texts: list[Sought] = []
+    for term in _terms(text):
+        bare = term.removeprefix("-")
+        wanted = bare == term
+        named = None if bare.startswith('"') else _NAMED.fullmatch(bare)
+        if named is None:
+            texts.append(Sought(_unquoted(bare, term), wanted))
+            continue
+        condition, values = _condition(term, named["name"], named["sign"], named["value"], fields)
+        conditions.append(f"({condition}) IS {'' if wanted else 'NOT '}TRUE")
+        parameters += values
+    return Query(" AND ".join(conditions) or "TRUE", tuple(parameters), tuple(texts))
+
+
+def order(text: str, fields: Collection[str] = ()) -> tuple[str, tuple[Any, ...]]:
+    """An ORDER BY for `-reward,tokens`; what is null comes last, and what is equal in the order of the file.
+
+    Raises:
+        WrongFilter: there is no such key.
+    """
+    keys, parameters = [], []
+    for key in filter(None, (part.strip() for part in text.split(","))):
+        name = key.removeprefix("-")
+        found = _expression(name, fields)
+        if found is None and name in SORTED_ONLY:
+            found = SORTED_ONLY[name], []
+        expression, values = found or _no_key(name, fields)
+        keys.append(f"{expression} IS NULL, {expression} {'DESC' if name != key else 'ASC'}")
+        parameters += [*values, *values]
+    return ", ".join([*keys, "r.seq"]), tuple(parameters)
+
+
+def _terms(text: str) -> list[str]:
+    """Parted at spaces that stand in no quotes."""
+    found, term, quoted, escaped = [], "", False, False
+    for character in text:
+        if character.isspace() and not quoted:
+            found.append(term)
+            term = ""
+            continue
+        term += character
+        if character == '"' and not escaped:
+            quoted = not quoted
+        escaped = quoted and character == "\\" and not escaped
+    if quoted:
+        raise WrongFilter(f"the quote in {_shown(term)} does not end; close it, or leave it out")
+    terms = [term for term in [*found, term] if term]
+    if len(terms) > MOST_TERMS:
+        raise WrongFilter(f"the filter has {len(terms)} terms; at most {MOST_TERMS} are read")
+    return terms
+
+
+def _unquoted(bare: str, term: str) -> str:
+    text = _plain(bare[1:-1]) if len(bare) > 1 and bare[0] == bare[-1] == '"' else bare
+    if not text:
+        raise WrongFilter(f'nothing to look for in {_shown(term)}; write a word or "a text in quotes" after it')
+    return text
+
+
+def _plain(quoted: str) -> str:
+    return re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL)
+
+
+def _condition(term: str, name: str, sign: str, value: str, fields: Collection[str]) -> tuple[str, list[Any]]:
+    found = _expression(name, fields)
+    if found is None:
+        raise WrongFilter(_unknown(term, name, fields))
+    expression, own = found
+    if not value:
+        raise WrongFilter(f"no value in {_shown(term)}; say {name}{sign}VALUE, or {name}:null for what is not known")
+    if sign in ("<", "<=", ">", ">="):
+        number = _number(term, value)
+        is_number = f"typeof({expression}) IN ('integer', 'real')"
+        return f"{is_number} AND {expression} {sign} ?", [*own, *own, number]
+    alternatives = [_equals(term, name, expression, own, each) for each in _values(term, value)]
+    condition = " OR ".join(text for text, _ in alternatives)
+    parameters = [each for _, values in alternatives for each in values]
+    return (f"NOT ({condition})" if sign == "!=" else condition), parameters
+
+
+def _equals(term: str, name: str, expression: str, own: list[Any], value: tuple[str, bool]) -> tuple[str, list[Any]]:
+    text, quoted = value
+    if text == NULL and not quoted:
+        return f"{expression} IS NULL", own
+    if name in NUMBERS or name.startswith(COMPONENT):
+        return f"{expression} = ?", [*own, _number(term, text)]
+    if name == "status" and text not in STATUSES:
+        raise WrongFilter(
+            f"no status {_shown(text)} in {_shown(term)}{_near(text, STATUSES)}; there are {', '.join(STATUSES)}"
+        )
+    if "*" in text and not quoted:
+        pattern = re.sub(r"([\\%_])", r"\\\1", text).replace("*", "%")
+        return f"{expression} LIKE ? ESCAPE '\\'", [*own, pattern]
+    if name in WORDS:
+        return f"{expression} = ? COLLATE NOCASE", [*own, text]
+    if text in ("true", "false") and not quoted:
+        return f"{expression} IN (?, ?)", [*own, text == "true", text]
+    number = _maybe_number(text)
+    if number is None or quoted:
+        return f"{expression} = ? COLLATE NOCASE", [*own, text]
+    return f"({expression} = ? OR {expression} = ?)", [*own, text, *own, number]
+
+
+def _values(term: str, value: str) -> list[tuple[str, bool]]:
+    """The alternatives, and whether each stood in quotes."""
+    found, place = [], 0
+    while place <= len(value):
+        match = _VALUE.match(value, place)
+        assert match is not None
+        end = match.end()
+        text, quoted = (_plain(match[1]), True) if match[1] is not None else (match[2], False)
+        if (end < len(value) and value[end] != ",") or not (text or quoted):
+            raise WrongFilter(
+                f"the values in {_shown(term)} are not parted by commas; put a value with quotes or commas in quotes"
+            )
+        found.append((text, quoted))
+        place = end + 1
+    return found
+
+
+def _expression(name: str, fields: Collection[str]) -> tuple[str, list[Any]] | None:
+    """The SQL for a name, and its parameters."""
+    known = NUMBERS.get(name) or WORDS.get(name)
+    if known is not None:
+        return known, []
+    if name.startswith(COMPONENT):
+        return "json_extract(x.components, ?)", [_path(name.removeprefix(COMPONENT))]
+    return ("json_extract(x.fields, ?)", [_path(name)]) if name in fields else None
+
+
+def _path(name: str) -> str:
+    return f'$."{name}"'
+
+
+def _number(term: str, value: str) -> float:
+    number = _maybe_number(value)
+    if number is None:
+        raise WrongFilter(f"{_shown(value)} in {_shown(term)} is no number")
+    return number
+
+
+def _maybe_number(value: str) -> float | int | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if not math.isfinite(number) or "_" in value:
+        return None
+    return int(value) if re.fullmatch(r"[-+]?\d{1,18}", value, re.ASCII) else number
+
+
+def _unknown(term: str, name: str, fields: Collection[str]) -> str:
+    near = _near(name, [*NUMBERS, *WORDS, *fields])
+    return f"no field {_shown(name)}{near} in {_shown(term)}; to look for the text itself, put it in quotes"
+
+
+def _no_key(name: str, fields: Collection[str]) -> tuple[str, list[Any]]:
+    raise WrongFilter(
+        f"nothing to sort by is called {_shown(name)}{_near(name, [*NUMBERS, *WORDS, *SORTED_ONLY, *fields])}"
+    )
+
+
+def _near(name: str, names: Collection[str]) -> str:
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

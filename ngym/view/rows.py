@@ -1,0 +1,233 @@
+"""Which rows are on this page? Filtered, sorted and searched; an order that was asked for is kept, so that scrolling costs nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from ngym.schema import Json
+from ngym.view.index import Extent, Index
+from ngym.view.places import row_name
+from ngym.view.query import FROM, MEAN, Query, WrongFilter, order, parse
+from ngym.view.search import Search
+
+MOST_ROWS = 1000  # of a page
+KEPT_ORDERS = 12
+
+COLUMNS = {
+    "task": "r.task",
+    "rollout": "r.rollout",
+    "task_id": "x.task_id",
+    "rollout_id": "x.rollout_id",
+    "agent": "r.agent",
+    "reward": "r.reward",
+    "status": "r.status",
+    "stop_reason": "r.stop_reason",
+    "turns": "r.turns",
+    "tool_calls": "r.tool_calls",
+    "tool_errors": "r.tool_errors",
+    "input_tokens": "r.input_tokens",
+    "output_tokens": "r.output_tokens",
+    "seconds": "r.seconds",
+    "attempt": "r.attempt",
+    "policy_version": "r.policy_version",
+    "learned": "r.learned",
+    "group_mean": MEAN,
+    "group_size": "t.n",
+    "advantage": f"r.reward - ({MEAN})",
+    "failure": "r.failure",
+    "prompt": "x.prompt",
+    "answer": "x.answer",
+    "components": "x.components",
+    "fields": "x.fields",
+}
+_ROW = f"SELECT r.seq, {', '.join(COLUMNS.values())} FROM {FROM}"
+
+TASK_COLUMNS = {
+    "task": "max(r.task)",
+    "task_id": "max(t.task_id)",
+    "agent": "max(r.agent)",
+    "n": "count(*) FILTER (WHERE r.failure IS NULL)",
+    "mean": "avg(r.reward)",
+    "best": "max(r.reward)",
+    "worst": "min(r.reward)",
+    "spread": "max(r.reward) - min(r.reward)",
+    "failures": "count(*) FILTER (WHERE r.failure IS NOT NULL)",
+    "tokens": "avg(r.output_tokens)",
+    "prompt": "(SELECT prompt FROM texts WHERE seq = t.first)",
+}
+
+
+class Page(NamedTuple):
+    """A part of a table. total: of all its rows that are known to belong there. scanned: below 1 where a search goes on."""
+
+    rows: list[Json]
+    total: int
+    indexed: int
+    scanned: float
+
+    def as_json(self) -> Json:
+        going_on = {"searching": True, "scanned": self.scanned} if self.scanned < 1 else {}
+        return {"total": self.total, "indexed": self.indexed, **going_on, "rows": self.rows}
+
+
+class Selection(NamedTuple):
+    """Rows, as a condition on FROM with its parameters."""
+
+    where: str
+    parameters: tuple[Any, ...]
+    scanned: float
+
+
+class _Order(NamedTuple):
+    """Keys of a table's lines in their order."""
+
+    keys: Sequence[int]
+    scanned: float
+
+
+class Rows:
+    """The rows of one run, for several threads."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self._search = Search(index)
+        self._orders: OrderedDict[tuple[str, str, str, int], _Order] = OrderedDict()
+        self._one_at_a_time = threading.Lock()
+
+    def fields(self) -> list[str]:
+        """The names of the scalar fields that the rows have of their own."""
+        if self.index.extent().version < 0:
+            return []
+        with self.index.reading() as database:
+            return [name for (name,) in database.execute("SELECT name FROM fields ORDER BY name")]
+
+    def page(self, q: str, sort: str, offset: int, limit: int) -> Page:
+        """
+        Raises:
+            WrongFilter: the filter or the sort says nothing.
+        """
+        extent = self.index.extent()
+        keys, scanned = self._ordered("rows", q, sort, extent)
+        return Page(self.rows(keys[offset : offset + limit]), len(keys), extent.rows + extent.failures, scanned)
+
+    def all(self, q: str) -> Sequence[int]:
+        """All rows that a filter lets through, in the order of the file, by seq."""
+        return self._ordered("rows", q, "", self.index.extent()).keys
+
+    def rows(self, seqs: Sequence[int]) -> list[Json]:
+        """These rows, in this order."""
+        if not seqs:
+            return []
+        with self.index.reading() as database:
+            asked = orjson.dumps(list(seqs)).decode()
+            sql = f"{_ROW} WHERE r.seq IN (SELECT value FROM json_each(?))"
+            found = {row[0]: _as_json(row) for row in database.execute(sql, (asked,))}
+        return [found[seq] for seq in seqs if seq in found]
+
+    def group(self, task: int) -> list[Json]:
+        """All rows of a task, failed attempts, too."""
+        if self.index.extent().version < 0:
+            return []
+        with self.index.reading() as database:
+            own = "SELECT g FROM groups WHERE task = ?"
+            sql = f"{_ROW} WHERE r.g IN ({own}) ORDER BY r.rollout IS NULL, r.rollout, r.seq LIMIT ?"
+            return [_as_json(row) for row in database.execute(sql, (task, MOST_ROWS))]
+
+    def tasks(self, q: str, sort: str, offset: int, limit: int) -> Page:
+        """The tasks of these rows; their numbers are those of these rows alone."""
+        extent = self.index.extent()
+        selection = self.selection(q, extent)
+        keys, scanned = self._ordered("tasks", q, sort, extent)
+        some = list(keys[offset : offset + limit])
+        found = {}
+        if some:
+            with self.index.reading() as database:
+                columns = ", ".join(TASK_COLUMNS.values())
+                own = "r.g IN (SELECT value FROM json_each(?))"
+                sql = f"SELECT r.g, {columns} FROM {FROM} WHERE {own} AND ({selection.where}) GROUP BY r.g"
+                asked = (orjson.dumps(some).decode(), *selection.parameters)
+                found = {row[0]: dict(zip(TASK_COLUMNS, row[1:], strict=True)) for row in database.execute(sql, asked)}
+        rows = [found[g] for g in some if g in found]
+        return Page(rows, len(keys), extent.rows + extent.failures, scanned)
+
+    def selection(self, q: str, extent: Extent) -> Selection:
+        """The rows that a filter lets through."""
+        query = parse(q, self.fields())
+        if not query.texts:
+            return Selection(query.where, query.parameters, 1.0)
+        keys, scanned = self._ordered("rows", q, "", extent)
+        return Selection("r.seq IN (SELECT value FROM json_each(?))", (orjson.dumps(list(keys)).decode(),), scanned)
+
+    def _ordered(self, table: str, q: str, sort: str, extent: Extent) -> _Order:
+        if extent.version < 0:
+            return _Order([], 1.0)
+        with self._one_at_a_time:
+            make = self._sorted_rows if table == "rows" else self._sorted_tasks
+            return self._kept((table, q, sort, extent.version), lambda: make(q, sort, extent))
+
+    def _kept(self, key: tuple[str, str, str, int], make: Callable[[], _Order]) -> _Order:
+        """An order that was made before, or is made now; a search that goes on is not kept."""
+        found = self._orders.get(key) or make()
+        if found.scanned >= 1:
+            self._orders[key] = found
+            self._orders.move_to_end(key)
+            while len(self._orders) > KEPT_ORDERS:
+                self._orders.popitem(last=False)
+        return found
+
+    def _sorted_rows(self, q: str, sort: str, extent: Extent) -> _Order:
+        query = parse(q, self.fields())
+        if not query.texts:
+            return self._candidates(query, sort)
+        key = ("candidates", f"{query.where}{query.parameters}", sort, extent.version)
+        candidates = self._kept(key, lambda: self._candidates(query, sort))
+        found = self._search.among(candidates.keys, query.texts, extent.epoch)
+        return _Order(array("q", found.rows), found.scanned)
+
+    def _candidates(self, query: Query, sort: str) -> _Order:
+        """Rows in their order, whatever texts they have."""
+        by, values = order(sort, self.fields())
+        with self.index.reading() as database:
+            sql = f"SELECT r.seq FROM {FROM} WHERE {query.where} ORDER BY {by}"
+            return _Order(_column(database, sql, (*query.parameters, *values)), 1.0)
+
+    def _sorted_tasks(self, q: str, sort: str, extent: Extent) -> _Order:
+        query = parse(q, self.fields())
+        if query.texts:
+            seqs = self._sorted_rows(q, "", extent)
+            where, parameters = "r.seq IN (SELECT value FROM json_each(?))", (orjson.dumps(list(seqs.keys)).decode(),)
+            scanned = seqs.scanned
+        else:
+            where, parameters, scanned = query.where, query.parameters, 1.0
+        by = _task_order(sort)
+        sql = f"SELECT r.g FROM {FROM} WHERE r.g IS NOT NULL AND ({where}) GROUP BY r.g ORDER BY {by}"
+        with self.index.reading() as database:
+            return _Order(_column(database, sql, parameters), scanned)
+
+
+def _task_order(sort: str) -> str:
+    keys = []
+    for key in filter(None, (part.strip() for part in (sort or "task").split(","))):
+        name = key.removeprefix("-")
+        if name not in TASK_COLUMNS:
+            raise WrongFilter(f"tasks cannot be sorted by {name!r:.60}; there are {', '.join(TASK_COLUMNS)}")
+        keys.append(f"{TASK_COLUMNS[name]} IS NULL, {TASK_COLUMNS[name]} {'DESC' if name != key else 'ASC'}")
+    return ", ".join([*keys, "max(r.task)", "r.g"])
+
+
+def _column(database: sqlite3.Connection, sql: str, parameters: Sequence[Any]) -> array[int]:
+    return array("q", (key for (key,) in database.execute(sql, parameters)))
+
+
+def _as_json(row: Sequence[Any]) -> Json:
+    found: Json = {"row": row_name(row[0]), **dict(zip(COLUMNS, row[1:], strict=True))}
+    for name in ("components", "fields"):
+        found[name] = orjson.loads(found[name]) if found[name] else {}
+    return found

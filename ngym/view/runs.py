@@ -1,0 +1,283 @@
+"""What was opened? Rollout files and training runs: those that were named, and those in the folders that were named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from ngym.errors import NotFound, UsageError
+from ngym.schema import Json
+from ngym.view.index import Extent, Index
+from ngym.view.rows import Rows
+from ngym.view.stats import Stats
+from ngym.view.tokens import shown, tokenizer_file
+from ngym.view.training import READ, TrainingRun, is_training, summary, training_run
+
+MOST_DEPTH = 3
+MOST_RUNS = 100
+MOST_FILES = 2000  # that are looked at in the folders
+LOOKED_AT = 8 << 20  # bytes of a file's first line, to tell what it is
+SUFFIX, FAILED, INPUTS = ".jsonl", "_failures", "_materialized_inputs"
+PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
+RECENT_S = 10.0  # a file that was written to so recently grows
+KEYS = (b'"response"', b'"failure"')
+REMEDY = "ng_view shows the rollouts of ng_collect_rollouts and the folders of ng_train"
+
+
+class RolloutRun:
+    """The rollouts of one collection, or of one training run."""
+
+    def __init__(self, id: str, name: str, output: Path, tokenizer: Path | None) -> None:
+        self.id = id
+        self.name = name
+        self.path = output
+        self.index = Index(output, _failures(output))
+        self.rows = Rows(self.index)
+        self.stats = Stats(self.rows)
+        self._tokenizer = tokenizer
+        self._told: tuple[int, Json] | None = None  # of a version of the index
+
+    def tokens(self, seq: int) -> Json:
+        """A rollout's tokens.
+
+        Raises:
+            NotFound: there is no such row.
+        """
+        line = self.index.line(seq)
+        (row,) = self.rows.rows([seq])
+        return shown(line, row["advantage"], tokenizer_file(self._tokenizer, self.path))
+
+    def as_json(self) -> Json:
+        """Its line in the list of runs."""
+        extent = self.index.extent()
+        if self._told is None or self._told[0] != extent.version:
+            self._told = (extent.version, self._facts(extent))
+        return {
+            "id": self.id,
+            "name": self.name,
+            "path": _said(self.path),
+            "kind": "rollouts",
+            "rows": extent.rows,
+            "failures": extent.failures,
+            "bytes": extent.bytes,
+            "indexed_bytes": extent.indexed_bytes,
+            "growing": self.index.reading_on or _is_growing(self.index.paths.values()),
+            "error": self.index.error,
+            "note": self.index.note,
+            **self._told[1],
+        }
+
+    def _facts(self, extent: Extent) -> Json:
+        if extent.version < 0:
+            return {"bad_lines": 0, "bad": [], "run_id": None, "environments": [], "has_tokens": False, "fields": []}
+        with self.index.reading() as database:
+            bad = database.execute("SELECT part, line, problem FROM bad_lines ORDER BY part, line LIMIT 20").fetchall()
+            run_id = database.execute("SELECT run_id FROM texts ORDER BY seq LIMIT 1").fetchone()
+            agents = database.execute("SELECT DISTINCT agent FROM groups WHERE agent IS NOT NULL ORDER BY agent")
+            return {
+                "bad_lines": extent.bad,
+                "bad": [f"{_said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
+                "run_id": run_id[0] if run_id else None,
+                "environments": [agent for (agent,) in agents],
+                "has_tokens": database.execute("SELECT 1 FROM rows WHERE tokens LIMIT 1").fetchone() is not None,
+                "fields": [name for (name,) in database.execute("SELECT name FROM fields ORDER BY name")],
+            }
+
+
+class Opened(NamedTuple):
+    """Everything that is shown; ids are r1, r2, ... and t1, t2, ..."""
+
+    rollouts: dict[str, RolloutRun]
+    training: dict[str, TrainingRun]
+
+    def rollout_run(self, id: str) -> RolloutRun:
+        if id not in self.rollouts:
+            raise NotFound(f"no run {id!r:.40} with rollouts; there are {', '.join(self.rollouts) or 'none'}")
+        return self.rollouts[id]
+
+    def training_run(self, id: str) -> TrainingRun:
+        if id not in self.training:
+            raise NotFound(f"no training run {id!r:.40}; there are {', '.join(self.training) or 'none'}")
+        return self.training[id]
+
+    def id_of(self, output: Path | None) -> str | None:
+        """The run with this file's rollouts, if it was opened."""
+        own = None if output is None else output.resolve()
+        return next((id for id, run in self.rollouts.items() if run.path == own), None)
+
+    def as_json(self) -> list[Json]:
+        """The list of runs."""
+        return [run.as_json() for run in self.rollouts.values()] + self.training_as_json()
+
+    def training_as_json(self) -> list[Json]:
+        return [_told(run) for run in self.training.values()]
+
+    def start(self) -> None:
+        for run in self.rollouts.values():
+            run.index.start()
+
+    def close(self) -> None:
+        for run in self.rollouts.values():
+            run.index.stop()  # all at once: one of them may wait for another
+        for run in self.rollouts.values():
+            run.index.close()
+
+
+def _told(run: TrainingRun) -> Json:
+    try:
+        return summary(run)
+    except UsageError as error:  # its files are gone; the others are still there
+        gone = {"id": run.id, "name": run.name, "path": _said(run.folder), "kind": "training", "steps": 0, "last": {}}
+        return {**gone, "growing": False, "error": str(error)}
+
+
+def opened(paths: Sequence[Path], tokenizer: Path | None = None) -> Opened:
+    """What these files and folders hold.
+
+    Args:
+        tokenizer: the folder with the tokenizer of all of them; None: each run's record names it.
+
+    Raises:
+        UsageError: one of them is not there, or holds nothing to show.
+    """
+    outputs: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
+    for path in paths:
+        found = list(_in(path))
+        if not found:
+            raise UsageError(f"{path}: nothing to show in it; {REMEDY}")
+        for kind, place in found:
+            (folders if kind == "training" else outputs)[place] = None
+    if len(outputs) > MOST_RUNS:
+        raise UsageError(f"{len(outputs):,} runs are too many to show at once, at most {MOST_RUNS}; name some of them")
+    names = _names([*outputs, *folders])
+    return Opened(
+        {
+            id: RolloutRun(id, names[path], path, tokenizer)
+            for number, path in enumerate(outputs, 1)
+            if (id := f"r{number}")
+        },
+        {id: training_run(id, path, names[path]) for number, path in enumerate(folders, 1) if (id := f"t{number}")},
+    )
+
+
+def _in(path: Path) -> Iterator[tuple[str, Path]]:
+    """("rollouts", file) and ("training", folder)."""
+    if path.is_dir():
+        yield from _in_folder(path.resolve(), path.resolve())
+    elif path.is_file():
+        if path.name == "metrics.jsonl":
+            yield from _in_folder(path.resolve().parent, path.resolve().parent)
+            return
+        output = _output(path.resolve())
+        if not _has_rollouts(output):
+            raise UsageError(f"{path}: its first line is no rollout; {REMEDY}")
+        yield "rollouts", output
+    else:
+        raise UsageError(f"{path}: there is no such file or folder")
+
+
+def _in_folder(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
+    """Runs of which a file is a link that leads out of the folder are passed over."""
+    seen: set[Path] = set()
+    for place, folders, files in os.walk(folder):
+        here = Path(place)
+        depth = len(here.relative_to(top).parts)
+        folders[:] = sorted(
+            name for name in folders if name not in PASSED_OVER and name[0] != "." and depth < MOST_DEPTH
+        )
+        if is_training(here) and all(_is_inside(here / name, top) for name in READ):
+            yield "training", here
+        for name in sorted(files):
+            output = _output(here / name)
+            if output.suffix == SUFFIX and output not in seen and len(seen) < MOST_FILES:
+                seen.add(output)
+                if all(_is_inside(path, top) for path in (output, _failures(output))) and _has_rollouts(output):
+                    yield "rollouts", output
+
+
+def _is_inside(path: Path, top: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(top)
+
+
+def _output(file: Path) -> Path:
+    """The file of rollouts to which a file of failures belongs; any other file itself."""
+    stem = file.stem.removesuffix(FAILED)
+    return file.with_name(stem + SUFFIX) if file.suffix == SUFFIX and stem and stem != file.stem else file
+
+
+def _said(path: Path | str) -> str:
+    """A name may have bytes that are no text."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _failures(output: Path) -> Path:
+    """As ngym.collect.files.Paths has it, whose import takes longer than all of this."""
+    return output.with_name(f"{output.stem}{FAILED}{SUFFIX}")
+
+
+def _has_rollouts(output: Path) -> bool:
+    """Whether the first row of this file, or of its failures, is one; an empty file may become one."""
+    firsts = [first for path in (output, _failures(output)) if path.is_file() and (first := _first_line(path))]
+    if not firsts:
+        return output.is_file() and output.stat().st_size == 0 and not output.stem.endswith(INPUTS)
+    return any(_is_rollout(first) for first in firsts)
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return next((line for line in iter(lambda: file.readline(LOOKED_AT), b"") if line.strip()), b"")
+
+
+def _is_rollout(line: bytes) -> bool:
+    if not any(key in line for key in KEYS):
+        return False
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return True  # corrupt, torn or long; the index tells
+    return isinstance(row, dict) and ("response" in row or "failure" in row)
+
+
+def _names(paths: Iterable[Path]) -> dict[Path, str]:
+    """The shortest endings of the paths that tell them apart; rollout files without their suffix."""
+    bare = {path: path.with_suffix("") if path.suffix == SUFFIX else path for path in paths}
+    names: dict[Path, str] = {}
+    for path, own in bare.items():
+        others = [other for each, other in bare.items() if each != path]
+        parts = own.parts
+        length = 1
+        while length < len(parts) and any(other.parts[-length:] == parts[-length:] for other in others):
+            length += 1
+        names[path] = _said("/".join(parts[-length:]) if length < len(parts) else own)
+    return names
+
+
+def _is_growing(paths: Iterable[Path]) -> bool:
+    """Whether somebody writes one of them: holds its lock, as our collector does, or has written to it just now."""
+    held = _locked_inodes()
+    for path in paths:
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        if found.st_ino in held or time.time() - found.st_mtime < RECENT_S:
+            return True
+    return False
+
+
+def _locked_inodes() -> frozenset[int]:
+    """Those with an flock for writing, as the kernel tells it (Linux only); nobody is kept from locking."""
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return frozenset()
+    fields = [line.split() for line in lines]
+    return frozenset(
+        int(each[5].rpartition(":")[2]) for each in fields if each[1:2] == ["FLOCK"] and each[3] == "WRITE"
+    )

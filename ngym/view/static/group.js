@@ -1,0 +1,237 @@
+// How do the rollouts of a task differ? Two to four of them side by side; words that the first has not are marked.
+import { rewardMark, statusBadge } from "./columns.js";
+import { turnElement } from "./conversation.js";
+import { wordDiff } from "./diff.js";
+import { clear, el, link } from "./dom.js";
+import { formatSeconds, isNumber, plural } from "./format.js";
+import { finalText, textOf, turnsOf } from "./items.js";
+import { goInPlace, hrefOf } from "./router.js";
+import { longText, safeLine, safeText } from "./safetext.js";
+
+const MOST_COLUMNS = 4;
+const COLUMN_PX = 330;
+const MOST_DIFFED = 40_000; // characters; longer texts are shown without marks
+
+/** #/r/{run}/group/{task}?cols=r1:0,r1:3 */
+export function groupPage(context, route) {
+  const [, run, , task] = route.path;
+  const name = nameOfRun(context, run);
+  context.crumbs([
+    { text: name, href: hrefOf(["r", run]) },
+    { text: "tasks", href: hrefOf(["r", run, "tasks"]) },
+    { text: `task ${task}` },
+  ]);
+  return sideBySide(context, route, [{ run, task }]);
+}
+
+/** #/compare/{a}/{b}/task/{task in a}/{task in b}: both groups; "-" for a run that has not the task. */
+export function comparedGroupsPage(context, route) {
+  const [, a, b, , taskA, taskB] = route.path;
+  context.crumbs([
+    { text: `${nameOfRun(context, a)} against ${nameOfRun(context, b)}`, href: hrefOf(["compare", a, b]) },
+    { text: `task ${taskA === "-" ? taskB : taskA}` },
+  ]);
+  return sideBySide(
+    context,
+    route,
+    [
+      { run: a, task: taskA },
+      { run: b, task: taskB },
+    ].filter(({ task }) => task !== "-"),
+  );
+}
+
+function sideBySide(context, route, groups) {
+  const control = new AbortController();
+  const element = el("main", { class: "page group-page" }, el("p", { class: "muted" }, "Reading the rollouts …"));
+  const known = new Map();
+  let params = route.params;
+  let all = [];
+
+  const draw = async () => {
+    const asked = params;
+    const shown = chosen(all, groups, asked);
+    await Promise.all(
+      shown
+        .filter(({ key }) => !known.has(key))
+        .map(async ({ key, run, row }) => known.set(key, await rolloutOrProblem(context, run, row.row, control.signal))),
+    );
+    if (control.signal.aborted || asked !== params) return; // another choice is drawn
+    const select = (keys) => goInPlace(hrefOf(route.path, { cols: keys.join(",") }));
+    clear(element).append(promptOf(known), picker(context, groups, all, shown, select), columnsOf(context, shown, known));
+  };
+  const refuse = (error) =>
+    error.name !== "AbortError" && clear(element).append(el("p", { class: "problem", role: "alert" }, error.message));
+  Promise.all(
+    groups.map(async ({ run, task }) =>
+      (await context.api.group(run, task, control.signal)).rows.map((row) => ({ run, row, key: `${run}:${row.row}` })),
+    ),
+  )
+    .then((found) => {
+      all = found.flat();
+      return draw();
+    })
+    .catch(refuse);
+  return {
+    element,
+    keys: [["Escape Backspace", "back", () => history.back()]],
+    close: () => control.abort(),
+    update(next) {
+      if (hrefOf(next.path) !== hrefOf(route.path)) return false;
+      params = next.params;
+      draw().catch(refuse);
+      return true;
+    },
+  };
+}
+
+/** The columns to show: those of the address; else the best and the worst of a group, or the first of each group. */
+function chosen(all, groups, params) {
+  const wanted = (params.get("cols") ?? "")
+    .split(",")
+    .map((key) => all.find((one) => one.key === key))
+    .filter(Boolean);
+  if (wanted.length) return wanted.slice(0, MOST_COLUMNS);
+  if (groups.length > 1) return groups.map(({ run }) => all.find((one) => one.run === run)).filter(Boolean);
+  const first = all.find(({ row }) => row.row === params.get("first"));
+  const scored = all.filter(({ row }) => row.reward !== null);
+  const sorted = scored.length > 1 ? scored.sort((a, b) => b.row.reward - a.row.reward) : all;
+  if (first) return [first, first === sorted[0] ? sorted.at(-1) : sorted[0]].filter((one, i, both) => both.indexOf(one) === i);
+  const most = Math.max(2, Math.min(3, Math.floor(innerWidth / COLUMN_PX)));
+  return sorted.length <= most ? sorted : [sorted[0], sorted.at(-1)];
+}
+
+function picker(context, groups, all, shown, select) {
+  const keys = shown.map(({ key }) => key);
+  const toggle = (key) =>
+    select(keys.includes(key) ? (keys.length > 1 ? keys.filter((one) => one !== key) : keys) : [...keys, key].slice(-MOST_COLUMNS));
+  return el(
+    "div",
+    { class: "picker" },
+    groups.map(({ run }) =>
+      el(
+        "div",
+        { class: "picker-line", role: "group", "aria-label": "Which rollouts are shown" },
+        el(
+          "span",
+          { class: "label" },
+          groups.length > 1 ? safeLine(nameOfRun(context, run)) : `${plural(all.length, "rollout")}, choose up to ${MOST_COLUMNS}`,
+        ),
+        all
+          .filter((one) => one.run === run)
+          .map(({ key, row }) =>
+            el(
+              "button",
+              {
+                type: "button",
+                class: "chip",
+                "aria-pressed": String(keys.includes(key)),
+                title: safeLine(row.failure ?? row.status),
+                on: { click: () => toggle(key) },
+              },
+              `${row.rollout ?? row.row} `,
+              row.status === "failed" ? statusBadge(row) : rewardMark(row.reward),
+            ),
+          ),
+      ),
+    ),
+    el(
+      "p",
+      { class: "note" },
+      "Words marked ",
+      el("ins", null, "so"),
+      " are not in the first column; ",
+      el("del", null, "so"),
+      " are only there.",
+    ),
+  );
+}
+
+/** What was asked: the same for all. */
+function promptOf(known) {
+  const rollout = [...known.values()].find((one) => one.rollout)?.rollout;
+  const asked = rollout ? turnsOf(rollout).findLast((turn) => turn.given && turn.kind === "message" && turn.role === "user") : null;
+  return el("div", { class: "asked" }, asked ? turnElement(asked) : null);
+}
+
+function columnsOf(context, shown, known) {
+  const first = known.get(shown[0]?.key);
+  const columns = shown.map((one, i) => {
+    const { rollout, problem } = known.get(one.key);
+    return el(
+      "section",
+      { class: "group-column", "aria-label": `rollout ${one.key}` },
+      columnHead(context, one, new Set(shown.map(({ run }) => run)).size > 1),
+      problem ? el("p", { class: "problem" }, problem) : columnBody(rollout, i === 0 ? null : first?.rollout),
+    );
+  });
+  return el("div", { class: "group-columns", vars: { "--count": String(columns.length) } }, columns);
+}
+
+function columnHead(context, { run, row }, severalRuns) {
+  const figures = [
+    isNumber(row.output_tokens) && plural(row.output_tokens, "token"),
+    isNumber(row.turns) && plural(row.turns, "turn"),
+    isNumber(row.seconds) && formatSeconds(row.seconds),
+  ];
+  return el(
+    "header",
+    { class: "column-head" },
+    el("h2", null, severalRuns && `${safeLine(nameOfRun(context, run))}, `, `rollout ${row.rollout ?? row.row}`),
+    row.status === "failed" ? null : rewardMark(row.reward),
+    statusBadge(row),
+    el("span", { class: "muted num" }, figures.filter(Boolean).join(" · ")),
+    link(hrefOf(["r", run, "row", row.row]), "open"),
+  );
+}
+
+function columnBody(rollout, first) {
+  if (rollout.failure)
+    return el(
+      "div",
+      { class: "failure" },
+      el("b", null, safeText(String(rollout.failure.class))),
+      longText(String(rollout.failure.message ?? ""), "code"),
+    );
+  const others = first && !first.failure ? turnsOf(first).filter((turn) => !turn.given) : null;
+  const turns = turnsOf(rollout).filter((turn) => !turn.given);
+  const last = turns.findLastIndex((turn) => turn.kind === "message");
+  return el(
+    "div",
+    { class: "conversation" },
+    turns.map((turn, i) => {
+      if (!others || turn.kind !== "message") return marked(turn, others?.[i], Boolean(others));
+      const against = i === last ? finalText(first) : others[i]?.kind === "message" ? textOf(others[i]) : "";
+      return turnElement(turn, (text) => diffText(against, text));
+    }),
+  );
+}
+
+/** A step that the first rollout has not at this place stands out. */
+function marked(turn, other, compare) {
+  const made = turnElement(turn);
+  if (compare && turn.kind === "call" && (other?.kind !== "call" || textOf(other) !== textOf(turn))) made.classList.add("is-different");
+  return made;
+}
+
+function diffText(before, after) {
+  if (before.length + after.length > MOST_DIFFED) return longText(after);
+  const marks = { same: "span", gone: "del", new: "ins" };
+  return el(
+    "div",
+    { class: "text" },
+    wordDiff(before, after).map(({ kind, text }) => el(marks[kind], null, safeText(text))),
+  );
+}
+
+async function rolloutOrProblem(context, run, row, signal) {
+  try {
+    return { rollout: JSON.parse(await context.api.rowText(run, row, signal)), problem: null };
+  } catch (error) {
+    return { rollout: null, problem: error.message };
+  }
+}
+
+function nameOfRun(context, id) {
+  return context.live.state.runs.find((run) => run.id === id)?.name ?? id;
+}

@@ -1,0 +1,98 @@
+// What does an exported report know? The same calls as the server's, answered from what was packed into the file.
+import { localFilter, localSort, onePage } from "./localfilter.js";
+
+/** data: {runs, rows: {run: [row]}, full: {run: {row: rollout}}, stats: {run: ..}, compare: {"a,b": ..}, training}. */
+export function packedApi(data) {
+  const rowsOf = (run) => data.rows?.[run] ?? [];
+  const fullOf = (run, row) => data.full?.[run]?.[row] ?? null;
+  const fitting = (run, q) => rowsOf(run).filter(localFilter(q, data.runs.find(({ id }) => id === run)?.fields));
+  return {
+    packed: data,
+    runs: async () => ({ title: data.title ?? "ngym", runs: data.runs.map((run) => ({ ...run, growing: false })) }),
+    rows: async (run, query) => onePage(localSort(fitting(run, query.q), query.sort), query),
+    rowText: async (run, row) => {
+      const rollout = fullOf(run, row);
+      if (!rollout) throw new Error("This report does not hold this rollout in full; open the file itself with ng_view to see it.");
+      return typeof rollout === "string" ? rollout : JSON.stringify(rollout);
+    },
+    tokens: async (run, row) => ({
+      segments: idsOnly(fullOf(run, row)),
+      note: "an exported report holds no token texts; these are the ids",
+    }),
+    group: async (run, task) => ({ task: Number(task), rows: rowsOf(run).filter((row) => String(row.task) === String(task)) }),
+    tasks: async (run, query) => onePage(localSort(taskRows(fitting(run, query.q)), query.sort), query),
+    stats: async (run) => data.stats?.[run] ?? null,
+    compare: async (a, b, query) => {
+      const found = data.compare?.[`${a},${b}`];
+      if (!found) throw new Error("This report does not hold this comparison.");
+      const sort = query.sort === "-abs_delta" ? "" : query.sort; // as they were packed: the largest difference first
+      return { ...found, ...onePage(localSort(found.rows, sort), query) };
+    },
+    training: async () => ({ runs: [] }),
+    trainingMetrics: async () => ({ next: 0, entries: [] }),
+    trainingConfig: async () => ({ recipe: {}, text: "" }),
+    trainingSamples: async () => ({ steps: [], file: null }),
+    ...packedTraining(data.training),
+  };
+}
+
+/** How many of a run's rollouts are in the report: {listed, full, of}. */
+export function packedShare(data, run) {
+  return { listed: data.rows?.[run.id]?.length ?? 0, full: Object.keys(data.full?.[run.id] ?? {}).length, of: run.rows + run.failures };
+}
+
+/** The tokens of a row without their texts. */
+function idsOnly(rollout) {
+  return (rollout?.ng?.segments ?? []).map((segment) => ({ advantage: null, tokens: tokensOf(segment) }));
+}
+
+function tokensOf({ token_ids: ids, mask, logprobs, policy_version: versions }) {
+  const tokens = ids.map((id) => ({ id, text: null, logprob: null, trained: false, version: null }));
+  let place = 0;
+  for (const [start, end] of mask) {
+    for (let at = start; at < end; at++) Object.assign(tokens[at], { trained: true, logprob: logprobs[place++] ?? null });
+  }
+  for (const [start, end, version] of versions) for (let at = start; at < end; at++) tokens[at].version = version;
+  return tokens;
+}
+
+function taskRows(rows) {
+  const byTask = Map.groupBy ? Map.groupBy(rows, (row) => row.task) : grouped(rows);
+  return [...byTask.values()].map((group) => {
+    const rewards = group.map((row) => row.reward).filter((reward) => reward !== null);
+    const [best, worst] = rewards.length ? [Math.max(...rewards), Math.min(...rewards)] : [null, null];
+    const { task, task_id, agent, prompt } = group[0];
+    const mean = rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
+    const failures = group.filter((row) => row.status === "failed").length;
+    return {
+      task,
+      task_id,
+      agent,
+      prompt,
+      n: group.length - failures,
+      mean,
+      best,
+      worst,
+      spread: best === null ? null : best - worst,
+      failures,
+      tokens: null,
+    };
+  });
+}
+
+function grouped(rows) {
+  const groups = new Map();
+  for (const row of rows) groups.set(row.task, [...(groups.get(row.task) ?? []), row]);
+  return groups;
+}
+
+/** {runs: [...], metrics: {id: ..}, config: {id: ..}, samples: {id: ..}} as the server's four calls. */
+function packedTraining(training) {
+  if (!training) return {};
+  return {
+    training: async () => ({ runs: training.runs ?? [] }),
+    trainingMetrics: async (run, after) => (after ? { next: after, entries: [] } : (training.metrics?.[run] ?? { next: 0, entries: [] })),
+    trainingConfig: async (run) => training.config?.[run] ?? { recipe: {}, text: "" },
+    trainingSamples: async (run) => training.samples?.[run] ?? { steps: [], file: null },
+  };
+}

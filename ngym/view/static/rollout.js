@@ -1,0 +1,211 @@
+// What happened in one rollout? Its conversation or its tokens, the verdict beside it, its group above it.
+import { conversation } from "./conversation.js";
+import { clear, el, link } from "./dom.js";
+import { formatNumber, isNumber } from "./format.js";
+import { rewardColour } from "./charts.js";
+import { go, goInPlace, hrefOf } from "./router.js";
+import { safeLine } from "./safetext.js";
+import { tokensView } from "./tokens.js";
+import { verdictPanel } from "./verdict.js";
+
+/** #/r/{run}/row/{row}?q=&sort=&at=&view=&colour= ; q, sort and at say in which list it was found. */
+export function rolloutPage(context, route) {
+  const page = new RolloutPage(context, route);
+  return { element: page.element, keys: page.keys(), update: (next) => page.update(next), close: () => page.close() };
+}
+
+class RolloutPage {
+  #control = new AbortController();
+  #text = null;
+  #group = [];
+  #problem = ""; // why there is no group, or no neighbour
+
+  constructor(context, route) {
+    this.context = context;
+    this.params = route.params;
+    [, this.run, , this.row] = route.path;
+    this.main = el("div", { class: "rollout-main" }, el("p", { class: "muted waiting-note" }, "Reading the rollout …"));
+    this.side = el("div", { class: "rollout-side" });
+    this.bar = el("div", { class: "group-bar" });
+    this.element = el("main", { class: "page rollout-page" }, this.bar, el("div", { class: "rollout-columns" }, this.main, this.side));
+    this.#crumbs([{ text: "reading …" }]);
+    this.loaded = this.#load();
+  }
+
+  keys() {
+    return [
+      ["j ArrowRight", "next rollout of the list", () => this.#step(1)],
+      ["k ArrowLeft", "previous rollout of the list", () => this.#step(-1)],
+      ["]", "next rollout of the group", () => this.#stepInGroup(1)],
+      ["[", "previous rollout of the group", () => this.#stepInGroup(-1)],
+      ["s", "the group side by side", () => this.loaded.then(() => this.parsed && go(this.#groupHref()))],
+      ["v", "conversation or tokens", () => go(this.#href({ view: this.#isTokens ? "" : "tokens" }))],
+      ["/", "back to the list, to filter", () => go(this.#listHref())],
+      ["Escape Backspace", "back to the list", () => go(this.#listHref())],
+    ];
+  }
+
+  update({ path, params }) {
+    if (hrefOf(path) !== hrefOf(["r", this.run, "row", this.row])) return false;
+    this.params = params;
+    if (this.parsed) this.#draw();
+    return true;
+  }
+
+  close() {
+    this.#control.abort();
+  }
+
+  get #isTokens() {
+    return this.params.get("view") === "tokens";
+  }
+
+  #crumbs(more) {
+    const run = this.context.live.state.runs.find((one) => one.id === this.run);
+    this.context.crumbs([{ text: run?.name ?? this.run, href: this.#listHref() }, ...more]);
+  }
+
+  async #load() {
+    const { api } = this.context;
+    try {
+      this.#text = await api.rowText(this.run, this.row, this.#control.signal);
+      this.parsed = JSON.parse(this.#text);
+      this.#group = await this.#readGroup();
+      this.#show();
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      this.#crumbs([{ text: `line ${this.row}` }]);
+      this.#refuse(error);
+    }
+  }
+
+  /** A rollout is shown without its group, too. */
+  async #readGroup() {
+    const { _ng_task_index: task } = this.parsed;
+    if (task === null || task === undefined) return [];
+    try {
+      return (await this.context.api.group(this.run, task, this.#control.signal)).rows;
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      this.#problem = `The group of this rollout could not be read: ${error.message}`;
+      return [];
+    }
+  }
+
+  #show() {
+    const slim = this.#group.find((one) => one.row === this.row) ?? null;
+    const { _ng_task_index: task, _ng_rollout_index: number, failure, attempt } = this.parsed;
+    this.#crumbs([
+      { text: `task ${task ?? "?"}`, href: this.#groupHref() },
+      { text: failure ? `rollout ${number ?? "?"}, attempt ${attempt ?? "?"}: failed` : `rollout ${number ?? "?"}` },
+    ]);
+    clear(this.side).append(verdictPanel(this.parsed, this.#text, slim));
+    this.#draw();
+  }
+
+  #draw() {
+    const tab = (text, view) =>
+      link(this.#href({ view }), text, { class: "tab", "aria-current": this.#isTokens === (view === "tokens") ? "page" : null });
+    clear(this.bar).append(
+      el("nav", { class: "tabs", "aria-label": "Parts of the rollout" }, tab("Conversation", ""), tab("Tokens", "tokens")),
+      ...(this.#group.length > 1
+        ? [
+            el("span", { class: "label" }, `task ${this.parsed._ng_task_index}, ${this.#group.length} rollouts`),
+            groupStrip(this.#group, this.row, (row) => this.#href({ at: "" }, row)),
+            link(this.#groupHref(), "Side by side", { class: "button quiet" }),
+          ]
+        : []),
+      el("span", { class: "is-bad", role: "status" }, this.#problem),
+      el("div", { class: "fill" }),
+      ...this.#neighbours(),
+    );
+    if (this.#isTokens) this.#drawTokens();
+    else clear(this.main).append(conversation(this.parsed));
+  }
+
+  async #drawTokens() {
+    try {
+      const answer = this.tokens ?? (await this.context.api.tokens(this.run, this.row, this.#control.signal));
+      this.tokens = answer;
+      if (!this.#isTokens) return; // the reader has gone back to the conversation
+      clear(this.main).append(tokensView(answer, this.params.get("colour") ?? "logprob", (way) => goInPlace(this.#href({ colour: way }))));
+    } catch (error) {
+      if (error.name !== "AbortError" && this.#isTokens) this.#refuse(error);
+    }
+  }
+
+  #refuse(error) {
+    clear(this.main).append(el("p", { class: "problem", role: "alert" }, error.message));
+  }
+
+  #neighbours() {
+    if (this.#at === null) return [];
+    const step = (text, steps, title) =>
+      el(
+        "button",
+        { type: "button", class: "button quiet icon", title, "aria-label": title, on: { click: () => this.#step(steps) } },
+        text,
+      );
+    return [
+      el("span", { class: "label num" }, `no. ${this.#at + 1} of the list`),
+      step("↑", -1, "Previous rollout of the list (k)"),
+      step("↓", 1, "Next rollout of the list (j)"),
+    ];
+  }
+
+  get #at() {
+    const at = this.params.get("at");
+    return at === null || !/^\d+$/.test(at) ? null : Number(at);
+  }
+
+  #href(change, row = this.row) {
+    return hrefOf(["r", this.run, "row", row], { ...Object.fromEntries(this.params), ...change });
+  }
+
+  #listHref() {
+    return hrefOf(["r", this.run], { q: this.params.get("q"), sort: this.params.get("sort") });
+  }
+
+  #groupHref() {
+    return hrefOf(["r", this.run, "group", String(this.parsed._ng_task_index)], { first: this.row });
+  }
+
+  async #step(steps) {
+    if (this.#at === null) return this.#stepInGroup(steps);
+    const at = this.#at + steps;
+    if (at < 0) return;
+    const query = { q: this.params.get("q"), sort: this.params.get("sort"), offset: at, limit: 1 };
+    try {
+      const { rows } = await this.context.api.rows(this.run, query, this.#control.signal);
+      if (rows.length) goInPlace(this.#href({ at }, rows[0].row));
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      this.#problem = error.message;
+      if (this.parsed) this.#draw();
+    }
+  }
+
+  async #stepInGroup(steps) {
+    await this.loaded;
+    const next = this.#group[this.#group.findIndex((one) => one.row === this.row) + steps];
+    if (next) goInPlace(this.#href({ at: "" }, next.row));
+  }
+}
+
+/** A group's rollouts as small marks; the one that is shown stands out. */
+function groupStrip(rows, shown, hrefOfRow) {
+  return el(
+    "nav",
+    { class: "group-strip", "aria-label": "Rollouts of the task" },
+    rows.map((row) => {
+      const said = row.status === "failed" ? "failed" : isNumber(row.reward) ? formatNumber(row.reward, 2) : "none";
+      const colour = isNumber(row.reward) ? rewardColour(row.reward) : "var(--muted)";
+      return link(hrefOfRow(row.row), said, {
+        class: `mark is-${row.status}`,
+        vars: { "--colour": colour },
+        title: safeLine(`rollout ${row.rollout}${row.failure ? `: ${row.failure}` : ""}`),
+        "aria-current": row.row === shown ? "true" : null,
+      });
+    }),
+  );
+}

@@ -1,0 +1,94 @@
+// How is a model's text shown? As text, with every character that hides or reorders others made visible; long ones folded.
+import { button, el } from "./dom.js";
+import { formatCount } from "./format.js";
+
+// C0 and C1 controls but tab and newline; separators of lines and notes; what no font draws (marks of direction, invisible spaces, fillers,
+// tags, ..) but the joiners and selectors that scripts and emoji are written with.
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb]|(?![\u200c\u200d\ufe00-\ufe0f])\p{Default_Ignorable_Code_Point}/gu;
+const CONTROLS =
+  "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
+const FOLD_CHARACTERS = 6000;
+const FOLD_LINES = 80;
+const BLOCK = 20_000; // one layout block: the browser skips those that are off the screen
+
+/** The text as DOM nodes; nothing in it can run, hide or turn around. */
+export function safeText(text) {
+  const nodes = [];
+  let at = 0;
+  for (const found of text.matchAll(HIDDEN)) {
+    if (found.index > at) nodes.push(text.slice(at, found.index));
+    nodes.push(el("span", { class: "hidden-character", title: "a character that is not seen otherwise" }, nameOf(found[0])));
+    at = found.index + found[0].length;
+  }
+  if (at < text.length) nodes.push(text.slice(at));
+  return nodes;
+}
+
+/** The same as a plain string, for cells and titles. */
+export function safeLine(text) {
+  return text.replace(HIDDEN, nameOf);
+}
+
+/** A block of text; what is long is folded behind a button. */
+export function longText(text, className = "") {
+  const element = el("div", { class: `text ${className}` });
+  const head = headOf(text);
+  element.append(...blocks(head));
+  if (head.length === text.length) return element;
+  const all = button(`Show all ${formatCount(text.length)} characters`, () => element.replaceChildren(...blocks(text)), {
+    class: "button more",
+  });
+  element.append(all);
+  return element;
+}
+
+/** Any JSON value, pretty-printed and folded the same way. */
+export function jsonText(value) {
+  return longText(prettyJson(value), "code");
+}
+
+/** JSON with an indent of two; arrays of plain values stay on one line. */
+export function prettyJson(value, indent = "") {
+  if (Array.isArray(value) && value.every((item) => item === null || typeof item !== "object")) return JSON.stringify(value);
+  if (value === null || typeof value !== "object") return JSON.stringify(value) ?? "null";
+  const inner = `${indent}  `;
+  const parts = Array.isArray(value)
+    ? value.map((item) => inner + prettyJson(item, inner))
+    : Object.entries(value).map(([key, item]) => `${inner}${JSON.stringify(key)}: ${prettyJson(item, inner)}`);
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  return parts.length ? `${open}\n${parts.join(",\n")}\n${indent}${close}` : open + close;
+}
+
+function headOf(text) {
+  let end = Math.min(text.length, FOLD_CHARACTERS);
+  let lines = 0;
+  for (let at = text.indexOf("\n"); at >= 0 && at < end; at = text.indexOf("\n", at + 1)) {
+    if (++lines === FOLD_LINES) end = at;
+  }
+  return text.length - end < 200 ? text : text.slice(0, end);
+}
+
+function blocks(text) {
+  const made = [];
+  for (let at = 0; at < text.length;) {
+    const end = blockEnd(text, at);
+    made.push(el("div", { class: "text-block" }, safeText(text.slice(at, end))));
+    at = end;
+  }
+  return made;
+}
+
+/** Blocks end at a newline where there is one (the newline goes: the block's end stands for it). */
+function blockEnd(text, start) {
+  if (text.length - start <= BLOCK) return text.length;
+  const newline = text.lastIndexOf("\n", start + BLOCK);
+  if (newline > start) return newline + 1;
+  const high = text.charCodeAt(start + BLOCK - 1);
+  return start + BLOCK - (high >= 0xd800 && high < 0xdc00 ? 1 : 0);
+}
+
+function nameOf(character) {
+  const code = character.codePointAt(0);
+  return `⟨${CONTROLS[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`}⟩`;
+}

@@ -1,0 +1,40 @@
+// Which tasks are hard, and on which do their own rollouts disagree? One line a task.
+import { rewardMark } from "./columns.js";
+import { DASH, formatCount, formatNumber } from "./format.js";
+import { safeLine } from "./safetext.js";
+
+function taskColumns(range) {
+  const number = (key, label, width, title, cell) => ({
+    key,
+    label,
+    width,
+    title,
+    sort: key,
+    class: "num",
+    cell: cell ?? ((row) => formatNumber(row[key])),
+  });
+  return [
+    { key: "mean", label: "mean reward", width: "118px", sort: "mean", cell: (row) => rewardMark(row.mean, range) },
+    number("spread", "spread", "72px", "best minus worst: where it is not 0, the rollouts of the task disagree"),
+    number("best", "best", "64px"),
+    number("worst", "worst", "64px"),
+    number("n", "n", "52px", "rollouts", (row) => formatCount(row.n)),
+    number("failures", "failed", "62px", "failed attempts", (row) => formatCount(row.failures)),
+    number("task", "task", "62px", "the task's number"),
+    { key: "agent", label: "agent", width: "140px", sort: "agent", cell: (row) => safeLine(row.agent ?? DASH) },
+    {
+      key: "prompt",
+      label: "prompt",
+      width: "minmax(130px, 1fr)",
+      class: "words",
+      sort: null,
+      cell: (row) => safeLine(row.prompt ?? DASH),
+    },
+  ];
+}
+
+/** Of one environment without its name; in a narrow window only what finds a task. */
+export function fittingTaskColumns(range, run) {
+  const all = taskColumns(range).filter(({ key }) => key !== "agent" || run.environments?.length > 1);
+  return innerWidth >= 700 ? all : all.filter((column) => ["mean", "spread", "prompt"].includes(column.key));
+}

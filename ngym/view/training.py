@@ -1,0 +1,246 @@
+"""What does a training run's folder tell? Its metrics as they grow, its recipe, and where its rollouts are.
+
+Everything is read when it is asked for; nothing is kept between two questions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import orjson
+
+from ngym.errors import UsageError
+from ngym.plot.history import ELAPSED, METRICS, STEP, metrics_file
+from ngym.plot.runs import RECIPE, read_recipe
+from ngym.schema import Json
+
+ROLLOUTS, POLICY = "rollouts.jsonl", "policy"
+READ = (METRICS, RECIPE, ROLLOUTS)  # of a run's folder
+PIECE_BYTES = 4 << 20  # of metrics in one answer
+TAIL_BYTES = 256 << 10  # in which the last values are looked for
+MARK_BYTES = 64  # before a cursor, by which a file that was cut is told from one that grew
+PACKED_ENTRIES = 2000
+WAITED_S, WAITED_STEPS = 60.0, 5.0  # a run that logged nothing for so long, and for so many of its steps, has stopped
+BEGINNING = "0"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """folder: of the run. metrics: its metrics.jsonl. recipe, rollouts: None where there is no such file."""
+
+    id: str
+    name: str
+    folder: Path
+    metrics: Path
+    recipe: Path | None
+    rollouts: Path | None
+
+
+class _Tail(NamedTuple):
+    """The last entries of a file, and when it was last written to (seconds since 1970)."""
+
+    entries: list[Json]
+    written: float
+
+
+def is_training(folder: Path) -> bool:
+    return (folder / METRICS).is_file()
+
+
+def training_run(id: str, place: Path, name: str | None = None) -> TrainingRun:
+    """A run by its folder or its file of metrics.
+
+    Raises:
+        UsageError: there are no metrics.
+    """
+    metrics = metrics_file(place)
+    folder = metrics.parent
+
+    def there(file: str) -> Path | None:
+        return folder / file if (folder / file).is_file() else None
+
+    return TrainingRun(id, name or folder.resolve().name, folder, metrics, there(RECIPE), there(ROLLOUTS))
+
+
+def summary(run: TrainingRun) -> Json:
+    """What stands in a list of runs. steps: the last one that was logged. growing: whether more is to be expected.
+
+    Raises:
+        UsageError: the metrics cannot be read.
+    """
+    tail = _tail(run.metrics)
+    last: dict[str, float | None] = {}
+    for entry in tail.entries:
+        last |= _numbers(entry)
+    steps = last.pop(STEP, None) or 0
+    return {
+        "id": run.id,
+        "name": run.name,
+        "path": str(run.folder),
+        "kind": "training",
+        "steps": steps,
+        "last": last,
+        "growing": _is_growing(run, tail),
+    }
+
+
+def metrics(run: TrainingRun, after: str = BEGINNING) -> Json:
+    """The whole lines behind a cursor, as columns with null where an entry has no number; at most a piece of the file.
+
+    `next` is the cursor to go on from, `more` whether there is something already. `reset`: the file is not the one that
+    the cursor was given for, because the run was taken back to a checkpoint; these entries are those from its beginning.
+
+    Raises:
+        UsageError: the file cannot be read, or the cursor is none.
+    """
+    try:
+        with run.metrics.open("rb") as file:
+            start = _place(after)
+            reset = start > 0 and _cursor(file, start) != after
+            start = 0 if reset else start
+            file.seek(start)
+            piece = file.read(PIECE_BYTES)
+            if len(piece) == PIECE_BYTES:
+                piece += file.readline()
+            end = piece.rfind(b"\n") + 1
+            more = len(piece) >= PIECE_BYTES and bool(file.read(1))
+            following = _cursor(file, start + end)
+    except OSError as error:
+        raise UsageError(f"{run.metrics}: cannot be read: {error.strerror}") from None
+    return {"next": following, "more": more, "reset": reset, **_columns(_entries(piece[:end]))}
+
+
+def config(run: TrainingRun) -> Json:
+    """The recipe as it was resolved, flat by dotted keys, and as it is written. Secrets are references in it (ng_train).
+
+    Raises:
+        UsageError: it is no YAML.
+    """
+    if run.recipe is None:
+        return {"recipe": {}, "text": None}
+    recipe = read_recipe(run.recipe)
+    return {"recipe": recipe.values, "text": recipe.text}
+
+
+def samples(run: TrainingRun) -> Json:
+    """How the rollouts of a step are found among those of the run: which field of a row, and how far it can be trusted.
+
+    A row of rollouts.jsonl says how many batches the oldest weights in it had learned (`_ng_train.oldest`; the filter
+    `learned:N`). The step that trained it is the next one; with `max_lag: n` one of the next n + 1.
+    """
+    recipe = config(run)["recipe"]
+    if run.rollouts is None:
+        source = recipe.get("data.path")
+        learned = (
+            f"this run learned from a finished file, {source}, whose rows do not say in which step they were trained"
+        )
+        return {"field": None, "max_lag": None, "note": learned if source else "this run kept no rollouts"}
+    lag = recipe.get("rollouts.max_lag", 0)
+    notes = [f"with max_lag {lag} a step also trains rollouts of the weights before"] if lag else []
+    if (recipe.get("rollouts.dynamic_sampling") or 1) > 1:
+        notes.append("with dynamic_sampling some of them taught nothing and were left out")
+    return {"field": "learned", "max_lag": lag, "note": "; ".join(notes) or None}
+
+
+def packed(runs: Iterable[TrainingRun]) -> Json:
+    """Everything of these runs for an exported page, by their ids; of many entries some, evenly, and all evaluations."""
+    some = list(runs)
+    return {
+        "runs": [summary(run) for run in some],
+        "metrics": {run.id: _thinned(run) for run in some},
+        "config": {run.id: config(run) for run in some},
+        "samples": {run.id: samples(run) for run in some},
+    }
+
+
+def _thinned(run: TrainingRun) -> Json:
+    lines = run.metrics.read_bytes()
+    entries = list(_entries(lines[: lines.rfind(b"\n") + 1]))
+    every = math.ceil(len(entries) / PACKED_ENTRIES) or 1
+    kept = [entry for place, entry in enumerate(entries) if place % every == 0 or _is_evaluation(entry)]
+    return {"next": BEGINNING, "more": False, "reset": False, **_columns(kept)}
+
+
+def _columns(entries: Iterable[Json]) -> Json:
+    columns: dict[str, list[float | None]] = {}
+    count = 0
+    for entry in entries:
+        for name, value in _numbers(entry).items():
+            column = columns.setdefault(name, [])
+            column.extend([None] * (count - len(column)))
+            column.append(value)
+        count += 1
+    for column in columns.values():
+        column.extend([None] * (count - len(column)))
+    return {"entries": count, "columns": columns}
+
+
+def _entries(lines: bytes) -> Iterator[Json]:
+    """Those with a step; what is none is passed over: a page that shows the rest is of more use than an error."""
+    for line in lines.splitlines():
+        try:
+            entry = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get(STEP), int | float):
+            yield entry
+
+
+def _numbers(entry: Json) -> dict[str, float | None]:
+    """Its numbers, and null where the run had one that is none."""
+    return {
+        name: value
+        for name, value in entry.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+
+
+def _tail(file: Path) -> _Tail:
+    try:
+        with file.open("rb") as opened:
+            written = os.fstat(opened.fileno()).st_mtime
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - TAIL_BYTES))
+            tail = opened.read()
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    first = tail.find(b"\n") + 1 if size > TAIL_BYTES else 0
+    return _Tail(list(_entries(tail[first : tail.rfind(b"\n") + 1])), written)
+
+
+def _is_growing(run: TrainingRun, tail: _Tail) -> bool:
+    """Not if its policy was saved after the last entry, nor if far more time has passed than its steps take."""
+    policy = run.folder / POLICY
+    if policy.is_dir() and policy.stat().st_mtime >= tail.written:
+        return False
+    times = [entry[ELAPSED] for entry in tail.entries if isinstance(entry.get(ELAPSED), int | float)]
+    longest = max((later - earlier for earlier, later in pairwise(times[-10:])), default=0.0)
+    return time.time() - tail.written < max(WAITED_S, WAITED_STEPS * longest)
+
+
+def _is_evaluation(entry: Json) -> bool:
+    return any(name.startswith(("eval/", "val/")) for name in entry)
+
+
+def _place(cursor: str) -> int:
+    place = cursor.partition("-")[0]
+    if not place.isascii() or not place.isdigit():
+        raise UsageError(
+            f"after={cursor!r:.40}: no place in a file of metrics; give the `next` of an earlier answer, or 0"
+        )
+    return int(place)
+
+
+def _cursor(file: BinaryIO, place: int) -> str:
+    """A place in the file, and a check on what stands before it."""
+    start = max(0, place - MARK_BYTES)
+    file.seek(start)
+    return f"{place}-{zlib.crc32(file.read(place - start)):08x}"

@@ -1,0 +1,157 @@
+"""The routes of each kind of service, as real applications tell them in /openapi.json, and the headers that go along."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from pathlib import Path
+from typing import Any
+
+from ngym import correlation, schema
+from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
+
+from .markup import code, fence, json_text, shortened, table, words
+from .specimen import Answer, Json, Specimen
+
+# kind of service -> the service of the specimen that shows its routes, and the words around them
+SHOWN = {
+    "Gym server": (
+        "counter",
+        "`/{tool}` is one route for each of its tools; here the tool is `add`. `/mcp` offers the same tools by MCP (streamable HTTP). With `verify_group` there is\n`POST /verify_group`.",
+    ),
+    "Step-wise gym server": ("games", "Beside what every gym server has: an episode is played turn by turn."),
+    "Agent": ("counter_agent", ""),
+    "Model server": (
+        "policy",
+        "The three calls of a model also stand under `/rollouts/{rollout_id}`, where they are captured. A policy's server (`models/vllm`) has the routes of the\nweight push beside these, under `/weights`; each wants the admin token.",
+    ),
+}
+COMMON = ("/", "/health", "/ready", "/metrics")
+INTRO = """\
+# Endpoints
+
+The routes of a running gym server, agent and model server, as their own `/openapi.json` tells them. Everything is JSON in UTF-8. An answer
+that is no success is a [problem document](failures.md#problem). What stands in a row: [rows and files](rows.md).
+"""
+
+
+def text(specimen: Specimen) -> str:
+    parts = [INTRO, "## Every service {#every}\n", _routes(_paths(specimen.openapi["counter"], only=COMMON))]
+    shown: set[str] = set(COMMON)
+    for title, (name, remark) in SHOWN.items():
+        paths = _paths(specimen.openapi[name], without=shown if title.startswith("Step") else set(COMMON))
+        shown |= {path for path, _, _ in paths} if title == "Gym server" else set()
+        anchor = title.lower().replace(" ", "-")
+        parts += [f"## {title} {{#{anchor}}}\n", remark + "\n" if remark else "", _routes(_merged(paths))]
+        if title == "Gym server":
+            parts += [_seeding(specimen)]
+    parts += [_head(specimen), _headers(), _bounds()]
+    return "\n".join(part for part in parts if part)
+
+
+def _paths(
+    openapi: Json, only: tuple[str, ...] | None = None, without: set[str] | None = None
+) -> list[tuple[str, str, Json]]:
+    """(path, method, operation) of a document."""
+    found = [(path, method.upper(), told) for path, item in openapi["paths"].items() for method, told in item.items()]
+    return [each for each in found if (only is None or each[0] in only) and each[0] not in (without or ())]
+
+
+def _merged(paths: list[tuple[str, str, Json]]) -> list[tuple[str, str, Json]]:
+    """Without those that are another one under /rollouts/{rollout_id}."""
+    plain = {(path, method) for path, method, _ in paths}
+    prefix = "/rollouts/{rollout_id}"
+    return [
+        each for each in paths if not (each[0].startswith(prefix) and (each[0].removeprefix(prefix), each[1]) in plain)
+    ]
+
+
+def _routes(paths: list[tuple[str, str, Json]]) -> str:
+    rows = [
+        (code(f"{method} {path}"), words(told.get("summary", "")), _asked(told), _answers(told))
+        for path, method, told in paths
+    ]
+    return table(("Route", "", "Body", "Answers"), rows)
+
+
+def _asked(told: Json) -> str:
+    content = told.get("requestBody", {}).get("content", {})
+    body = content.get("application/json", {}).get("schema", {})
+    names = [code(name if name in body.get("required", ()) else f"{name}?") for name in body.get("properties", {})]
+    return ", ".join(names) if names else "any object" if content else ""
+
+
+def _answers(told: Json) -> str:
+    found = [
+        f"{status} {code(kind)}"
+        for status, answer in told.get("responses", {}).items()
+        if status != "default"
+        for kind in answer.get("content", {}) or [""]
+    ]
+    return ", ".join(each.replace(" ``", "") for each in found)
+
+
+def _seeding(specimen: Specimen) -> str:
+    answer = specimen.seeded
+    return f"What `/seed_session` answered to a row of `counter`:\n\n{_shown(answer)}"
+
+
+def _shown(answer: Answer) -> str:
+    return fence("json", json_text(shortened(answer.body)))
+
+
+def _head(specimen: Specimen) -> str:
+    rows = [
+        (code(f"GET {route}"), f"{answer.status} {code(answer.media_type)}")
+        for route, answer in specimen.head_routes.items()
+    ]
+    server = next(each for each in specimen.servers if each["name"] == "counter")
+    return "\n".join(
+        [
+            "## The head {#head}\n",
+            "The one address of a run. `/config` has no secrets in it; `/global_config_dict_yaml` and `/server_instances` are NeMo Gym's.\n",
+            table(("Route", "Answers"), rows),
+            "One record of `/servers`:\n",
+            fence("json", json_text(server)),
+        ]
+    )
+
+
+def _headers() -> str:
+    rows = [
+        (code(getattr(schema, name)), words(what))
+        for name, what in remarks(Path(schema.__file__)).items()
+        if name.endswith(("_HEADER", "_COOKIE"))
+    ]
+    rows.append((code(correlation.TRACEPARENT), "W3C Trace Context, through every hop."))
+    return "## Headers {#headers}\n\n" + table(("Header", ""), rows)
+
+
+def _bounds() -> str:
+    rows: list[tuple[str, str]] = [
+        ("a tool's arguments, and whatever is not below", _mebibytes(CALL_BYTES)),
+        ("a row, a conversation", _mebibytes(ROW_BYTES)),
+        ("many rows: `/aggregate_metrics`, `/verify_group`", _mebibytes(BULK_BYTES)),
+    ]
+    return "## How large a body may be {#bounds}\n\n" + table(("Body", "At most"), rows)
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number >> 20} MiB"
+
+
+def remarks(file: Path) -> dict[str, str]:
+    """What is said beside each constant of a module: NAME = value  # what is said."""
+    found: dict[str, str] = {}
+    name: str | None = None
+    tokens: Any = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    for token in tokens:
+        if token.type == tokenize.NAME and token.start[1] == 0:
+            name = token.string
+        elif token.type == tokenize.COMMENT and token.start[1] > 0 and name:
+            found[name] = token.string.lstrip("# ")
+        elif token.type == tokenize.NEWLINE:
+            if name and name.isupper():
+                found.setdefault(name, "")
+            name = None
+    return found

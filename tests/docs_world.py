@@ -1,0 +1,178 @@
+"""The folder in which the documentation's snippets run: a project with a scripted policy, a run that serves it, and its rollouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from documents import ROOT
+from machine import wait_until
+
+from ngym.cli.init import project
+
+PORTS = {"8801": "policy", "8802": "counter", "8803": "counter_agent"}  # as the pages write them -> who has them
+AGENTS = ("counter_agent", "calculator_agent", "my_env_agent", "worse_agent")
+ENVIRONMENTS = ("my_env", "vowels", "stock")  # of the pages; as ng_init makes them
+REPLIES = [
+    {"turn": 1, "match": r"Bring it to (-?\d+)", "tool_calls": [{"name": "add", "arguments": '{"amount": {1}}'}]},
+    {"turn": 1, "match": r"counter to (-?\d+)", "tool_calls": [{"name": "add", "arguments": '{"amount": {1}}'}]},
+    {"turn": 1, "match": r"word '(\w+)'", "tool_calls": [{"name": "mirror", "arguments": {"word": "{1}"}}]},
+    {"turn": 1, "contains": "coins", "tool_calls": [{"name": "calculator", "arguments": {"expression": "37+58"}}]},
+    {"turn": 2, "text": "It is {tool_output}."},
+]
+TASKS = [
+    {"responses_create_params": {"input": f"The counter starts at 0. Bring it to {n}."}, "target": n, "level": n % 2}
+    for n in (3, 14, 15, 92)
+]
+FOLDERS = ("runs/sft/policy", "runs/quickstart/sft/policy", "runs/a", "runs/b")
+ADDRESS = re.compile(r"\b(localhost|127\.0\.0\.1):(\d+)")
+COPIES = ("rollouts.jsonl", "runs/a/out.jsonl", "runs/b/out.jsonl")
+TASK_FILES = ("tasks.jsonl", "held_out.jsonl", "my_math.jsonl", "my_tasks.jsonl")
+
+
+@contextmanager
+def world(folder: Path) -> Iterator[Path]:
+    """The folder, with everything in it that the pages assume, while its services run."""
+    _lay_out(folder)
+    process = subprocess.Popen(
+        ngym("run", *(word for name in AGENTS for word in ("--only", name)), "ngym.head.port=0"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait_until(lambda: process.poll() is not None or _ready(folder))
+        _collect(folder)
+        yield folder
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ngym(*words: str) -> list[str]:
+    return [sys.executable, "-m", "ngym", *words]
+
+
+def environment() -> dict[str, str]:
+    """Without what would colour or widen what commands print."""
+    return os.environ | {
+        "NO_COLOR": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "120",
+        "PYTHONPATH": "",
+    }
+
+
+def copied(world: Path, folder: Path) -> Path:
+    """A folder of its own for a page; what it writes is seen by no other page."""
+    shutil.copytree(world, folder, symlinks=True)
+    return folder
+
+
+def _lay_out(folder: Path) -> None:
+    services = yaml.safe_load((ROOT / "global_config.yaml").read_text())
+    for environment_name in ENVIRONMENTS:
+        for name, text in project(environment_name).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        shutil.copy(
+            folder / "data" / environment_name / "example.jsonl", folder / "data" / environment_name / "train.jsonl"
+        )
+        mine = yaml.safe_load((folder / "global_config.yaml").read_text())
+        services |= {name: stanza for name, stanza in mine.items() if name != "policy"}
+    services["policy"] = {"kind": "model", "app": "models/scripted", "tokens": True, "replies": REPLIES}
+    services["worse"] = {"kind": "model", "app": "models/scripted", "tokens": True, "replies": [{"text": "No idea."}]}
+    services["worse_agent"] = {**services["counter_agent"], "model": "worse"}
+    (folder / "global_config.yaml").write_text(yaml.safe_dump(services, sort_keys=False))
+    shutil.copy(ROOT / "bridges.yaml", folder)
+    for source in sorted((ROOT / "data").iterdir()):
+        if source.is_dir():
+            (folder / "data" / source.name).symlink_to(source)
+    for name in FOLDERS:
+        (folder / name).mkdir(parents=True)
+    for name in TASK_FILES:
+        (folder / name).write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+
+
+def _ready(folder: Path) -> bool:
+    claimed = folder / ".ngym" / "head.json"
+    return (
+        claimed.is_file() and bool(claimed.read_text()) and all(each["status"] == "ready" for each in _servers(folder))
+    )
+
+
+def _servers(folder: Path) -> list[dict[str, Any]]:
+    head = json.loads((folder / ".ngym" / "head.json").read_text())["url"]
+    servers: list[dict[str, Any]] = httpx.get(f"{head}/servers", trust_env=False).json()
+    return servers
+
+
+def addressed(text: str, folder: Path) -> str:
+    """The same with the ports that the run's services really have."""
+    urls = {server["name"]: server["url"] for server in _servers(folder) if "url" in server}
+    return ADDRESS.sub(
+        lambda found: urls[PORTS[found[2]]].removeprefix("http://") if found[2] in PORTS else found[0], text
+    )
+
+
+def _collect(folder: Path) -> None:
+    """out.jsonl: of each task two rollouts that are right and two that are not."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: _collected(folder, *each), (("counter_agent", "out"), ("worse_agent", "worse"))))
+    rows = [json.loads(line) for line in (folder / "worse.jsonl").read_text().splitlines()]
+    with (folder / "out.jsonl").open("a") as out:
+        for row in rows:
+            row["_ng_rollout_index"] += 2
+            row["agent_ref"]["name"] = "counter_agent"
+            out.write(json.dumps(row) + "\n")
+    for name in COPIES:
+        shutil.copy(folder / "out.jsonl", folder / name)
+    for left in folder.glob("worse*"):
+        left.unlink()
+
+
+def _collected(folder: Path, agent: str, name: str) -> None:
+    ended(
+        ngym(
+            "collect_rollouts",
+            "--agent",
+            agent,
+            "--input",
+            "tasks.jsonl",
+            "--output",
+            f"{name}.jsonl",
+            "--repeats",
+            "2",
+        ),
+        folder,
+    )
+
+
+def ended(command: Sequence[str], folder: Path, said: str | None = None, timeout_s: float = 300) -> str:
+    """What a command says. AssertionError where it fails."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command[-8:])}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    )
+    return done.stdout

@@ -1,0 +1,79 @@
+"""What may one ask of a route, and what may one not? Cases drawn from a service's OpenAPI document, asked and checked.
+
+A module of its own, so that processes can be started that do it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from machine import PATIENCE_S
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import Failure, FailureGroup
+from schemathesis.specs.openapi import checks as promises
+
+CHECKS = [
+    not_a_server_error,
+    promises.content_type_conformance,
+    promises.response_schema_conformance,
+    promises.status_code_conformance,
+    promises.unsupported_method,
+]
+DELIBERATE = 503
+
+
+class Route(NamedTuple):
+    url: str
+    method: str
+    path: str
+    mode: schemathesis.GenerationMode
+
+
+@cache
+def promised(url: str) -> Any:
+    """The service's document."""
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def routes(url: str) -> list[Route]:
+    """Each route of the service, to be asked as its document says and as it does not."""
+    operations = [found.ok() for found in promised(url).get_all_operations()]
+    return [Route(url, one.method, one.path, mode) for one in operations for mode in schemathesis.GenerationMode]
+
+
+def asked(route: Route, examples: int) -> int:
+    """Ask `examples` times, or as often as there are different cases; how many there were."""
+    cases = 0
+    session = requests.Session()
+    session.trust_env = False  # no look at files for each request
+
+    def ask(case: Any) -> None:
+        nonlocal cases
+        cases += 1
+        session.cookies.clear()
+        answer = case.call(base_url=route.url, timeout=PATIENCE_S, session=session)
+        checks = [check for check in CHECKS if answer.status_code != DELIBERATE or check is not not_a_server_error]
+        case.validate_response(answer, checks=checks)
+
+    operation = promised(route.url)[route.path][route.method]
+    once = settings(
+        max_examples=examples,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        deadline=None,
+        derandomize=True,
+    )
+    with session, suppress(Unsatisfiable):  # a route that takes nothing cannot be asked wrongly
+        try:
+            once(given(case=operation.as_strategy(generation_mode=route.mode))(ask))()
+        except (Failure, FailureGroup) as error:  # which no other process can be sent
+            told = "\n".join(map(str, getattr(error, "exceptions", [error])))
+            raise AssertionError(f"{route.method} {route.path}: {told}") from None
+    return cases

@@ -1,0 +1,494 @@
+"""What holds for every command (docs/commands.md): help with examples that can be given, mistakes in a line, codes, JSON, dry runs."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import pty
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from ngym.cli import ending
+from ngym.cli.init import _write, project
+from ngym.cli.main import COMMANDS, GROUPS, OWN, command, context_settings
+from ngym.cli.main import main as ng
+from ngym.errors import NgymError, UsageError
+
+HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "starlette", "torch", "uvicorn", "yaml"}
+EVERY = [(name, importlib.import_module(module).main) for name, (module, _) in COMMANDS.items()]
+CALL = [sys.executable, "-m", "ngym"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with rollouts, in the working directory."""
+    for path, text in project("my_env").items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    rows = [_rollout(task, index, float(index)) for task in range(2) for index in range(2)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "garbage").write_bytes(b"\x00\xff\xfe\x01[{\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _rollout(task: int, index: int, reward: float) -> dict[str, Any]:
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is enots."}]}
+    return {
+        "responses_create_params": {"input": f"Write the word 'stone' backwards, {task}."},
+        "agent_ref": {"type": "responses_api_agents", "name": "my_env_agent"},
+        "word": "stone",
+        "mark": "\N{GREEK SMALL LETTER ALPHA}",
+        "_ng_task_index": task,
+        "_ng_rollout_index": index,
+        "response": {"output": [said]},
+        "reward": reward,
+        "ng": {"run_id": "r", "task_id": f"{task:016x}", "stop_reason": "answer", "status": "ok", "segments": []},
+    }
+
+
+def said(*words: str, environment: dict[str, str] | None = None) -> Result:
+    return CliRunner(env=environment).invoke(ng, words)
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize(("name", "main"), EVERY, ids=COMMANDS)
+def test_a_help_has_exit_codes_and_examples_that_can_be_given(name: str, main: click.Command) -> None:
+    shown = " ".join((main.epilog or "").split())
+    assert "Exit codes: 0" in shown and " 2 " in shown
+    examples = list(_examples(main))
+    assert examples
+    for script, words in examples:
+        assert script == f"ng_{name}"
+        with main.make_context(script, words):
+            pass
+
+
+def _examples(main: click.Command) -> Iterator[tuple[str, list[str]]]:
+    """The lines after `Examples:`, without what stands in brackets at their end, and without a launcher."""
+    block = (main.help or "").split("Examples:")[1]
+    for line in block.split("\n\n")[0].strip().splitlines():
+        words = shlex.split(re.sub(r"\s{2,}\(.*\)$", "", line.strip()))
+        script = next(place for place, word in enumerate(words) if word.startswith("ng_"))
+        yield words[script], words[script + 1 :]
+
+
+def test_no_help_imports_anything_heavy_and_each_takes_less_than_half_a_second(tmp_path: Path) -> None:
+    scripts = json.dumps([[module, ["--help"]] for module, _ in COMMANDS.values()] + [["ngym.cli.main", []]])
+    code = f"""
+import importlib, json, sys, time
+from click.testing import CliRunner
+for module, words in json.loads({scripts!r}):
+    before = time.process_time()
+    result = CliRunner().invoke(importlib.import_module(module).main, words)
+    print(module, result.exit_code, time.process_time() - before, *sorted(sys.modules.keys() & {HEAVY!r}))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert len(lines) == len(COMMANDS) + 1
+    for module, code_, seconds, *heavy in lines:
+        assert (code_, heavy) == ("0", []) and float(seconds) < 0.5, (module, seconds, heavy)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*CALL, "status", "--help"], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 0.5
+
+
+def test_ng_lists_every_script_in_one_group(root: Path) -> None:
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {f"ng_{name}": f"{module}:main" for name, (module, _) in COMMANDS.items()} == {
+        name: target for name, target in scripts.items() if name != "ng"
+    }
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted([*COMMANDS, *OWN])
+    alone = said()
+    assert alone.exit_code == 0 and alone.stdout == said("--help").stdout == said("help").stdout
+    for name, (_, line) in {**COMMANDS, **OWN}.items():
+        assert re.search(rf"^  {name} +{re.escape(line)}$", alone.stdout, re.MULTILINE)
+
+
+def test_a_command_is_found_by_each_of_its_names() -> None:
+    shown = [said(name, "--help") for name in ("collect_rollouts", "collect-rollouts", "ng_collect_rollouts")]
+    assert {result.exit_code for result in shown} == {0} and len({result.stdout for result in shown}) == 1
+    assert said("help", "collect-rollouts").stdout == shown[0].stdout
+    assert said("collect_rollouts", "--version").stdout.startswith("ng collect_rollouts (ngym) ")
+
+
+# --- mistakes ---
+
+MISTAKES = [
+    ("colect", "ng: no command 'colect' (did you mean 'collect_rollouts'?); see ng --help"),
+    ("help statsu", "ng: no command 'statsu' (did you mean 'status'?); see ng --help"),
+    ("run --onyl x", "ng run: no option '--onyl' (did you mean '--only'?); see ng run --help"),
+    ("run --dry-run=3", "ng: option '--dry-run' does not take a value"),
+    ("run --only my_en", "global_config.yaml: no service named 'my_en' (did you mean 'my_env'?)"),
+    ("run --dry-run polcy.latency_s=1", "command line: no service named 'polcy' (did you mean 'policy'?)"),
+    ("run --dry-run policy.replcas=0 policy.replicas=0", "command line: replicas: "),
+    ("run --config global_confg.yaml", "global_confg.yaml: no such file (did you mean 'global_config.yaml'?)"),
+    ("run --config folder", "folder: cannot be read: Is a directory"),
+    ("run --config garbage", "garbage:1: not UTF-8"),
+    ("serve my_en", "global_config.yaml: no service named 'my_en' (did you mean 'my_env'?)"),
+    ("serve", "ng serve: missing argument 'NAME'"),
+    ("serve my_env --port 70000", "ng serve: invalid value for '--port': 70000 is not in the range"),
+    ("serve my_env --host 10.255.255.1", "NGYM_TOKEN is not set"),
+    ("status --head foo", "--head 'foo' is no service URL"),
+    ("status --interval 0", "ng status: invalid value for '--interval'"),
+    ("status extra", "ng status: got unexpected extra argument (extra)"),
+    ("collect_rollouts --input a", "ng collect_rollouts: missing option '--output'"),
+    ("collect_rollouts --input rollout.jsonl --output o", "rollout.jsonl: no such file (--input) (did you mean 'roll"),
+    ("collect_rollouts --input folder --output o", "folder: no such file (--input), it is a folder"),
+    ("collect_rollouts --input garbage --output o --repeats 0", "ng collect_rollouts: invalid value for '--repeats'"),
+    ("collect_rollouts --config global_config.yaml --input garbage --output o --dry-run", "garbage:1: not JSON"),
+    ("collect_rollouts --config global_config.yaml --input rollouts.jsonl --output no/o --dry-run", "no/o: the folder"),
+    ("collect_rollouts --head nowhere --input rollouts.jsonl --output o", "--head 'nowhere' is no service URL"),
+    ("collect_rollouts --config global_config.yaml --agent my_agent --input rollouts.jsonl --output o --dry-run",
+     "--agent: no agent named 'my_agent' (did you mean 'my_env_agent'?)"),
+    ("plot folder --x tim", "(did you mean 'time'?); see ng plot --help"),
+    ("export --format demonstration", "'rollouts' (did you mean 'demonstrations'?); see"),
+    ("export --format kto --input garbage --output o", "garbage:1: not JSON"),
+    ("export --format kto --input rollouts.jsonl --output folder", "folder is a folder; name a file for --output"),
+    ("profile rollout.jsonl", "rollout.jsonl: cannot be read: No such file or directory (did you mean 'rollouts.jsonl'?)"),
+    ("profile folder", "folder: cannot be read: Is a directory"),
+    ("profile garbage", "garbage:1: not JSON"),
+    ("reverify --input rollouts.jsonl --output rollouts.jsonl --overwrite", "rollouts.jsonl is the input"),
+    ("reverify --input rollouts.jsonl --output no/o", "no/o: the folder no does not exist; make it first"),
+    ("train sfft.yaml", "sfft.yaml: no such recipe (did you mean 'sft.yaml'?)"),
+    ("train sft.yaml --dry-run optimiser.lr=1", "command line: unknown key 'optimiser' (did you mean 'optimizer'?)"),
+    ("train sft.yaml --resume --overwrite", "--resume keeps what the run has, --overwrite removes it"),
+    ("train garbage", "garbage:1: not UTF-8"),
+    ("list --domain maths", "--domain maths: no such domain (did you mean 'math'?)"),
+    ("prepare gsm8", "no public set is called 'gsm8' (did you mean 'gsm8k'?)"),
+    ("prepare gsm8k --revision main", "--revision main: a commit is wanted"),
+    ("init 9", "'9' is no name for an environment"),
+    ("init x --folder gym_servers", "gym_servers exists and is not empty; nothing was written"),
+    ("quickstart --tasks 0", "ng quickstart: invalid value for '--tasks'"),
+    ("quickstart --folder garbage/x", "garbage/x: Not a directory"),
+    ("validate --config global_confg.yaml", "global_confg.yaml: no such file (did you mean 'global_config.yaml'?)"),
+    ("completion tcsh", "ng completion: invalid value for '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(here: Path, line: str, message: str) -> None:
+    before = everything(here)
+    result = said(*line.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+    assert everything(here) == before
+
+
+def test_nothing_runs_here_is_a_failure(here: Path) -> None:
+    result = said("status")
+    assert result.exit_code == 1 and result.stderr.startswith(f"nothing runs in {here}: ") and result.stdout == ""
+
+
+def test_a_deleted_folder_is_said(tmp_path: Path) -> None:
+    line = "mkdir gone && cd gone && rmdir ../gone && "
+    for words, code in (("list", 2), ("list --help", 0)):
+        call = ["bash", "-c", f"{line} {shlex.join(CALL)} {words}"]
+        shown = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert shown.returncode == code
+        assert shown.stderr == ("the folder that this shell is in was deleted; cd to another one\n" if code else "")
+
+
+# --- how commands end ---
+
+
+def fails(raised: BaseException) -> Result:
+    @command("ng_fails")
+    def main() -> None:
+        raise raised
+
+    return CliRunner().invoke(main, [])
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (NgymError("it died"), 1, "it died\n"),
+        (UsageError("it is wrong"), 2, "it is wrong\n"),
+        (NgymError("it said \x1b]0;title\x07\x1b[31mred"), 1, "it said \\x1b]0;title\\x07red\n"),
+        (KeyboardInterrupt(), 130, "\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "out.jsonl"), 75, "out.jsonl: No space left on device; make"),
+        (PermissionError(errno.EACCES, "Permission denied", "out.jsonl"), 2, "out.jsonl: Permission denied\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+    ],
+)
+def test_an_error_ends_a_command_with_its_code(raised: BaseException, code: int, line: str) -> None:
+    result = fails(raised)
+    assert result.exit_code == code and result.stderr.startswith(line) and result.stderr.count("\n") <= 1
+
+
+def test_a_full_disk_under_a_file_is_told_of_the_file(here: Path) -> None:
+    """/dev/full behind a link: each write is refused, and the refusal names no file."""
+    (here / ".again.jsonl.partial").symlink_to("/dev/full")
+    result = said("reverify", "--input", "rollouts.jsonl", "--output", "again.jsonl")
+    assert (result.exit_code, result.stderr) == (
+        75,
+        "again.jsonl: No space left on device; make room and run it again\n",
+    )
+    assert not (here / "again.jsonl").exists()
+
+
+def test_a_full_disk_leaves_nothing_of_a_new_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "full").symlink_to("/dev/full")
+
+    @command("ng_fails")
+    def main() -> None:
+        _write(folder, {folder / "a" / "b" / "app.py": "x", folder / "full": "y"})
+
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 75 and result.stderr.startswith(f"{folder}/full: No space left on device; make room")
+    assert everything(tmp_path) == {str(folder): None}
+
+
+def test_ctrl_c_lets_a_step_of_a_walk_stop_what_it_has_started(tmp_path: Path) -> None:
+    step, walk = tmp_path / "step.py", tmp_path / "walk.py"
+    step.write_text(
+        "import time\nfrom pathlib import Path\ntry:\n    print('begun', flush=True)\n    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    time.sleep(1)\n    Path('stopped').touch()\n"
+    )
+    walk.write_text(
+        "from ngym.cli.main import command\nfrom ngym.cli.steps import Walk\n"
+        "@command('ng_x')\ndef main(): Walk(1).python('step.py')\nmain()"
+    )
+    call = [sys.executable, str(walk)]
+    with subprocess.Popen(call, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != b"begun\n":
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == 130 and (tmp_path / "stopped").exists()
+
+
+def test_the_documented_exit_codes_are_the_ones_there_are(root: Path) -> None:
+    table = re.findall(r"^\| ([\d, ]+) \|", (root / "docs" / "commands.md").read_text(), re.MULTILINE)
+    documented = {int(code) for row in table for code in row.split(",")}
+    ours = {value for name, value in vars(ending).items() if name.startswith("EXIT_")}
+    assert documented - ours == {128 + signal.SIGHUP, 128 + signal.SIGTERM} and ours < documented
+
+
+def test_an_unexpected_error_is_a_line_after_its_traceback_in_a_log() -> None:
+    lines = fails(RuntimeError("no\nsuch luck")).stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith("ng_fails: unexpected RuntimeError: no such luck; if ngym is at fault, report it")
+
+
+def test_on_a_terminal_the_traceback_is_in_a_file_that_the_line_names(tmp_path: Path) -> None:
+    code = "from ngym.cli.main import command\n@command('ng_x')\ndef main(): 1 / 0\nmain()"
+    reader, terminal = pty.openpty()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], stderr=terminal, env=environment, check=False)
+    os.close(terminal)
+    shown = os.read(reader, 65536).decode()
+    os.close(reader)
+    [kept] = tmp_path.iterdir()
+    assert done.returncode == 1 and shown.count("\n") == 1 and str(kept) in shown
+    assert "ZeroDivisionError" in shown and "Traceback" in kept.read_text() and kept.stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_c_while_a_script_still_imports_ends_it_without_a_word() -> None:
+    code = "import os, sys; sys.argv[0] = 'bin/ng_run'; import ngym.cli; os.kill(os.getpid(), 2); import ngym.cli.run"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("{ng} help | true; exit ${{PIPESTATUS[0]}}", (0, 1), ""),
+        ("{ng} prepare --list >&-", (0,), ""),
+        ("{ng} run --onyl 2>&-", (2,), ""),
+        ("{ng} help >/dev/full", (75,), "standard output: No space left on device; make room and run it again\n"),
+        ("PYTHONIOENCODING=ascii {ng} profile rollouts.jsonl --by mark", (0,), ""),
+        ("HOME=/proc/none {ng} help", (0,), ""),
+    ],
+)
+def test_standard_streams_may_be_closed_full_narrow_or_deaf(
+    here: Path, line: str, code: tuple[int, ...], message: str
+) -> None:
+    call = ["bash", "-c", line.format(ng=shlex.join(CALL))]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode in code and done.stderr == message
+
+
+# --- for programs ---
+
+DRY = {
+    "run": "run --dry-run policy.replicas=2",
+    "serve": "serve my_env --dry-run --port 8000",
+    "collect_rollouts": "collect_rollouts --dry-run --config global_config.yaml --input data/my_env/example.jsonl "
+    "--output results/out.jsonl --repeats 3",
+    "export": "export --dry-run --format demonstrations --input rollouts.jsonl --output sft.jsonl",
+    "reverify": "reverify --dry-run --input rollouts.jsonl --output again.jsonl",
+    "train": "train sft.yaml output=trained --dry-run",
+    "live": "train grpo.yaml --dry-run model.path=folder model.tokenizer={root}/data/tiny_policy/tokenizer output=trained",
+    "sweep": "train sft.yaml output=trained --dry-run --sweep seed=0,1",
+    "prepare": "prepare gsm8k --dry-run --config {root}/global_config.yaml",
+    "init": "init other --dry-run",
+    "quickstart": "quickstart --dry-run --folder quick",
+}
+
+
+@pytest.mark.parametrize("name", DRY)
+def test_a_dry_run_tells_and_does_nothing(root: Path, here: Path, name: str) -> None:
+    words = DRY[name].format(root=root).split()
+    before = everything(here)
+    shown = said(*words)
+    assert shown.exit_code == 0 and shown.output, shown.output
+    as_json = said(*words, "--json")
+    assert as_json.exit_code == 0 and everything(here) == before
+    json.loads(as_json.stdout)
+
+
+def test_a_dry_run_of_a_walk_tells_its_commands(here: Path) -> None:
+    plan = json.loads(said("quickstart", "--dry-run", "--json", "--seed", "7").stdout)
+    assert plan["folder"] == "runs/quickstart"
+    assert [line.split()[0] for line in plan["commands"]] == ["python", "ng_train", "ng_collect_rollouts", "ng_train"]
+    assert all("7" in plan["commands"][place] for place in (0, 1, 3))
+
+
+def test_a_dry_run_says_what_would_be_started_where(here: Path) -> None:
+    shown = said("run", "--dry-run", "--only", "my_env", "my_env.port=8123", "ngym.host=127.0.0.2")
+    assert list(yaml.safe_load(shown.stdout)) == ["ngym", "my_env"]
+    assert f"127.0.0.2:8123  {here}/gym_servers/my_env/app.py" in shown.stderr
+    plan = json.loads(said("run", "--dry-run", "--json", "policy.replicas=2").stdout)
+    assert [(each["name"], each["replicas"], each["port"]) for each in plan["services"]] == [
+        ("policy", 2, None),
+        ("my_env", 1, None),
+        ("my_env_agent", 1, None),
+    ]
+    assert plan["config"]["policy"]["replicas"] == 2
+
+
+def test_a_dry_run_of_a_collection_counts_what_is_done(here: Path) -> None:
+    words = ["--config", "global_config.yaml", "--input", "data/my_env/example.jsonl", "--output", "rollouts.jsonl"]
+    shown = said("collect_rollouts", *words, "--dry-run", "--repeats", "3")
+    assert shown.stdout.startswith("15 rollouts into rollouts.jsonl; the first, by my_env_agent:\n")
+    assert (
+        "5 tasks, 64 rollouts at once" in shown.stdout and "started here: my_env, my_env_agent, policy" in shown.stdout
+    )
+    assert shown.stderr == "rollouts.jsonl already holds rollouts: --resume or --overwrite is needed\n"
+    refused = said("collect_rollouts", *words, "--dry-run", "--resume")
+    assert refused.exit_code == 2 and "rollouts_run.json does not exist" in refused.stderr
+
+
+JSON = [
+    "list --domain math", "prepare --list", "init other", "validate --environment my_env",
+    "export --format kto --input rollouts.jsonl --output kto.jsonl",
+    "reverify --input rollouts.jsonl --output again.jsonl",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", JSON)
+def test_json_is_all_that_is_on_standard_output(here: Path, line: str) -> None:
+    result = said(*line.split(), "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout), result.stderr
+
+
+def test_a_profile_is_json_line_by_line(here: Path) -> None:
+    rows = [json.loads(line) for line in said("profile", "rollouts.jsonl", "--json").stdout.splitlines()]
+    assert len(rows) == 2
+
+
+def test_a_json_of_mistakes_names_them(here: Path) -> None:
+    (here / "global_config.yaml").write_text("one: {kind: agent, app: agents/simple, gym: x, model: one}\n")
+    result = said("validate", "--json")
+    assert result.exit_code == 2 and "no service named 'x'" in result.stderr
+    assert result.stderr.splitlines() == json.loads(result.stdout)["mistakes"]
+
+
+# --- shells and colours ---
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_a_shell_completes_commands_options_services_recipes_and_files(here: Path) -> None:
+    lines = [
+        "ng co",
+        "ng run --only my",
+        "ng_collect_rollouts --agent ",
+        "ng_train grp",
+        "ng_export --inp",
+        "ng help sta",
+    ]
+    for name in ("ng", "ng_collect_rollouts", "ng_train", "ng_export"):
+        entry = "ngym.cli.main" if name == "ng" else COMMANDS[name.removeprefix("ng_")][0]
+        script = here / name
+        script.write_text(f"#!{sys.executable}\nfrom {entry} import main\nmain(prog_name={name!r})\n")
+        script.chmod(0o755)
+    code = 'PATH="$PWD:$PATH"; eval "$(ng completion bash)"\n'
+    for line in lines:
+        words = shlex.join(re.split(" ", line))
+        code += f"COMP_WORDS=({words}); COMP_CWORD={line.count(' ')}; COMPREPLY=()\n"
+        code += f'$(complete -p {line.split()[0]} | sed "s/.*-F \\([^ ]*\\).*/\\1/") {line.split()[0]} 2>/dev/null\n'
+        code += 'echo "${COMPREPLY[*]}"\n'
+    code = code.replace("$(complete", "F=$(complete").replace('/\\1/") ', '/\\1/"); "$F" ')
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "collect_rollouts completion",
+        "my_env my_env_agent",
+        "my_env_agent",
+        "grpo.yaml",
+        "--input",
+        "status",
+    ], done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_is_of_every_script(shell: str) -> None:
+    result = said("completion", shell)
+    assert result.exit_code == 0
+    for name in ("ng", *(f"ng_{name}" for name in COMMANDS)):
+        assert f"_{name.upper()}_COMPLETE={shell}_complete" in result.stdout
+
+
+def test_a_config_that_cannot_be_read_completes_nothing(here: Path) -> None:
+    (here / "global_config.yaml").write_bytes(b"\xff: [")
+    words = {"COMP_WORDS": "ng run --only ", "COMP_CWORD": "3", "_NG_COMPLETE": "bash_complete"}
+    result = CliRunner(env=words).invoke(ng, [], prog_name="ng")
+    assert (result.exit_code, result.output.strip()) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "color"),
+    [
+        ({}, None),
+        ({"NO_COLOR": "1"}, False),
+        ({"NO_COLOR": ""}, None),
+        ({"TERM": "dumb"}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_the_environment_says_whether_there_are_colours(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], color: bool | None
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert context_settings()["color"] is color

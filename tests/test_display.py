@@ -1,0 +1,427 @@
+"""What people see while a run, a collection or a training goes on: read from the screens of real pseudo-terminals."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import orjson
+import psutil
+import pytest
+from rich.text import Text
+from stub_agents import head, scored, task
+from terminals import Terminal, terminal
+
+from ngym.cli.train import trainer
+from ngym.collect.aggregate import Aggregates
+from ngym.collect.display import Meter, Standing, display
+from ngym.collect.files import Progress
+from ngym.schema import Json
+from ngym.screen import Screen, Size, captured, is_live, sparkline
+from ngym.supervise.board import Board, Traffic
+from ngym.supervise.logs import ServiceLog
+from ngym.supervise.service import State
+
+ESCAPE = "\x1b"
+HOSTILE = "\x1b[2J\x1b]0;title\x07gone\rover"
+SIZES = [Size(199, 50), Size(79, 23), Size(39, 7), Size(20, 3), Size(3, 1), Size(1, 1)]
+YES = """
+from ngym import VerifyRequest, gym_server
+
+def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify)
+"""
+TRAINING = """
+import os, sys, time
+from pathlib import Path
+from ngym.cli.train import trainer
+
+with trainer("metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
+    for step in range(1, 7):
+        values = {"reward/mean": step / 10, "lag": 1.0, "tokens_per_s": 1234.0, "time/generation": 3.0, "time/train": 1.0}
+        metrics.log(step, values)
+        os.write(1, f"a library of C, {step}\\n".encode())
+        print(f"a warning, {step}", file=sys.stderr)
+    os.write(1, b"caf\\xc3")
+    time.sleep(0.2)
+    os.write(1, b"\\xa9\\n")
+    metrics.note(6, {"eval/sums/avg@4": 0.5}, "held-out after 6 steps: \\x1b[2Jsums 0.5")
+    sys.stdin.readline()
+    raise KeyboardInterrupt
+"""
+REDIRECTED = """
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from ngym.cli.train import trainer
+
+with redirect_stdout(sys.stderr), trainer("metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
+    metrics.log(1, {"loss": 0.5})
+    print("a word for people", flush=True)
+    sys.stdin.readline()
+print("{}")
+"""
+DYING = """
+import os, sys
+from pathlib import Path
+from ngym.cli.train import trainer
+
+with trainer("metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
+    metrics.log(1, {"loss": 0.5})
+    os.write(2, b"out of memory\\n")
+    os.abort()
+"""
+
+
+def picture(*lines: str):  # type: ignore[no-untyped-def]
+    return lambda size: [Text(line) for line in lines]
+
+
+@pytest.mark.parametrize("rewraps", [False, True])
+@pytest.mark.parametrize("size", [(40, 8), (120, 24), (200, 10), (17, 5)])
+def test_a_resize_leaves_nothing_behind(size: tuple[int, int], rewraps: bool) -> None:
+    with terminal(120, 24, rewraps) as seen:
+        screen = Screen(seen.stream)
+        screen.say("a line above")
+        screen.show(picture("x" * 100, "y" * 119, "z" * 30))
+        assert seen.lines == ["a line above", "x" * 100, "y" * 119, "z" * 30]
+        seen.resize(*size)
+        screen.refresh()
+        room = size[0] - 1
+        cut = [line if len(line) <= room else line[: room - 1] + "…" for line in ("x" * 100, "y" * 119, "z" * 30)]
+        assert seen.lines[-3:] == cut
+        assert "".join(seen.lines[:-3]) in ("", "a line above")  # pyte drops lines at the top of a lower screen
+        screen.close()
+        assert "x" not in seen.text and "z" not in seen.text
+        assert not seen.cursor_is_hidden
+
+
+def test_what_is_said_goes_above_in_order_and_is_whole() -> None:
+    with terminal(40, 8) as seen:
+        screen = Screen(seen.stream)
+        screen.show(picture("one", "two"))
+        for number in range(10):
+            screen.say(f"line {number} " + "w" * 40)
+        assert seen.lines[-2:] == ["one", "two"]
+        assert seen.lines[-4:-2] == ["line 9 " + "w" * 33, "w" * 7]
+        assert seen.cursor_is_hidden
+
+
+def test_nothing_that_is_said_or_drawn_commands_the_terminal() -> None:
+    with terminal(80, 8) as seen:
+        screen = Screen(seen.stream)
+        screen.say("before")
+        screen.say(f"\x1b[31mred\x1b[0m {HOSTILE}")
+        assert seen.lines == ["before", r"red \x1b[2J\x1b]0;title\x07gone\rover"]
+
+
+def test_a_frame_that_has_not_changed_is_not_sent_again() -> None:
+    with terminal() as seen:
+        screen = Screen(seen.stream)
+        screen.show(picture("one"))
+        seen.read()
+        sent = len(seen.raw)
+        screen.refresh()
+        seen.read()
+        assert len(seen.raw) == sent
+        seen.resize(40, 8)
+        screen.refresh()
+        seen.read()
+        assert len(seen.raw) > sent
+
+
+def test_threads_do_not_tear_one_anothers_lines() -> None:
+    with terminal(60, 40) as seen:
+        screen = Screen(seen.stream)
+        screen.show(picture("below"))
+
+        def say(name: str) -> None:
+            for number in range(6):
+                screen.say(f"{name}{number}" * 10)
+                screen.refresh()
+
+        threads = [threading.Thread(target=say, args=(name,)) for name in "abcde"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        *above, last = seen.lines
+        assert last == "below" and len(above) == 30
+        assert all(len(set(re.findall("..", line))) == 1 for line in above)
+
+
+def test_prints_of_others_go_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal() as seen:
+        monkeypatch.setattr(sys, "stderr", seen.stream)
+        screen = Screen(seen.stream)
+        screen.show(picture("below"))
+        with captured(screen):
+            print("a warning", file=sys.stderr)
+            print("10 %\r20 %", end="", file=sys.stderr)
+        assert seen.lines == ["a warning", "20 %", "below"]
+        assert sys.stderr is seen.stream
+
+
+@pytest.mark.parametrize(("name", "value", "coloured"), [("NO_COLOR", "1", False), ("NO_COLOR", "", True)])
+def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str, coloured: bool) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv(name, value)
+    with terminal() as seen:
+        Screen(seen.stream).show(lambda size: [Text("green", "green")])
+        assert seen.lines == ["green"]
+        assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]", seen.raw)) is coloured
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal() as seen:
+        monkeypatch.setenv("TERM", "xterm")
+        assert is_live(seen.stream) and not is_live(io.StringIO())
+        monkeypatch.setenv("TERM", "dumb")
+        assert not is_live(seen.stream)
+
+
+def state(label: str, status: str = "ready", **fields: object) -> State:
+    known = State(label, "gym_server", "gym_servers/x", label, 0, "http://127.0.0.1:40001")
+    return State(**{**known.__dict__, "status": status, **fields})
+
+
+def drawn(lines: Sequence[Text], size: Size) -> list[str]:
+    """AssertionError where a picture could not stand as it is."""
+    assert len(lines) <= size.height or size.height == 1
+    return [line.plain for line in lines]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_board_fits_whatever_the_terminal(size: Size) -> None:
+    board = Board()
+    for number in range(30):
+        board.event(state(f"a_service_of_some_name-{number}", restarts=number % 2))
+    board.event(state("policy", "starting", detail="loading the weights " * 9))
+    board.traffic({f"a_service_of_some_name-{number}": Traffic(1234.5, 1) for number in range(30)})
+    lines = drawn(board.picture(size), size)
+    if size.width >= 39:
+        assert all(len(line) <= size.width for line in lines)
+        assert any(line.startswith(("policy", "30 of 31")) for line in lines)
+    if size.height == 7:
+        assert lines[-2] == "and 26 more, all ready" and lines[-3].startswith("policy")
+
+
+def test_a_board_tells_state_place_traffic_and_trouble() -> None:
+    board, wide, narrow = Board(), Size(100, 20), Size(39, 20)
+    board.event(state("policy", "starting", detail="loading the weights"))
+    board.event(state("math", restarts=2))
+    board.traffic({"math": Traffic(12.34, 5)})
+    policy, math, below = drawn(board.picture(wide), wide)
+    assert re.fullmatch(r"policy  starting 0 s  loading the weights", policy)
+    assert re.fullmatch(r"math    ready +http://127.0.0.1:40001  12.3 req/s  2 restarts, 5 errors", math)
+    assert below == "1 of 2 services ready, 0 s"
+    assert board.line() == "1 of 2 services ready, 0 s; waiting for policy (loading the weights)"
+    board.event(state("policy"))
+    board.traffic({"policy": Traffic(0.0, 0)})
+    assert [line.split() for line in drawn(board.picture(narrow), narrow)[:2]] == [
+        ["policy", "ready", ":40001", "idle"],
+        ["math", "ready", ":40001", "2", "restarts"],
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_collection_fits_whatever_the_terminal(size: Size) -> None:
+    facts = ("an_agent reward 0.512 ±0.031", "failed attempts 1.2 % (timeout 3)", "12.0 rollouts/s", "64 in flight")
+    lines = Standing(17, 4096, 75.0, 3600.0, facts, ("paused: policy is down; it goes on by itself",)).picture(size)
+    assert "17/4,096  1:15  1:00:00 to go" in lines[0].plain
+    if size.width >= 39:
+        assert all(len(line.plain) <= size.width for line in lines)
+        assert "paused: policy is down" in lines[1].plain.replace("\n", " ")
+
+
+def test_a_sparkline_has_the_shape_of_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█" and sparkline([3.0], 9) == "▁" and sparkline([], 9) == ""
+
+
+def row(index: int) -> Json:
+    trace = {"status": "ok", "stop_reason": "answer", "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    fields = {"agent_ref": {"name": "agent"}, "_ng_task_index": index, "response": {"usage": {}}, "reward": 1.0}
+    return {**fields, "ng": {**trace, "timings": {"total_s": 1.0}}}
+
+
+async def test_a_log_gets_the_last_state_and_no_escape_codes() -> None:
+    aggregates, log = Aggregates(), io.StringIO()
+    meter = Meter(aggregates, Progress(total=3), lambda: 0, {})
+    async with display(meter, log, lost=lambda: None) as show:
+        show.say(f"first timeout: {HOSTILE}")
+        for index in range(3):
+            aggregates.add(row(index))
+    said = log.getvalue().splitlines()
+    assert said[0] == r"first timeout: \x1b[2J\x1b]0;title\x07gone\rover"
+    assert said[1].startswith("3/3 | agent reward 1.000") and len(said) == 2
+    assert ESCAPE not in log.getvalue()
+
+
+async def test_the_log_lines_of_a_service_that_failed_are_shown_harmless(tmp_path: Path) -> None:
+    log = ServiceLog(tmp_path / "x.log", on_status=lambda status: None, redact=lambda line: line)
+    with os.fdopen(log.open(), "w") as service:
+        service.write(f"Traceback\n{HOSTILE}\n")
+    await log.close()
+    assert log.tail(2) == ["Traceback", r"\x1b[2J\x1b]0;title\x07gone\rover"]
+
+
+@contextmanager
+def on_terminal(
+    command: Sequence[str], folder: Path, columns: int, rows: int, stdout: IO[bytes] | None = None
+) -> Iterator[tuple[Terminal, int]]:
+    """A program whose terminal this is, and its pid. stdout: where its standard output goes instead."""
+    with terminal(columns, rows) as seen:
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        environment.pop("NO_COLOR", None)
+        with subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=seen.slave,
+            stdout=stdout or seen.slave,
+            stderr=seen.slave,
+            start_new_session=True,
+        ) as process:
+            try:
+                yield seen, process.pid
+                seen.until(lambda: seen.read() or process.poll() is not None)
+            finally:
+                process.kill()
+            assert not seen.cursor_is_hidden
+
+
+def test_ng_run_shows_its_services_through_resizes_a_death_and_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "gym_servers").mkdir()
+    (tmp_path / "gym_servers" / "yes.py").write_text(YES)
+    (tmp_path / "global_config.yaml").write_text(
+        "ngym: {head: {port: 0}}\none: {kind: gym_server, app: gym_servers/yes, replicas: 2}\n"
+    )
+    with on_terminal([sys.executable, "-m", "ngym", "run"], tmp_path, 120, 24) as (seen, pid):
+        seen.until(lambda: "ready in" in seen.text)
+        assert [line.split()[:2] for line in seen.lines[:2]] == [["one-0", "ready"], ["one-1", "ready"]]
+        seen.resize(40, 8)
+        seen.until(lambda: "…" not in seen.text and re.search(r"one-1 +ready +:\d+", seen.text))
+        assert all(len(line) < 40 for line in seen.lines) and seen.text.count("one-0") == 1
+        seen.resize(120, 24)
+        services = [each for each in psutil.Process(pid).children(recursive=True) if each.name() == "ng:one-1"]
+        services[0].kill()
+        seen.until(lambda: "1 restart" in seen.text and "one-1: ready" in seen.text)
+        assert re.match(r"\d\d:\d\d:\d\d  one-1: restarting, killed by SIGKILL", seen.lines[0])
+        assert seen.text.count("ready in") == 1
+        os.kill(pid, signal.SIGINT)
+        seen.until(lambda: "every service is stopped" in seen.text)
+    assert seen.lines[-1] == "every service is stopped" and "ready in" not in seen.text
+
+
+def test_a_training_shows_its_curve_and_keeps_what_others_print(tmp_path: Path) -> None:
+    with on_terminal([sys.executable, "-c", TRAINING, str(tmp_path / "metrics.jsonl")], tmp_path, 80, 20) as (seen, _):
+        seen.until(lambda: "held-out  0.5" in seen.text)
+        assert "step 6/9" in seen.text and re.search(r"^reward    0.6     [▁-█]{6}  from 0.1$", seen.text, re.MULTILINE)
+        assert "lag 1" in seen.text and "a step 4.0 s:  sampling 75 %  training 25 %" in seen.text
+        seen.until(lambda: all(f"a library of C, {step}" in seen.lines for step in range(1, 7)))
+        assert all(f"a warning, {step}" in seen.lines for step in range(1, 7)) and "café" in seen.lines
+        assert r"held-out after 6 steps: \x1b[2Jsums 0.5" in seen.lines
+        seen.resize(40, 8)
+        narrow = r"step 6/9 .{,30}\nreward    0.6     [▁-█]{6}  from 0.1\n(?:.{,39}\n){3}training 25 %$"
+        seen.until(lambda: re.search(narrow, seen.text))  # above, pyte leaves what a lower screen had
+        os.write(seen.master, b"\n")
+    assert "KeyboardInterrupt" in seen.text and re.search(
+        r"^step 6/9 in 0:\d\d  reward 0.600$", seen.text, re.MULTILINE
+    )
+    assert "sampling" not in seen.text
+
+
+def test_a_training_with_its_standard_output_in_a_file_shows_itself_on_standard_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REDIRECTED, str(tmp_path / "metrics.jsonl")]
+    with (tmp_path / "out.json").open("wb") as out, on_terminal(command, tmp_path, 80, 20, out) as (seen, _):
+        seen.until(lambda: "step 1/9" in seen.text and "loss      0.5" in seen.text)
+        assert seen.lines[0] == "a word for people"
+        os.write(seen.master, b"\n")
+    assert (tmp_path / "out.json").read_bytes() == b"{}\n"
+
+
+def test_what_a_dying_training_says_last_is_seen(tmp_path: Path) -> None:
+    with terminal(80, 20) as seen:
+        command = [sys.executable, "-c", DYING, str(tmp_path / "metrics.jsonl")]
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=seen.slave, stderr=seen.slave, check=False)
+        assert done.returncode == -signal.SIGABRT and "out of memory" in seen.text
+
+
+def test_a_training_whose_metrics_cannot_be_written_says_so_and_leaves_the_terminal_alone(tmp_path: Path) -> None:
+    with on_terminal([sys.executable, "-c", DYING, str(tmp_path / "no" / "metrics.jsonl")], tmp_path, 80, 20) as (
+        seen,
+        _,
+    ):
+        seen.until(lambda: "No such file or directory" in seen.text)
+    assert b"\x1b[?25l" not in seen.raw
+
+
+def test_sigterm_to_a_training_from_a_file_shows_the_cursor_again(root: Path, tmp_path: Path) -> None:
+    data = f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,400,--seed,0]"
+    words = ("sft.yaml", data, "data.path=made.jsonl", "output=run", "epochs=1000")
+    with on_terminal([sys.executable, "-m", "ngym", "train", *words], tmp_path, 80, 20) as (seen, pid):
+        seen.until(lambda: re.search(r"^step \d", seen.text, re.MULTILINE) and seen.cursor_is_hidden)
+        os.kill(pid, signal.SIGTERM)
+    assert re.search(r"^step \d+/[\d,]+ in 0:\d\d  loss", seen.text, re.MULTILINE)
+
+
+def test_a_frame_reads_the_names_of_new_rows_only(tmp_path: Path) -> None:
+    class Row(dict[str, float]):
+        read = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Row.read += 1
+            return super().__iter__()
+
+    with terminal() as seen:
+        history = [Row({"loss": 1.0, "val/loss": 2.0}) for _ in range(3)]
+        live = trainer("display").Live(Screen(seen.stream), 9, history)
+        live.step(3, history[-1])
+        first = Row.read
+        history.append(Row({"loss": 1.0, "eval/sums/avg@4": 0.5}))
+        live.draw()
+        assert (first, Row.read) == (3, 4)
+        assert [line.split()[0] for line in seen.lines[1:]] == ["loss", "held-out", "held-out"]
+
+
+async def test_a_pipe_gets_what_it_shall_while_a_terminal_shows_the_progress(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_bytes(b"".join(orjson.dumps(task(n)) + b"\n" for n in range(5)))
+    go_on = asyncio.Event()
+
+    async def answer(row: Json) -> Json:
+        if row["n"] == 4:
+            await go_on.wait()
+        return scored(row)
+
+    with terminal(60, 10) as seen:
+        async with head(answer) as url:
+            words = ("--head", url, "--agent", "agent", "--input", "tasks.jsonl", "--output", "out.jsonl", "--json")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "ngym", "collect_rollouts", *words),
+                cwd=tmp_path,
+                env={**os.environ, "TERM": "xterm"},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=seen.slave,
+            )
+            while "4/5" not in seen.text or "1 in flight" not in seen.text:
+                await asyncio.sleep(0.05)
+            assert seen.lines[0].startswith("━") and "agent reward 1.000" in seen.text and seen.cursor_is_hidden
+            go_on.set()
+            out, _ = await process.communicate()
+        assert json.loads(out)["done"] == 5 and ESCAPE.encode() not in out
+        assert seen.lines == [] and not seen.cursor_is_hidden

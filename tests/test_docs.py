@@ -1,0 +1,152 @@
+"""The documentation is whole: the site is built without a warning, its links lead somewhere, the reference says what every key is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+import pytest
+import yaml
+from documents import ROOT, anchors, links, pages, readmes
+
+from ngym.cli.main import COMMANDS
+from ngym.cli.train import trainer
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` does."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DOCS_REPOSITORY": "https://example.com/ngym"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(site: Path) -> dict[str, str]:
+    """The generated pages, as they were built: path in docs/ -> HTML."""
+    return {f"reference/{file.stem}.md": file.read_text() for file in sorted((site / "reference").glob("*.html"))}
+
+
+def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(reference: dict[str, str]) -> None:
+    written = (ROOT / "mkdocs.yml").read_text()
+    nav = set(_entries(yaml.safe_load(written[written.index("\nnav:") :])["nav"]))
+    files = {str(page.relative_to(ROOT / "docs")) for page in pages() if page.is_relative_to(ROOT / "docs")}
+    assert nav == files | reference.keys()
+
+
+def test_links_within_the_project_lead_somewhere(reference: dict[str, str]) -> None:
+    wrong = []
+    for page in [*pages(), *readmes()]:
+        for link in links(page):
+            parts = urlsplit(link.target)
+            if parts.scheme or parts.netloc:
+                continue
+            target = Path(os.path.normpath(page.parent / parts.path)) if parts.path else page
+            if not _leads_somewhere(target, parts.fragment, reference):
+                wrong.append(link.where)
+    assert not wrong, "\n".join(wrong)
+
+
+def _leads_somewhere(target: Path, fragment: str, reference: dict[str, str]) -> bool:
+    made = reference.get(str(target.relative_to(ROOT / "docs"))) if target.is_relative_to(ROOT / "docs") else None
+    if made is not None:
+        return not fragment or f'id="{fragment}"' in made
+    if not target.exists():
+        return False
+    return not fragment or (target.suffix == ".md" and fragment in anchors(target.read_text(encoding="utf-8")))
+
+
+def test_nothing_on_the_site_comes_from_another_server(site: Path) -> None:
+    fetched = re.compile(
+        r"""<(?:script|img|iframe|link rel="(?:stylesheet|preload|preconnect)")[^>]*(?:src|href)="(https?:)?//"""
+    )
+    found = [file.name for file in site.rglob("*.html") if fetched.search(file.read_text())]
+    assert not found
+
+
+def test_no_path_of_this_machine_is_on_the_site(site: Path) -> None:
+    own = (str(ROOT), str(Path.home()), sys.prefix)
+    files = [file for file in site.rglob("*") if file.suffix in (".html", ".json")]
+    assert not [file.name for file in files if any(path in file.read_text() for path in own if len(path) > 1)]
+
+
+def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
+    page = (site / "algorithms.html").read_text()
+    assert page.count("<math") == (ROOT / "docs" / "algorithms.md").read_text().count("$$") // 2 > 0
+    assert "$$" not in re.sub(r"<code.*?</code>", "", page, flags=re.DOTALL)
+    assert [file.name for file in site.rglob("*.html") if "<math" in file.read_text()] == ["algorithms.html"]
+
+
+def test_every_key_of_a_config_or_recipe_says_what_it_is(reference: dict[str, str]) -> None:
+    bare = [
+        f"{path}: {key}"
+        for path in ("reference/config.md", "reference/recipes.md", "reference/rows.md")
+        for key, what in re.findall(
+            r"<tr>\s*<td><code>([^<]*)</code></td>(?:.(?!</tr>))*?<td>([^<]*)</td>\s*</tr>", reference[path], re.DOTALL
+        )
+        if not what.strip()
+    ]
+    assert not bare, "\n".join(bare)
+
+
+def test_every_failure_class_and_header_says_what_it_is(reference: dict[str, str]) -> None:
+    for path in ("reference/failures.md", "reference/wire.md"):
+        rows = re.findall(
+            r"<tr>(.*?)</tr>", _section(reference[path], "classes" if "failures" in path else "headers"), re.DOTALL
+        )
+        assert len(rows) > 5
+        assert not [row for row in rows if "<td></td>" in row]
+
+
+def _section(html: str, anchor: str) -> str:
+    return re.split(r"<h2", html.split(f'id="{anchor}"')[1])[0]
+
+
+def test_every_option_of_every_command_is_on_its_page(reference: dict[str, str]) -> None:
+    page = reference["reference/cli.md"]
+    for name, (module, _) in COMMANDS.items():
+        command: click.Command = importlib.import_module(module).main
+        section = _section(page, f"ng_{name}")
+        options = [
+            each
+            for param in command.params
+            if isinstance(param, click.Option) and not param.hidden
+            for each in param.opts
+        ]
+        assert [option for option in options if option not in section] == [], name
+
+
+def test_every_metric_of_the_trainer_is_described() -> None:
+    """A dict of its sources that has two known metrics in it has nothing else in it."""
+    measured = trainer("measured").MEASURED
+    patterns = [re.compile(re.sub(r"\\\{\w+\\\}", r"[^ ]+", re.escape(name))) for name in measured]
+    found = [keys for keys in _dicts(ROOT / "trainer") if len(keys & measured.keys()) >= 2]
+    assert len(found) > 12
+    names = set().union(*found)
+    assert not sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in patterns))
+
+
+def _dicts(folder: Path) -> Iterator[set[str]]:
+    """The names in each dict that stands in these sources."""
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Dict):
+                yield {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+def _entries(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    values = nav if isinstance(nav, list) else list(nav.values()) if isinstance(nav, dict) else []
+    return [entry for value in values for entry in _entries(value)]

@@ -1,0 +1,278 @@
+"""Every snippet of the documentation is right: Python runs, YAML and JSON are what they claim to be, command lines can be given."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import docs_shell
+import pytest
+import yaml
+from docs_world import AGENTS, addressed, copied, ended, ngym, world
+from documents import ROOT, Snippet, pages, readmes, snippets
+from pydantic import create_model
+
+from ngym.cli.train import trainer
+from ngym.config import SETTINGS_KEY, app_file, load_config
+from ngym.errors import ConfigError, NgymError
+from ngym.facts import facts_in
+from ngym.schema import Segment, Trace
+from ngym.services.loader import load
+from ngym.services.options import parse_options
+
+ALL = [snippet for page in [*pages(), *readmes()] for snippet in snippets(page)]
+PAGES = [page for page in [*pages(), *readmes()] if any(snippet.page == page for snippet in ALL)]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+SHOWN = ("text", "http", "svg", "dockerfile", "css", "html", "mermaid", "math")  # nothing to run
+HEAVY = ("agents/langgraph", "agents/openai_agents", "agents/openai_sdk")  # their own tests load them
+NO_PACKAGE = re.compile(r"logging\.\w+: the package \w+ is not installed")
+SECRET = re.compile(r"\b[A-Z][A-Z0-9_]*(?:_KEY|TOKEN)\b")
+SEGMENT = create_model("Segment", **{name: (kind, ...) for name, kind in get_type_hints(Segment).items()})  # type: ignore[call-overload]
+CUT = "..."  # in JSON: what is left out
+
+PYTHON = """
+import ast, asyncio, inspect, json, sys, types
+page = sys.modules["page"] = types.ModuleType("page")
+with asyncio.Runner() as runner:
+    for where, text in json.load(sys.stdin):
+        code = compile(text, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        waits = code.co_flags & inspect.CO_COROUTINE
+        done = eval(code, page.__dict__)
+        if waits:
+            runner.run(done)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with world(tmp_path_factory.mktemp("docs") / "project") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def ground(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project with every file that the pages write into it."""
+    folder = copied(project, tmp_path_factory.mktemp("ground") / "project")
+    for snippet in ALL:
+        if "file" in snippet.remarks and snippet.language == "python":
+            _write(snippet, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[list[str]]]]:
+    """What came of running a page's code, two pages at a time: a line for each thing that went wrong."""
+    base = tmp_path_factory.mktemp("pages")
+    with ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(_run, page, project, base / f"{number}") for number, page in enumerate(PAGES)}
+
+
+def _run(page: Path, project: Path, folder: Path) -> list[str]:
+    """Its commands, files and Python, from top to bottom, in a folder of its own; a `cd` holds to the end of its section."""
+    mine = [snippet for snippet in ALL if snippet.page == page and "not run" not in snippet.remarks]
+    if not any(snippet.language in ("sh", "python") for snippet in mine):
+        return []
+    here, blocks, wrong, section = copied(project, folder), [], [], 0
+    for snippet in mine:
+        here, section = (here if snippet.section == section else folder), snippet.section
+        try:
+            if "file" in snippet.remarks:
+                _write(snippet, here)
+            if snippet.language == "python":
+                blocks.append(_block(snippet, folder))
+            elif snippet.language == "sh":
+                here = _obeyed(snippet, here, folder)
+        except (AssertionError, OSError) as error:
+            wrong.append(f"{snippet.where}: {error}")
+    try:
+        ended([sys.executable, "-c", PYTHON], folder, json.dumps(blocks)) if blocks else None
+    except AssertionError as error:
+        wrong.append(str(error).partition("\n: exit")[2])
+    return wrong
+
+
+def _write(snippet: Snippet, here: Path) -> None:
+    file = here / snippet.remarks["file"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(snippet.text)
+
+
+def _obeyed(snippet: Snippet, here: Path, folder: Path) -> Path:
+    """Give the commands that are quick; where one is then."""
+    lines = list(docs_shell.lines(snippet.text))
+    text = addressed(snippet.text, folder)
+    if docs_shell.is_harmless(lines, snippet.text):
+        ended(["bash", "-eu", "-c", text], here)
+        return here
+    for line in lines:
+        if line.words[0] == "cd" and (here / line.words[1]).is_dir():
+            here = here / line.words[1]
+        elif words := docs_shell.runnable(line, AGENTS):
+            ended(ngym(*_expanded(words, here)), here)
+    return here
+
+
+def _expanded(words: tuple[str, ...], folder: Path) -> list[str]:
+    """As a shell expands `*`."""
+    found = [
+        sorted(str(path.relative_to(folder)) for path in folder.glob(word)) if "*" in word else [] for word in words
+    ]
+    return [each for word, paths in zip(words, found, strict=True) for each in paths or [word]]
+
+
+def _block(snippet: Snippet, folder: Path) -> tuple[str, str]:
+    """Where it stands, and its text, after what it is given; line numbers are those of the page."""
+    given = snippet.remarks.get("given", "")
+    above = "\n" * (snippet.line - 1 - given.count("\n"))
+    return str(snippet.page), addressed(f"{above}{given}\n{snippet.text}", folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_code_of_a_page_runs(page: Path, said: dict[Path, Future[list[str]]]) -> None:
+    wrong = said[page].result(600)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_snippets_of_a_page_are_what_they_claim(
+    page: Path, ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ground)
+    wrong = []
+    for snippet in ALL:
+        if snippet.page != page or "not run" in snippet.remarks:
+            continue
+        for name in SECRET.findall(snippet.text):
+            monkeypatch.setenv(name, "a-token-of-the-documentation")
+        if reason := _problem(snippet, ground, tmp_path):
+            wrong.append(f"{snippet.where}: {reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_not_run_says_why(record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    left_out = [snippet for snippet in ALL if "not run" in snippet.remarks]
+    listed = [f"{snippet.where} ({snippet.language}): {snippet.remarks['not run']}" for snippet in left_out]
+    record_property("not run", len(left_out))
+    with capsys.disabled():
+        print(f"\nnot run, of {len(ALL)} snippets: {len(left_out)}\n  " + "\n  ".join(listed))
+    assert all(len(snippet.remarks["not run"]) > 10 for snippet in left_out)
+    assert len(left_out) < len(ALL) / 5
+
+
+def _problem(snippet: Snippet, project: Path, scratch: Path) -> str | None:
+    """Why a snippet is not what it claims to be, or None."""
+    try:
+        match snippet.language:
+            case "sh":
+                found = [docs_shell.problem(line, project) for line in docs_shell.lines(snippet.text)]
+                return "; ".join(filter(None, found)) or None
+            case "yaml":
+                return _yaml(snippet, project, scratch)
+            case "json" | "jsonl":
+                return _json(snippet)
+            case "toml":
+                import tomllib
+
+                tomllib.loads(snippet.text)
+            case "python":
+                compile(snippet.text, snippet.where, "exec", flags=0x2000)  # with await
+            case language if language not in SHOWN:
+                return f"no language {language!r}: one of sh, python, yaml, json, jsonl, toml, {', '.join(SHOWN)}"
+    except (NgymError, ValueError, SyntaxError, yaml.YAMLError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _yaml(snippet: Snippet, project: Path, scratch: Path) -> str | None:
+    if snippet.text.startswith("---\n"):
+        (scratch / "README.md").write_text(snippet.text)
+        facts_in(scratch / "README.md")
+        return None
+    recipe = trainer("config").Recipe.model_fields
+    for text in _alternatives(snippet.text):
+        values = yaml.safe_load(text)
+        if not isinstance(values, dict):
+            return "a mapping is wanted"
+        if "part of" in snippet.remarks or values.keys() <= recipe.keys():
+            _recipe(snippet.remarks.get("part of"), text, values, scratch)
+        elif SETTINGS_KEY in values or all(
+            isinstance(value, dict) and value.keys() & {"kind", "app", "url"} for value in values.values()
+        ):
+            _config(values, project, scratch)
+        else:
+            return "neither services nor a part of a recipe; say `<!-- not run: ... -->`"
+    return None
+
+
+def _alternatives(text: str) -> list[str]:
+    """A block that writes the same key several times shows as many ways to write it."""
+    parts = re.split(r"^(?=[\w.]+:)", text, flags=re.MULTILINE)
+    head, *chunks = parts
+    keys = [chunk.partition(":")[0] for chunk in chunks]
+    return [head + chunk for chunk in chunks] if len(set(keys)) < len(keys) else [text]
+
+
+def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) -> None:
+    """A part of a recipe, on top of one that ships."""
+    algorithm = (values.get("algorithm") or {}).get("name")
+    learns_from_a_file = "data" in (values.get("evaluation") or {})
+    base = base or (f"{algorithm}.yaml" if algorithm else "sft.yaml" if learns_from_a_file else "grpo.yaml")
+    (scratch / "part.yaml").write_text(text)
+    short = ["rollouts.agent=null", "rollouts.tasks=null"] if "environments" in (values.get("rollouts") or {}) else []
+    if "environments" in (values.get("evaluation") or {}):
+        short.append("evaluation.tasks=null")
+    several = [*short, "evaluation=null"] if short and "evaluation" not in values else short
+    try:
+        trainer("config").read_recipe([base, str(scratch / "part.yaml")], several)
+    except ConfigError as error:  # of sinks that the tests have no package for
+        if rest := [line for line in str(error).splitlines() if not NO_PACKAGE.search(line)]:
+            raise ConfigError("\n".join(rest)) from None
+
+
+def _config(values: dict[str, Any], project: Path, scratch: Path) -> None:
+    """Stanzas, with those of the project that they name; each service's options, too."""
+    known = yaml.safe_load((project / "global_config.yaml").read_text())
+    merged = {
+        **known,
+        **{key: {**known.get(key, {}), **value} if "kind" not in value else value for key, value in values.items()},
+    }
+    (project / "snippet.yaml").write_text(yaml.safe_dump(merged, sort_keys=False))
+    config = load_config([project / "snippet.yaml"])
+    for name in values.keys() - {SETTINGS_KEY}:
+        stanza = config.stanza(name)
+        if stanza.app is not None and stanza.requirements is None and stanza.app not in HEAVY:
+            module = load(app_file(stanza.app, config.root))
+            model = module.Options if hasattr(module, "serve") else module.app.state.options_model
+            parse_options(model, stanza.options, stanza.key_where, stanza.where, config.services)
+
+
+def _json(snippet: Snippet) -> str | None:
+    for value in _values(snippet.text):
+        if isinstance(value, dict) and "reward" in value and isinstance(value.get("ng"), dict):
+            wrong = sorted(value["ng"].keys() - Trace.__annotations__.keys())
+            if wrong:
+                return f"`ng` has no {', '.join(wrong)}"
+            for segment in _uncut(value["ng"]).get("segments", ()):
+                SEGMENT.model_validate(segment)
+        if isinstance(value, dict) and "case" in value and not {"task", "expect"} <= value.keys():
+            return "a gold case has `task` and `expect`"
+    return None
+
+
+def _values(text: str) -> list[Any]:
+    """One value over several lines, or one a line."""
+    try:
+        return [json.loads(text)]
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _uncut(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _uncut(each) for key, each in value.items() if key != CUT}
+    return [_uncut(each) for each in value if each != CUT] if isinstance(value, list) else value

@@ -1,0 +1,483 @@
+"""`import ngym` in a notebook: services, rollouts, tables, verdicts, exports, metrics; on real services and real files."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import gc
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+from machine import PATIENCE_S, until, wait_until
+from stub_agents import head, scored, task, text_item
+
+import ngym
+import ngym.notebook
+from ngym.notebook.background import Background
+from ngym.notebook.frames import library
+from ngym.notebook.progress import BelowTheCell
+from ngym.notebook.rows import FileRows
+from ngym.notebook.services import RunningServices
+from ngym.schema import Json
+
+LONGEST = '''
+"""longest: the longest answer of a task gets 1."""
+from ngym import VerifyGroup, VerifyRequest, gym_server
+
+
+def verify(task: VerifyRequest) -> dict:
+    return {"reward": None, "reward_pending": "group"}
+
+
+def verify_group(group: VerifyGroup) -> list[float]:
+    lengths = [len(task.text) for task in group.rollouts]
+    return [float(length == max(lengths)) for length in lengths]
+
+
+app = gym_server(verify=verify, verify_group=verify_group)
+'''
+CONFIG = """
+ngym: {head: {port: 0}, max_restarts: 1}
+policy: {kind: model, app: models/scripted, tokens: true, replies: [
+  {turn: 1, match: "Bring it to (\\\\d+)", tool_calls: [{name: add, arguments: '{"amount": {1}}'}]},
+  {turn: 2, text: "It is {tool_output}."}]}
+counter: {kind: gym_server, app: gym_servers/counter}
+counter_agent: {kind: agent, app: agents/simple, gym: counter, model: policy}
+longest: {kind: gym_server, app: gym_servers/longest}
+broken: {kind: gym_server, app: gym_servers/broken}
+"""
+TASKS = [
+    {"responses_create_params": {"input": f"Bring it to {n}."}, "target": n, "level": "even" if n % 2 == 0 else "odd"}
+    for n in (3, 14, 15)
+] + [{"responses_create_params": {"input": "Do nothing."}, "target": 1, "level": "idle"}]
+HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "gym_servers").mkdir()
+    (folder / "gym_servers" / "longest.py").write_text(LONGEST)
+    (folder / "gym_servers" / "broken.py").write_text('raise RuntimeError("no such weights")\n')
+    (folder / "global_config.yaml").write_text(CONFIG)
+    (folder / "tasks.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in TASKS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def services(folder: Path) -> Iterator[RunningServices]:
+    before = _handlers()
+    with ngym.run(folder / "global_config.yaml", only=["counter_agent", "longest"], progress=False) as running:
+        yield running
+    assert _handlers() == before
+    with pytest.raises(ngym.NgymError, match="services are stopped"):
+        ngym.verify(_rollout(1.0), server="counter", head=running)
+
+
+@pytest.fixture(scope="module")
+def rollouts(services: RunningServices, folder: Path) -> ngym.Rollouts:
+    """Two of each task; the last task is never solved."""
+    call: dict[str, Any] = {"head": services, "agent": "counter_agent", "progress": False}
+    return ngym.collect_rollouts(input=folder / "tasks.jsonl", output=folder / "out.jsonl", repeats=2, **call)
+
+
+def _handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)]
+
+
+def _rollout(reward: float | None, text: str = "4", task_index: int = 0, **fields: Any) -> Json:
+    row = scored({"responses_create_params": {"input": "2 + 2?"}}, reward, text_item(text), **fields)
+    return {**row, "_ng_task_index": task_index, "agent_ref": {"name": "agent"}}
+
+
+def test_every_public_name_can_be_completed_and_is_typed() -> None:
+    assert {"collect_rollouts", "load_rollouts", "run", "verify"} <= set(dir(ngym)) & set(ngym.__all__)
+    for name in ngym.__all__:
+        assert getattr(ngym, name) is not None
+    assert (Path(ngym.__file__).parent / "py.typed").exists()
+    blocking, awaited = (inspect.signature(f).parameters for f in (ngym.collect_rollouts, ngym.collect_rollouts_async))
+    assert blocking == awaited
+
+
+def test_examples_in_docstrings_hold() -> None:
+    for module in pkgutil.iter_modules(ngym.notebook.__path__, "ngym.notebook."):
+        assert doctest.testmod(importlib.import_module(module.name)).failed == 0
+
+
+def test_importing_ngym_costs_nothing() -> None:
+    code = "import sys, ngym; print([name for name in ('pydantic', 'rich', 'uvloop', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
+    assert len(rollouts) == 8 and rollouts.mean_reward == 0.75 and len(rollouts.failures) == 0
+    assert [row["reward"] for row in rollouts.worst(2)] == [0.0, 0.0] and rollouts.best(1)[0]["reward"] == 1.0
+    assert len(rollouts[2:5]) == 3 and rollouts[2:5][-1] == rollouts[4] and rollouts[-1] == list(rollouts)[-1]
+    idle = rollouts.filter(lambda row: row["level"] == "idle")
+    assert (len(idle), idle.mean_reward, len(idle.groups())) == (2, 0.0, 1)
+    groups = {group.task_index: group for group in rollouts.groups()}
+    assert sorted(groups) == [0, 1, 2, 3] and groups[3].rewards == [0.0, 0.0] and not groups[0].teaches
+    assert rollouts.pass_at(2) == 0.75
+    with pytest.raises(
+        ngym.UsageError, match=r"pass_at\(3\): no task has 3 scored rollouts; the most that one has is 2"
+    ):
+        rollouts.pass_at(3)
+    assert "8 rollouts of 4 tasks, mean reward 0.750" in repr(rollouts)
+
+
+def test_metrics_are_those_of_the_aggregate_file(rollouts: ngym.Rollouts, folder: Path) -> None:
+    [told] = json.loads((folder / "out_aggregate_metrics.json").read_text())
+    [mine] = json.loads(orjson.dumps(rollouts.metrics()))
+    assert mine["agent_metrics"] == told["agent_metrics"] and mine["key_metrics"] == told["key_metrics"]
+    assert mine["group_level_metrics"] == told["group_level_metrics"]
+    assert rollouts.metrics(by="level")[0]["key_metrics"]["idle/mean/reward"] == 0.0
+
+
+def test_a_file_is_read_row_by_row_and_a_torn_last_line_is_left_out(rollouts: ngym.Rollouts, folder: Path) -> None:
+    torn = folder / "torn.jsonl"
+    torn.write_bytes((folder / "out.jsonl").read_bytes() + b'{"responses_create_params": {"inp')
+    loaded = ngym.load_rollouts(torn)
+    assert len(loaded) == 8 and list(loaded) == list(rollouts) and loaded[7] == rollouts[7]
+    both = ngym.load_rollouts(folder / "out.jsonl", str(folder / "to*.jsonl"))
+    assert len(both) == 16 and both[15] == both[7] and both[8:].mean_reward == 0.75
+    with pytest.raises(ngym.UsageError, match="no such file"):
+        ngym.load_rollouts(folder / "nothing.jsonl")
+    with pytest.raises(ngym.UsageError, match="its first row has no response and reward"):
+        ngym.load_rollouts(folder / "tasks.jsonl")
+    torn.write_bytes(b"[]\n" * 8)
+    with pytest.raises(ngym.UsageError, match="not a JSON object but list"):
+        loaded[0]
+
+
+def test_a_last_line_of_blanks_and_a_byte_order_mark_cost_no_row(tmp_path: Path) -> None:
+    row = orjson.dumps(_rollout(1.0))
+    blank, marked, torn = (tmp_path / f"{name}.jsonl" for name in ("blank", "marked", "torn"))
+    blank.write_bytes(row + b"\n" + row + b"\n  ")
+    marked.write_bytes(b"\xef\xbb\xbf" + row)
+    torn.write_bytes(b"\xef\xbb\xbf" + row[:-1])
+    for path, count in ((blank, 2), (marked, 1), (torn, 0)):
+        rows = FileRows([path])
+        assert len(rows) == count and len(list(rows)) == count and all(each["reward"] == 1.0 for each in rows[:])
+
+
+def test_rows_of_other_makes_will_do() -> None:
+    bare = {"response": {"output": []}, "reward": 0.5, "_ng_task_index": 0}
+    rollouts = ngym.Rollouts([bare, _rollout(None), {**bare, "response": {"status": "incomplete", "output": []}}])
+    assert rollouts.rewards == [0.5, None, 0.5] and rollouts.mean_reward == 0.5 and rollouts.interval is None
+    assert [entry["ng"]["statuses"] for entry in rollouts.metrics()] == [{"ok": 1, "truncated": 1}, {"unscored": 1}]
+    assert rollouts.to_polars()["agent"].to_list() == [None, "agent", None]
+    assert ngym.Rollouts([]).mean_reward is None and repr(ngym.Rollouts([])) == "<0 rollouts of 0 tasks, no reward>"
+
+
+def test_rows_that_name_no_task_are_not_taken_for_one_task() -> None:
+    bare = [{"response": {"output": []}, "reward": reward} for reward in (0.0, 1.0)]
+    rollouts = ngym.Rollouts(bare)
+    assert repr(rollouts) == "<2 rollouts, mean reward 0.500>" and "2 rollouts, mean" in rollouts._repr_html_()
+    for compared in (rollouts.groups, rollouts.metrics, lambda: rollouts.pass_at(2), lambda: rollouts.interval):
+        with pytest.raises(ngym.UsageError, match=r"rows name no task.*give each row its `_ng_task_index`"):
+            compared()
+    by_id = ngym.Rollouts([{**row, "ng": {"task_id": name}} for row, name in zip(bare, "ab", strict=True)])
+    assert [group.rewards for group in by_id.groups()] == [[0.0], [1.0]] and by_id.interval is not None
+
+
+def test_what_a_model_says_is_only_text(rollouts: ngym.Rollouts) -> None:
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": HOSTILE}]}
+    row = _rollout(1.0, HOSTILE, expected_answer=HOSTILE)
+    row["response"]["output"].insert(0, reasoning)
+    hostile = ngym.Rollouts([row])
+    for shown in (hostile._repr_html_(), hostile.show(0)._repr_html_()):
+        assert "<script" not in shown and "&lt;script&gt;alert(1)" in shown
+        assert "\x1b" not in shown and "\u202e" not in shown and "\\x1b[2J" in shown
+    assert "<details" in hostile.show(0)._repr_html_() and "\x1b" not in repr(hostile.show(0))
+    assert "-&gt; add(" in rollouts.show(0)._repr_html_() or "-&gt; add(" in rollouts.best(1).show()._repr_html_()
+
+
+def test_tables_have_typed_columns(rollouts: ngym.Rollouts) -> None:
+    pandas, polars = rollouts.to_pandas(), rollouts.to_polars()
+    kinds = {"reward": "float64", "turns": "Int64", "asked": "string", "target": "Int64", "total_s": "float64"}
+    assert {name: str(pandas[name].dtype) for name in kinds} == kinds
+    assert pandas["reward"].mean() == 0.75 and polars["reward"].mean() == 0.75
+    assert pandas.columns.tolist() == polars.columns and polars.schema["tool_calls"] == library("polars").Int64
+    assert set(pandas[pandas["reward"] == 1.0]["answered"]) == {f'It is {{"total":{n}}}.' for n in (3, 14, 15)}
+    dataset = rollouts.to_dataset()
+    assert dataset.column_names == polars.columns and dataset.features["reward"].dtype == "float64"
+    empty = ngym.Rollouts([]).to_pandas()
+    assert "reward" in empty.columns and str(empty["turns"].dtype) == "Int64"
+
+
+def test_full_tables_have_everything(rollouts: ngym.Rollouts) -> None:
+    pandas, dataset = rollouts.to_pandas(full=True), rollouts.to_dataset(full=True)
+    assert pandas["ng"][0] == rollouts[0]["ng"] and json.loads(dataset[0]["ng"]) == rollouts[0]["ng"]
+    assert json.loads(rollouts.to_polars(full=True)["response"][7]) == rollouts[7]["response"]
+
+
+def test_a_list_of_a_rows_own_does_not_take_the_place_of_a_column() -> None:
+    rows = ngym.Rollouts([_rollout(1.0, turns=[1, 2], asked={"by": "me"}, notes=["x"])])
+    frame, typed = rows.to_pandas(full=True), rows.to_polars(full=True)
+    assert (frame["row.turns"][0], frame["row.asked"][0], frame["notes"][0]) == ([1, 2], {"by": "me"}, ["x"])
+    assert frame["asked"][0] == "2 + 2?" and str(frame["turns"].dtype) == "Int64" and typed["row.turns"][0] == "[1,2]"
+
+
+def test_columns_of_mixed_values_are_text_and_a_fields_name_is_kept() -> None:
+    rows = [
+        _rollout(1.0, level=3, asked="mine", flag=True),
+        _rollout(0.0, level="hard", flag=None),
+        _rollout(None, big=2**63),
+    ]
+    frame = ngym.Rollouts(rows).to_pandas()
+    assert frame["level"].tolist()[:2] == ["3", "hard"] and str(frame["flag"].dtype) == "boolean"
+    assert frame["asked"][0] == "2 + 2?" and frame["row.asked"][0] == "mine" and frame["big"][2] == str(2**63)
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    with pytest.raises(
+        ngym.UsageError, match="the package no_such_frames is not installed; `pip install no_such_frames`"
+    ):
+        library("no_such_frames")
+
+
+def test_a_data_frame_is_an_input_and_its_missing_values_are_no_fields(services: RunningServices) -> None:
+    pandas = library("pandas")
+    rows = [{**TASKS[0], "note": None, "weight": 0.5}, TASKS[1]]
+    for given in (pandas.DataFrame(rows), library("polars").DataFrame(rows, strict=False), iter(rows)):
+        found = ngym.collect_rollouts(input=given, agent="counter_agent", head=services, progress=False)
+        by_target = {row["target"]: row for row in found}
+        assert (
+            by_target[3]["weight"] == 0.5
+            and by_target[14].keys() & {"weight", "note"} == set()
+            and found.mean_reward == 1.0
+        )
+
+
+def test_what_is_wrong_with_a_call_is_one_line(services: RunningServices, folder: Path) -> None:
+    def refused(text: str, **call: Any) -> None:
+        with pytest.raises(ngym.UsageError, match=text) as error:
+            ngym.collect_rollouts(**{"input": TASKS, "head": services, "progress": False, **call})
+        assert "\n" not in str(error.value)
+
+    refused(r"no agent named 'conter_agent' \(did you mean 'counter_agent'\?\)", agent="conter_agent")
+    refused("repeats must be at least 1, not 0", agent="counter_agent", repeats=0)
+    refused("give one of the two", config=folder / "global_config.yaml")
+    refused("name it with output=", agent="counter_agent", resume=True)
+    refused(r"row 0 must be an object such as .*, not 'a'", input=["a"])
+    refused("already holds rollouts", agent="counter_agent", output=folder / "tasks.jsonl", input=TASKS[:1])
+    with pytest.raises(ngym.ConfigError, match="no such file"):
+        ngym.run(folder / "no.yaml", progress=False)
+
+
+def test_a_service_that_does_not_start_is_told_with_its_log(folder: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ngym.NgymError, match=r"(?s)service 'broken' died.*RuntimeError: no such weights"):
+        ngym.run(folder / "global_config.yaml", only=["broken"], progress=False)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_services_for_one_call_end_with_it(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    call: dict[str, Any] = {"config": folder / "global_config.yaml", "agent": "counter_agent", "limit": 1}
+    found = ngym.collect_rollouts(input=folder / "tasks.jsonl", overrides=["policy.model=echo"], **call)
+    assert found.mean_reward == 1.0 and set(psutil.Process().children(recursive=True)) <= before
+    [path] = found.paths
+    assert path.exists()
+    del found
+    gc.collect()
+    assert not path.parent.exists(), "what nobody has any more is removed"
+
+
+async def test_a_coroutines_loop_goes_on_meanwhile_and_a_blocking_call_works_in_it_too(
+    services: RunningServices,
+) -> None:
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0.001)
+
+    beating = asyncio.create_task(beat())
+    call: dict[str, Any] = {"head": services, "agent": "counter_agent", "progress": False}
+    assert (await ngym.collect_rollouts_async(input=TASKS[:1], **call)).mean_reward == 1.0
+    assert beats > 5
+    beating.cancel()
+    assert ngym.collect_rollouts(input=TASKS[:1], **call).mean_reward == 1.0
+    [verdict] = await ngym.verify_async([_rollout(1.0, target=4)], server="counter", head=services, progress=False)
+    assert verdict.reward == 0.0
+
+
+def test_an_interrupt_stops_the_call_and_tells_where_the_rest_is(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C, or a kernel's interrupt: a SIGINT while one rollout is on its way."""
+    stub, told = Background("a head"), list[str]()
+
+    async def answer(row: Json) -> Json:
+        if row["n"] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(PATIENCE_S)
+        return scored(row)
+
+    async def serve() -> None:
+        async with head(answer) as url:
+            told.append(url)
+            await asyncio.Event().wait()
+
+    try:
+        stub.begin(serve())
+        wait_until(lambda: told)
+        with pytest.raises(KeyboardInterrupt):
+            ngym.collect_rollouts(input=map(task, range(5)), agent="agent", head=told[0], concurrency=1)
+    finally:
+        stub.close()
+    said = capfd.readouterr().err
+    assert "stopped; 4 rollouts are done: ngym.load_rollouts('" in said
+    assert len(ngym.load_rollouts(said.split("'")[1])) == 4
+
+
+async def test_a_cancelled_task_stops_its_call() -> None:
+    asked = asyncio.Event()
+
+    async def answer(row: Json) -> Json:
+        asked.set()
+        await asyncio.sleep(PATIENCE_S)
+        return scored(row)
+
+    async with head(answer) as url:
+        call = asyncio.create_task(
+            ngym.collect_rollouts_async(input=[task(0)], agent="agent", head=url, progress=False)
+        )
+        await asked.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: not [thread for thread in threading.enumerate() if thread.name == "ngym"])
+
+
+def test_services_that_nobody_has_any_more_end(folder: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    running = ngym.run(folder / "global_config.yaml", only=["longest"], progress=False)
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert started and "1 of 1 services ready" in repr(running) and "longest" in running._repr_html_()
+    del running
+    gc.collect()
+    wait_until(lambda: not [each for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
+
+
+async def test_a_verification_without_room_is_refused_before_anything_starts(folder: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    call: dict[str, Any] = {"server": "counter", "config": folder / "global_config.yaml", "progress": False}
+    for number in (-1, 0):
+        with pytest.raises(ngym.UsageError, match=f"concurrency must be at least 1, not {number}"):
+            ngym.verify(_rollout(1.0), concurrency=number, **call)
+        with pytest.raises(ngym.UsageError, match=f"concurrency must be at least 1, not {number}"):
+            await ngym.verify_async([_rollout(1.0)], concurrency=number, **call)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_verdicts_have_components_and_failures_say_why(
+    services: RunningServices, rollouts: ngym.Rollouts, folder: Path
+) -> None:
+    assert [verdict.reward for verdict in ngym.verify(rollouts.worst(3), head=services, progress=False)] == [
+        0.0,
+        0.0,
+        1.0,
+    ]
+    verdict = ngym.verify({**TASKS[3], "target": 0}, answer="Done.", server="counter", head=services, progress=False)
+    assert (verdict.reward, verdict.failure, verdict.details["target"]) == (1.0, None, 0)
+    wrong = ngym.verify(
+        {"responses_create_params": {"input": "x"}}, answer="y", server="counter", head=services, progress=False
+    )
+    assert wrong.reward is None and "target" in str(wrong.failure)
+    with pytest.raises(ngym.UsageError, match="row 0 has no response"):
+        ngym.verify(TASKS, server="counter", head=services, progress=False)
+    for given, text in (
+        (folder / "out.jsonl", r"out\.jsonl: verify takes rows; load them with ngym\.load_rollouts"),
+        ("out.jsonl", "ngym.load_rollouts"),
+        ([rollouts[0], 1], "row 1 must be a rollout's row or a task, not 1"),
+    ):
+        with pytest.raises(ngym.UsageError, match=text):
+            ngym.verify(given, server="counter", head=services, progress=False)
+    with pytest.raises(ngym.UsageError, match=r"no such gym server \(did you mean 'counter'\?\)"):
+        ngym.verify(_rollout(1.0), server="conter", head=services, progress=False)
+
+
+def test_rewards_by_comparison_are_given_to_a_group(services: RunningServices) -> None:
+    rows = [_rollout(None, text, index) for text, index in (("short", 0), ("longer", 0), ("alone", 1))]
+    verdicts = ngym.verify(rows, server="longest", head=services, progress=False)
+    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 1.0]
+    for row in rows:
+        del row["_ng_task_index"]
+    [alone] = ngym.verify(rows[:1], server="longest", head=services, progress=False)
+    assert alone.reward == 1.0
+    with pytest.raises(ngym.UsageError, match="rows name no task"):
+        ngym.verify(rows, server="longest", head=services, progress=False)
+
+
+def test_exports_are_rows_a_file_and_a_dataset(rollouts: ngym.Rollouts, folder: Path) -> None:
+    every = ngym.export_rollouts(folder / "out.jsonl", "demonstrations")
+    assert (
+        len(every) == 6
+        and every[0]["messages"][0]["role"] == "user"
+        and every.dropped == {"reward under --min-reward": 2}
+    )
+    some = ngym.export_rollouts(rollouts.worst(3), "kto", folder / "kto.jsonl")
+    assert [row["label"] for row in some].count(False) == 2 and (folder / "kto.jsonl").exists()
+    assert set(some.to_dataset().column_names) == {"prompt", "completion", "label", "tools"}
+    with pytest.raises(ngym.UsageError, match="--best means nothing with --format kto"):
+        ngym.export_rollouts(rollouts, "kto", best=1)
+    with pytest.raises(ngym.UsageError, match="no rollout is left to export"):
+        ngym.export_rollouts(rollouts, "preferences").to_dataset()
+
+
+def test_training_metrics_have_a_row_for_each_step(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}, {"step": 2, "eval/x/avg@4": 1.0}]
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows) + b'{"step": 3, "lo')
+    metrics = ngym.training_metrics(tmp_path)
+    assert list(metrics) == [rows[0], {**rows[1], "eval/x/avg@4": 1.0}] and metrics.curve("loss") == (
+        [1, 2],
+        [0.5, 0.25],
+    )
+    frame = metrics.to_pandas()
+    assert frame.index.tolist() == [1, 2] and frame["eval/x/avg@4"].count() == 1 and "loss" in metrics._repr_html_()
+    with file.open("ab") as more:  # resumed from a checkpoint: what was logged after it is void
+        more.write(b'ss": 0.1}\n' + orjson.dumps({"step": 2, "loss": 0.3}) + b"\n")
+    assert ngym.training_metrics(file).curve("loss") == ([1, 2], [0.5, 0.3])
+    with pytest.raises(ngym.UsageError, match=r"no metric 'los' \(did you mean 'loss'\?\)"):
+        metrics.curve("los")
+    with pytest.raises(ngym.UsageError, match="name the output folder of an ng_train"):
+        ngym.training_metrics(tmp_path / "nothing")
+
+
+def test_a_cells_output_is_replaced_and_escaped() -> None:
+    shown: list[dict[str, str]] = []
+
+    class Handle:
+        def update(self, bundle: dict[str, str], raw: bool) -> None:
+            shown.append(bundle)
+
+    def display(bundle: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        shown.append(bundle)
+        return Handle()
+
+    from rich.text import Text
+
+    cell = BelowTheCell(display)
+    cell.draw(lambda size: [Text("1/2")], lambda: "1/2")
+    cell.draw(lambda size: [Text("1/2")], lambda: "1/2")
+    cell.say(HOSTILE)
+    cell.close()
+    assert [bundle["text/plain"] for bundle in shown] == ["1/2", r"<script>alert(1)</script>\x1b[2J\u202e"]
+    assert "<script" not in shown[-1]["text/html"] and "&lt;script" in shown[-1]["text/html"]

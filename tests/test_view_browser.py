@@ -1,0 +1,335 @@
+"""The viewer as its readers use it: in a browser, by clicks and keys, over rollout files of a real ng_view."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from machine import wait_until
+from viewing import Viewer, failure, rollout, run, viewer, write
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
+playwright.expect.set_options(timeout=20_000)  # on an overloaded machine
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+LONG_MS = 60_000
+EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[31m \u202egnp.exe"
+FRAME_CPU_S = 0.05  # a frame is 0.016 s; it takes about 0.009 s here
+ROWS = 100_000
+
+Page = Any
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One Chromium for all tests of this file: CHROMIUM, or the first that is installed."""
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed, and CHROMIUM names none")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("viewed")
+
+
+@pytest.fixture(scope="module")
+def shown(folder: Path) -> Iterator[Viewer]:
+    """yesterday (r1, with a failure), today (r2), hostile (r3), growing (r4)."""
+    yesterday = [attempt(task, index, 1.0 if (task + index) % 3 else 0.25) for task in range(12) for index in range(4)]
+    yesterday[9] = attempt(2, 1, 0.0, "I think it is 5.", extracted_answer="5")
+    today = [attempt(task, index, 0.0 if task == 7 else 0.5) for task in range(12) for index in range(4)]
+    files = [
+        write(folder / "yesterday.jsonl", yesterday),
+        write(folder / "today.jsonl", today),
+        write(folder / "hostile.jsonl", [hostile(), attempt(1, 0, 1.0, "word " * 200_000)]),
+        write(folder / "growing.jsonl", [attempt(0, index, 1.0) for index in range(3)]),
+    ]
+    write(folder / "yesterday_failures.jsonl", [failure(3, 2)])
+    with viewer(*files, cache=folder / "cache") as served:
+        yield served
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Page]:
+    """A new page; what it complains about, and whatever it fetches from elsewhere, fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    opened = context.new_page()
+    opened.set_default_timeout(LONG_MS)
+    complaints: list[str] = []
+    opened.on("console", lambda said: said.type == "error" and complaints.append(said.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("request", lambda request: is_elsewhere(request.url) and complaints.append(request.url))
+    yield opened
+    context.close()
+    assert complaints == []
+
+
+def is_elsewhere(url: str) -> bool:
+    return not url.startswith(("http://127.0.0.1:", "file:", "data:"))
+
+
+def attempt(task: int, index: int, reward: float, said: str | None = None, **own: Any) -> Json:
+    """A rollout with a tool call, tokens, and what its verifier noted."""
+    answer = str(task + 2)
+    row = rollout(task, index, reward, said or f"It is {answer}.", expected_answer=answer, **own)
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": f'{{"a": {task}, "b": 2}}'}
+    result = {"type": "function_call_output", "call_id": "c1", "output": answer}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I had better add them."}]}
+    row["response"]["output"][:0] = [thought, call, result]
+    return row
+
+
+def hostile() -> Json:
+    """Markup, control characters and an image from elsewhere, wherever a text may stand."""
+    row = attempt(0, 0, 0.5, EVIL, extracted_answer=EVIL, level=EVIL)
+    image = {"type": "input_image", "image_url": "https://elsewhere.example/x.png"}
+    row["responses_create_params"]["input"] = [
+        {"role": "user", "content": [{"type": "input_text", "text": EVIL}, image]}
+    ]
+    row["response"]["output"][1] |= {"name": EVIL, "arguments": orjson.dumps({EVIL: EVIL}).decode()}
+    row["response"]["output"][2]["output"] = EVIL
+    row["response"]["output"].append({"type": EVIL, "value": EVIL})
+    return row
+
+
+def go(page: Page, shown: Viewer, route: str = "#/") -> None:
+    page.goto(shown.told["address"].rstrip("/") + "/" + route)
+
+
+def first_row(page: Page) -> Any:
+    return page.locator("#row-0")
+
+
+def unfold(page: Page) -> None:
+    """Open all that is folded; what is in it is made when it opens."""
+    opened = """() => [...document.querySelectorAll("main details")].every((fold) => {
+        fold.open = true;
+        return fold.children.length > 1;
+    })"""
+    eventually(page, lambda: page.evaluate(opened))
+
+
+def eventually(page: Page, condition: Callable[[], object]) -> None:
+    """wait_until, while the browser goes on."""
+
+    def holds() -> object:
+        page.wait_for_timeout(20)
+        return condition()
+
+    wait_until(holds)
+
+
+def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Page, shown: Viewer) -> None:
+    go(page, shown)
+    page.get_by_role("link", name="yesterday").click()
+    page.get_by_role("button", name="Worst").click()
+    playwright.expect(first_row(page)).to_contain_text("What is 2 + 2?")
+    first_row(page).click()
+    verdict = page.get_by_label("Why this reward")
+    playwright.expect(verdict.locator(".big")).to_have_text("0")
+    playwright.expect(verdict.locator(".is-wrong")).to_have_text("5")
+    playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("I think it is 5.")
+    page.go_back()
+    page.get_by_role("button", name="Failed").click()
+    playwright.expect(first_row(page)).to_contain_text("timeout")
+    first_row(page).click()
+    playwright.expect(page.locator(".failure")).to_contain_text("it took too long")
+
+
+def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, shown: Viewer) -> None:
+    go(page, shown)
+    page.get_by_label("compare yesterday").check()
+    page.get_by_label("compare today").check()
+    page.get_by_role("link", name="Compare the two").click()
+    playwright.expect(first_row(page)).to_contain_text("What is 7 + 2?")
+    playwright.expect(page.locator(".verdict-line")).to_contain_text("yesterday is better")
+    first_row(page).click()
+    columns = page.locator(".group-column")
+    playwright.expect(columns).to_have_count(2)
+    playwright.expect(columns.first.locator("h2")).to_contain_text("yesterday")
+    playwright.expect(columns.last.locator("h2")).to_contain_text("today")
+
+
+def test_a_group_is_shown_side_by_side_with_its_differences(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1/group/2?cols=r1:8,r1:9")
+    columns = page.locator(".group-column")
+    playwright.expect(columns).to_have_count(2)
+    playwright.expect(columns.last.locator("del")).to_have_text(["It", "4"])
+    playwright.expect(columns.last.locator("ins")).to_have_text(["I", "think it ", "5"])
+    playwright.expect(columns.first.locator("ins, del")).to_have_count(0)
+    page.locator(".picker .chip").nth(3).click()
+    playwright.expect(columns).to_have_count(3)
+    assert "r1%3A11" in page.url
+
+
+def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, shown: Viewer) -> None:
+    for route in ("#/r/r3", "#/r/r3/row/0", "#/r/r3/row/0?view=tokens", "#/r/r3/group/0", "#/r/r3/tasks"):
+        go(page, shown, route)
+        playwright.expect(page.locator("main")).to_contain_text(re.compile("elsewhere|onerror|token|script"))
+        unfold(page)
+        assert "owned" not in page.title()
+        assert page.locator("main script, main img").count() == 0
+        assert "\u202e" not in page.locator("main").inner_text()
+        assert "\x1b" not in page.locator("main").inner_text()
+    go(page, shown, "#/r/r3/row/0")
+    playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("⟨ESC⟩[31m ⟨U+202E⟩gnp.exe")
+
+
+def test_a_megabyte_of_text_is_folded_until_one_asks(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r3/row/1")
+    said = page.locator(".turn.is-assistant .text")
+    more = page.get_by_role("button", name="Show all 1,000,000 characters")
+    playwright.expect(more).to_be_visible()
+    assert len(said.text_content()) < 10_000
+    more.click()
+    eventually(page, lambda: len(said.text_content()) == 1_000_000)
+
+
+def test_an_address_says_filter_and_order_and_back_returns_to_it(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1?q=reward%3C0.5+-task%3A2&sort=-task")
+    playwright.expect(first_row(page)).to_contain_text("What is 11 + 2?")
+    playwright.expect(page.locator(".status-line")).to_have_text(re.compile("^15 of 49 rollouts"))
+    first_row(page).click()
+    playwright.expect(page.get_by_label("Why this reward")).to_be_visible()
+    page.go_back()
+    playwright.expect(page.get_by_label("Filter", exact=True)).to_have_value("reward<0.5 -task:2")
+    playwright.expect(first_row(page)).to_contain_text("What is 11 + 2?")
+
+
+def test_a_wrong_term_is_told_with_a_near_one_and_a_name_is_suggested(page: Page, browser: Any, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1")
+    box = page.get_by_label("Filter", exact=True)
+    box.press_sequentially("sta")
+    page.get_by_role("option", name="status:", exact=True).click()
+    page.get_by_role("option", name="status:failed").click()
+    playwright.expect(page.locator(".status-line")).to_have_text(re.compile("^1 of 49 rollouts"))
+    assert "q=status%3Afailed" in page.url
+    with browser.new_context() as refused:  # the browser itself tells the console of a 400
+        other = refused.new_page()
+        go(other, shown, "#/r/r1?q=rewrd%3C1")
+        playwright.expect(other.locator(".filter-problem")).to_contain_text(re.compile("rewrd.*reward"))
+
+
+def test_a_run_is_read_with_the_keyboard_alone(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1?q=status%3Aok")
+    playwright.expect(first_row(page)).to_be_visible()
+    for key in ("j", "j", "j", "k"):
+        page.keyboard.press(key)
+    playwright.expect(page.locator(".table-row.selected")).to_have_attribute("id", "row-1")
+    page.keyboard.press("Enter")
+    crumbs = page.get_by_label("Where you are")
+    playwright.expect(crumbs).to_contain_text("task 0/rollout 1")
+    page.keyboard.press("j")
+    playwright.expect(crumbs).to_contain_text("rollout 2")
+    page.keyboard.press("]")
+    playwright.expect(crumbs).to_contain_text("rollout 3")
+    page.keyboard.press("[")
+    playwright.expect(crumbs).to_contain_text("rollout 2")
+    page.keyboard.press("Escape")
+    playwright.expect(page.get_by_label("Filter", exact=True)).to_have_value("status:ok")
+    page.keyboard.press("/")
+    playwright.expect(page.get_by_label("Filter", exact=True)).to_be_focused()
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    playwright.expect(page.get_by_role("dialog")).to_contain_text("next row")
+    page.keyboard.press("Escape")
+    playwright.expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_tokens_show_which_were_sampled_and_how_sure_the_policy_was(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1/row/0?view=tokens")
+    tokens = page.locator(".token-text .token")
+    playwright.expect(tokens).to_have_text(["5", "6", "7", "8", "9"])
+    playwright.expect(page.locator(".token-text .is-context")).to_have_count(3)
+    tokens.nth(4).hover()
+    playwright.expect(page.locator(".token-readout")).to_contain_text("logprob \u22121.5")
+    playwright.expect(page.locator(".token-readout")).to_contain_text("version 4")
+    colour = "element => getComputedStyle(element).backgroundColor"
+    assert tokens.nth(3).evaluate(colour) != tokens.nth(4).evaluate(colour)
+    page.get_by_role("button", name="policy version").click()
+    playwright.expect(page.locator(".token-legend")).to_contain_text("version 3version 4")
+
+
+def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(page: Page, shown: Viewer, folder: Path) -> None:
+    go(page, shown, "#/r/r4")
+    playwright.expect(page.locator(".status-line")).to_contain_text("3 rollouts")
+    more = [orjson.dumps(attempt(9, index, 0.0, "I came later.")) for index in range(3)]
+    with (folder / "growing.jsonl").open("ab") as file:
+        file.write(more[0] + b"\n" + more[1] + b"\n" + more[2][:100])
+    playwright.expect(page.locator(".status-line")).to_contain_text("5 rollouts")
+    playwright.expect(page.locator("#row-4")).to_contain_text("What is 9 + 2?")
+    playwright.expect(page.locator(".headline")).to_contain_text("0.6")
+
+
+def test_dark_and_light_are_chosen_and_kept(page: Page, shown: Viewer) -> None:
+    go(page, shown)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    found = {page.evaluate(ground)}
+    for _ in range(2):
+        page.get_by_role("button", name="Colours").click()
+        found.add(page.evaluate(ground))
+    assert len(found) == 2
+    page.reload()
+    playwright.expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+def test_a_report_shows_the_same_from_a_file_and_says_what_it_lacks(page: Page, folder: Path) -> None:
+    write(folder / "reported.jsonl", [attempt(task, 0, task / 4, EVIL if task == 2 else None) for task in range(5)])
+    report = folder / "report.html"
+    written = run(folder / "reported.jsonl", "--export", report, "--rows", "4", cache=folder / "cache")
+    assert written.returncode == 0, written.stderr
+    page.goto(report.as_uri())
+    playwright.expect(page.locator(".packed-note")).to_contain_text("holds 4 of them in full")
+    page.get_by_role("button", name="Worst").click()
+    playwright.expect(first_row(page)).to_contain_text("What is 0 + 2?")
+    first_row(page).click()
+    playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 2.")
+    page.goto(report.as_uri() + "#/r/r1?q=reward%3A0.5")
+    playwright.expect(page.locator(".status-line")).to_have_text(re.compile("^1 of 5"))
+    assert "owned" not in page.title()
+
+
+def test_a_hundred_thousand_rows_scroll_without_a_stutter(page: Page, folder: Path) -> None:
+    made = rollout()
+    made["ng"]["segments"] = []
+    row = orjson.dumps(made)
+    with (folder / "large.jsonl").open("wb") as file:
+        numbered = (row.replace(b'"_ng_task_index":0', b'"_ng_task_index":%d' % task) for task in range(ROWS))
+        file.writelines(line + b"\n" for line in numbered)
+    with viewer(folder / "large.jsonl", cache=folder / "cache") as served:
+        go(page, served)
+        eventually(page, lambda: page.locator(".status-line").inner_text().startswith("100,000 rollouts"))
+        costs = page.context.new_cdp_session(page)
+        costs.send("Performance.enable", {"timeDomain": "threadTicks"})  # of the page's own thread: others do not count
+        before = cpu_s(costs)
+        frames = page.evaluate("""async () => {
+            const table = document.querySelector(".table");
+            const step = (table.scrollHeight - table.clientHeight) / 60;
+            for (let i = 1; i <= 60; i++) {
+                table.scrollTop = i * step;
+                await new Promise(requestAnimationFrame);
+            }
+            return 60;
+        }""")
+        assert (cpu_s(costs) - before) / frames < FRAME_CPU_S
+        playwright.expect(page.locator(f"#row-{ROWS - 1}")).to_contain_text(str(ROWS - 1))
+        assert page.locator(".table-row").count() < 100
+        playwright.expect(page.locator(".headline")).to_contain_text("100,000")
+        page.goto("about:blank")  # else it may ask a server that has ended
+
+
+def cpu_s(costs: Any) -> float:
+    told = {one["name"]: one["value"] for one in costs.send("Performance.getMetrics")["metrics"]}
+    return float(told["TaskDuration"])

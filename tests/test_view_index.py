@@ -1,0 +1,351 @@
+"""The viewer's index: it says what the file says, whatever the file does."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from viewing import failure, rollout, segment, write
+
+from ngym.errors import NotFound
+from ngym.rowlog import RowLog
+from ngym.view.index import Index
+from ngym.view.places import row_seq
+from ngym.view.rows import Rows
+from ngym.view.scan import Job, scan
+
+
+def _with_segments(count: int) -> dict[str, Any]:
+    row = rollout(said='","segments":[{"token_ids":[1],"mask":[[0,1]]')
+    row["ng"]["segments"] = [segment()] * count
+    return row
+
+
+LINES = st.one_of(
+    st.builds(
+        lambda task, index, reward, said: orjson.dumps(rollout(task, index, reward, said)),
+        st.integers(0, 5),
+        st.integers(0, 3),
+        st.none() | st.floats(-2, 2),
+        st.text(max_size=40),
+    ),
+    st.builds(lambda said: json.dumps(rollout(said=said), ensure_ascii=True).encode(), st.text(max_size=40)),
+    st.builds(lambda task: orjson.dumps(failure(task)), st.integers(0, 5)),
+    st.builds(lambda end: orjson.dumps(rollout())[:end], st.integers(0, 600)),
+    st.builds(lambda count: orjson.dumps(_with_segments(count)), st.integers(0, 3)),
+    st.just(orjson.dumps(rollout()).replace(b"-0.25", b"\0\0\0\0\0")),
+    st.sampled_from(
+        [
+            b"",
+            b"  ",
+            b"[1]",
+            b"null",
+            b'{"reward": 1}',
+            b'{"response": {}, "ng": 5}',
+            b"\0\0\0",
+            b'{"response": NaN}',
+            b"\xff{",
+        ]
+    ),
+    st.binary(max_size=20).filter(lambda line: b"\n" not in line),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ngym" / "view"
+
+
+@contextmanager
+def indexed(output: Path) -> Iterator[Index]:
+    """The index of what is there now."""
+    index = Index(output, output.with_name(f"{output.stem}_failures.jsonl"))
+    index.catch_up()
+    try:
+        yield index
+    finally:
+        index.close()
+
+
+def rows_of(index: Index, q: str = "", sort: str = "") -> list[dict[str, Any]]:
+    return Rows(index).page(q, sort, 0, 1000).rows
+
+
+def plainly_read(content: bytes) -> tuple[dict[str, float | None], int]:
+    """Row -> reward, and how many lines are none, of a file that is read without any skill."""
+    found: dict[str, float | None] = {}
+    bad = 0
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        row = _row(line)
+        if row is not None:
+            found[str(number)] = row.get("reward")
+        elif number < len(lines) - 1:
+            bad += 1
+    return found, bad
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    def refused(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        row = json.loads(line, parse_constant=refused)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(row, dict) and ("response" in row or "failure" in row) and isinstance(row.get("ng", {}), dict)
+    return row if known else None
+
+
+@settings(max_examples=40)
+@given(lines=st.lists(LINES, max_size=8), ended=st.booleans(), cuts=st.lists(st.integers(0, 4000), max_size=4))
+def test_the_index_of_a_file_that_grows_in_any_steps_is_what_a_plain_reading_finds(
+    lines: list[bytes], ended: bool, cuts: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = b"\n".join(lines) + (b"\n" if ended and lines else b"")
+    path = tmp_path_factory.mktemp("file") / "out.jsonl"
+    path.touch()
+    with indexed(path) as index:
+        start = 0
+        for end in [*sorted(min(cut, len(content)) for cut in cuts), len(content)]:
+            with path.open("ab") as file:
+                file.write(content[start:end])
+            start = end
+            index.catch_up()
+            expected, bad = plainly_read(content[:end])
+            assert {row["row"]: row["reward"] for row in rows_of(index)} == expected
+            assert index.extent().bad == bad
+        for row in expected:
+            assert index.line(row_seq(row)) == content.split(b"\n")[int(row)].strip()
+
+
+@given(lines=st.lists(LINES, min_size=1, max_size=6), cuts=st.lists(st.integers(1, 3000), max_size=5))
+def test_blocks_of_any_size_hold_each_line_once(
+    lines: list[bytes], cuts: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = b"\n".join(lines) + b"\n"
+    path = tmp_path_factory.mktemp("file") / "out.jsonl"
+    path.write_bytes(content)
+    whole = scan(Job(str(path), 0, len(content), len(content)))
+    ends = sorted({min(cut, len(content)) for cut in cuts} | {len(content)})
+    blocks = [scan(Job(str(path), start, end, len(content))) for start, end in zip([0, *ends], ends, strict=False)]
+    assert [row[1:] for block in blocks for row in block.rows] == [row[1:] for row in whole.rows]
+    assert sum(block.lines for block in blocks) == whole.lines == len(lines)
+    assert sum(block.bad_lines for block in blocks) == whole.bad_lines
+    assert max(block.end for block in blocks) == whole.end == len(content)
+
+
+def test_a_row_says_what_the_rollout_was(tmp_path: Path) -> None:
+    row = rollout(3, 1, 0.5, level="hard", long="x" * 500, _ng_train={"task": "a/1", "oldest": 7})
+    row["responses_create_params"]["input"] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "  What is it?" + "!" * 300}]},
+    ]
+    with indexed(write(tmp_path / "out.jsonl", [row, rollout(3, 2, 1.0)])) as index:
+        (found, _) = rows_of(index)
+    assert found == {
+        "row": "0", "task": 3, "rollout": 1, "task_id": "0000000000000003", "rollout_id": "r-3-1", "agent": "math_agent",
+        "reward": 0.5, "status": "ok", "stop_reason": "answer", "turns": 2, "tool_calls": 1, "tool_errors": 0,
+        "input_tokens": 20, "output_tokens": 6, "seconds": 1.5, "attempt": 0, "policy_version": 4, "learned": 7,
+        "group_mean": 0.75, "group_size": 2, "advantage": -0.25, "failure": None,
+        "prompt": "What is it?" + "!" * 149, "answer": "It is 4.", "components": {"right": 0.5}, "fields": {"level": "hard"},
+    }  # fmt: skip
+
+
+def test_a_row_of_nemo_gym_which_has_no_ng_is_shown_with_what_it_says(tmp_path: Path) -> None:
+    row = {name: value for name, value in rollout(2, 0, 0.25).items() if name != "ng"}
+    with indexed(write(tmp_path / "out.jsonl", [row])) as index:
+        (found,) = rows_of(index)
+    assert (found["status"], found["reward"], found["tool_calls"], found["turns"]) == ("ok", 0.25, 0, None)
+
+
+def test_failed_attempts_stand_in_the_same_table_and_count_in_their_group(tmp_path: Path) -> None:
+    write(tmp_path / "out_failures.jsonl", [failure(0, 1), failure(7, 0, "tool_error", 2)])
+    with indexed(write(tmp_path / "out.jsonl", [rollout(0, 0, 0.5)])) as index:
+        found = {row["row"]: row for row in rows_of(index)}
+        tasks = {task["task"]: task for task in Rows(index).tasks("", "", 0, 10).rows}
+    assert list(found) == ["0", "f0", "f1"]
+    assert (found["f1"]["status"], found["f1"]["failure"], found["f1"]["attempt"]) == ("failed", "tool_error", 2)
+    assert found["f0"]["group_mean"] == 0.5
+    assert (found["f0"]["answer"], found["f0"]["reward"]) == ("it took too long", None)
+    assert {task: (each["n"], each["failures"]) for task, each in tasks.items()} == {0: (1, 1), 7: (0, 1)}
+
+
+def test_a_torn_last_line_is_not_shown_until_it_is_whole(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    line = orjson.dumps(rollout(1))
+    with indexed(path) as index:
+        for part, rows in ((line[:200], 1), (line[200:], 2), (b"\n", 2), (orjson.dumps(rollout(2)) + b"\n", 3)):
+            with path.open("ab") as file:
+                file.write(part)
+            index.catch_up()
+            assert [row["row"] for row in rows_of(index)] == [str(row) for row in range(rows)]
+            assert index.extent().bad == 0
+
+
+def test_nothing_changes_while_nothing_is_added(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    (tmp_path / "out_failures.jsonl").touch()
+    with path.open("ab") as file:
+        file.write(b'{"torn')
+    with indexed(path) as index:
+        before = index.extent()
+        index.catch_up()
+        assert index.extent() == before
+        assert index.caught_up and not index.reading_on
+
+
+async def test_rows_that_the_collector_appends_are_shown_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    log = RowLog(path, lambda row: row["_ng_task_index"])
+    with indexed(path) as index:
+        for task in range(5):
+            await log.append(orjson.dumps(rollout(task)))
+            index.catch_up()
+            assert [row["task"] for row in rows_of(index)] == list(range(task + 1))
+    await log.flush()
+    log.close()
+
+
+@pytest.mark.parametrize("how", ["cut", "replaced", "rewritten", "edited"])
+def test_a_file_that_did_not_only_grow_is_read_anew(tmp_path: Path, how: str) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(task, said="a" * 5000) for task in range(4)])
+    other = [rollout(task, said="b" * 5000) for task in range(6)]
+    with indexed(path) as index:
+        epoch = index.extent().epoch
+        if how == "cut":
+            write(path, other[:2])
+        elif how == "replaced":
+            write(tmp_path / "new", other).rename(path)
+        elif how == "rewritten":  # in place, and longer than before
+            write(path, [rollout(0, said="a" * 5000), *other[1:]])
+        else:  # in place, with as many bytes
+            content = path.read_bytes()
+            path.write_bytes(
+                content[: len(content) // 2] + content[len(content) // 2 :].replace(b"a" * 5000, b"c" * 5000)
+            )
+            os.utime(path, ns=(1, 1))
+        index.catch_up()
+        expected = [json.loads(line)["response"]["output"][0]["content"][0]["text"][-160:] for line in path.open()]
+        assert [row["answer"] for row in rows_of(index)] == expected
+        assert index.extent().epoch == epoch + 1
+
+
+def test_what_was_indexed_is_not_read_again(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(task) for task in range(3)])
+    with indexed(path) as index:
+        version = index.extent().version
+    with indexed(path) as index:
+        assert index.extent().version == version
+        assert len(rows_of(index)) == 3
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".sqlite"]
+
+
+def test_an_index_that_nobody_opened_for_a_month_is_removed(tmp_path: Path, cache: Path) -> None:
+    forgotten, kept = write(tmp_path / "forgotten.jsonl", [rollout(0)]), write(tmp_path / "kept.jsonl", [rollout(0)])
+    with indexed(forgotten):
+        pass
+    for path in cache.iterdir():
+        os.utime(path, (0, 0))
+    with indexed(kept):
+        pass
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".sqlite"]
+    with indexed(forgotten) as index:
+        assert len(rows_of(index)) == 1
+
+
+def test_two_viewers_of_one_file_share_its_index_and_either_goes_on_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    first = Index(path, tmp_path / "out_failures.jsonl")
+    first.catch_up()
+    with indexed(path) as second:
+        write(path, [rollout(0), rollout(1)])
+        second.catch_up()
+        assert len(rows_of(second)) == 1
+        first.catch_up()
+        assert len(rows_of(first)) == len(rows_of(second)) == 2
+        first.close()
+        write(path, [rollout(0), rollout(1), rollout(2)])
+        second.catch_up()
+        assert len(rows_of(second)) == 3
+
+
+def test_a_cache_that_cannot_be_written_makes_an_index_in_memory_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with indexed(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
+        assert len(rows_of(index)) == 2
+        assert index.note is not None and "not kept" in index.note
+
+
+def test_a_full_disk_makes_an_index_in_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(task, said=str(task) * 300) for task in range(800)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with indexed(path) as index:
+            assert index.extent().rows == 800
+            assert index.note is not None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_index_that_is_broken_is_made_anew(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    with indexed(path):
+        pass
+    (kept,) = cache.glob("*.sqlite")
+    kept.write_bytes(b"this is no database" * 500)
+    with indexed(path) as index:
+        assert len(rows_of(index)) == 1
+        assert index.note is None
+
+
+def test_helpers_read_a_large_file_in_its_order(tmp_path: Path) -> None:
+    rows = [rollout(task, said="x" * 40_000) for task in range(600)]
+    rows[300]["ng"]["segments"] = [segment()] * 3
+    lines = [orjson.dumps(row) for row in rows]
+    lines[450] = lines[450][:30_000]
+    with indexed(write(tmp_path / "out.jsonl", lines)) as index:
+        extent = index.extent()
+        tasks = [task for (task,) in _all(index, "SELECT task FROM rows ORDER BY seq")]
+        assert (extent.rows, extent.bad, extent.indexed_bytes) == (599, 1, extent.bytes)
+        assert tasks == [task for task in range(600) if task != 450]
+        assert index.line(599) == lines[599]
+
+
+def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    with indexed(path) as index:
+        path.unlink()
+        index.catch_up()
+        assert index.error is not None and "no such file" in index.error
+        with pytest.raises(NotFound):
+            index.line(0)
+
+
+def test_a_file_that_the_collector_has_locked_can_be_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    log = RowLog(path, lambda row: row["_ng_task_index"])
+    with indexed(path) as index:
+        assert len(rows_of(index)) == 1
+    log.close()
+
+
+def _all(index: Index, sql: str) -> list[Any]:
+    with index.reading() as database:
+        return database.execute(sql).fetchall()

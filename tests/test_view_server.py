@@ -1,0 +1,265 @@
+"""`ng_view` as a user starts it: what it answers, whom it answers, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from statistics import fmean
+
+import orjson
+import pytest
+from machine import reserved_port, wait_until
+from viewing import Viewer, command, environment, failure, rollout, run, segment, viewer, write
+
+TOKEN = "a-token-that-nobody-guesses"
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e\u2028</textarea>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of the same tasks, one with failures, hostile text, a lone surrogate and corrupt lines."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    write(folder / "before.jsonl", [rollout(task, index, float(index == 0)) for task in range(5) for index in range(2)])
+    after = [rollout(task, index, float(task != 1), level="easy") for task in range(4) for index in range(2)]
+    lone = json.dumps(rollout(9, 0, None, "\ud83d alone")).encode()
+    write(folder / "after.jsonl", [*after, rollout(8, 0, 0.5, HOSTILE), lone, b"{corrupt", rollout(9, 1, -1.0)])
+    write(folder / "after_failures.jsonl", [failure(0, 5), failure(3, 5, "tool_error"), failure(3, 6)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shown(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+    with viewer(folder / "before.jsonl", folder / "after.jsonl", cache=tmp_path_factory.mktemp("cache")) as shown:
+        wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in shown.get("/api/runs")["runs"]))
+        yield shown
+
+
+def test_runs_say_what_they_hold(shown: Viewer, folder: Path) -> None:
+    before, after = shown.get("/api/runs")["runs"]
+    assert (before["id"], before["name"], before["path"], before["rows"]) == (
+        "r1",
+        "before",
+        str(folder / "before.jsonl"),
+        10,
+    )
+    assert (after["rows"], after["failures"], after["bad_lines"]) == (11, 3, 1)
+    assert after["bad"][0].startswith("after.jsonl:11: not JSON")
+    assert (after["environments"], after["has_tokens"], after["fields"]) == (["math_agent"], True, ["level"])
+    assert (after["run_id"], after["error"], after["note"]) == ("run-1", None, None)
+
+
+def test_a_row_is_the_files_own_bytes(shown: Viewer, folder: Path) -> None:
+    lines = (folder / "after.jsonl").read_bytes().splitlines()
+    for row in (0, 8, 9, 11):
+        status, headers, body = shown.ask(f"/api/runs/r2/rows/{row}")
+        assert (status, headers["content-type"], body) == (200, "application/json", lines[row])
+    failures = (folder / "after_failures.jsonl").read_bytes().splitlines()
+    assert shown.ask("/api/runs/r2/rows/f1")[2] == failures[1]
+
+
+def test_hostile_text_travels_as_json_and_never_as_a_page(shown: Viewer) -> None:
+    (row,) = shown.get("/api/runs/r2/rows?q=task:8")["rows"]
+    assert row["answer"] == HOSTILE
+    for path in ("/api/runs/r2/rows?q=task:8", "/api/runs/r2/rows/8"):
+        _, headers, _ = shown.ask(path)
+        assert headers["content-type"] == "application/json"
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_rows_of_a_page_are_filtered_and_sorted(shown: Viewer) -> None:
+    page = shown.get("/api/runs/r2/rows?q=reward%3E=0&sort=-reward,-task&offset=1&limit=2")
+    assert (page["total"], page["indexed"], [row["row"] for row in page["rows"]]) == (9, 14, ["7", "4"])
+    assert "searching" not in page
+
+
+def test_a_group_has_all_rollouts_of_its_task_and_its_failures(shown: Viewer) -> None:
+    group = shown.get("/api/runs/r2/groups/3")
+    assert group["task"] == 3
+    assert [(row["row"], row["status"]) for row in group["rows"]] == [
+        ("6", "ok"), ("7", "ok"), ("f1", "failed"), ("f2", "failed")
+    ]  # fmt: skip
+
+
+def test_stats_are_the_numbers_of_the_rows(shown: Viewer) -> None:
+    stats = shown.get("/api/runs/r2/stats")
+    rewards = [row["reward"] for row in shown.get("/api/runs/r2/rows?q=-reward:null")["rows"]]
+    assert (stats["n"], stats["scored"], stats["unscored"], stats["failed"]) == (11, 10, 1, 3)
+    assert stats["mean"] == pytest.approx(fmean(rewards))
+    assert stats["interval"][0] < stats["mean"] < stats["interval"][1]
+    assert stats["pass_at"]["1"] == pytest.approx(fmean([1, 0, 1, 1, 0.5, -1]))
+    assert sum(stats["histogram"]["counts"]) == 10
+    assert (stats["histogram"]["edges"][0], stats["histogram"]["edges"][-1]) == (-1.0, 1.0)
+    assert {each["class"]: each["count"] for each in stats["failures"]} == {"timeout": 2, "tool_error": 1}
+    assert (stats["worst"][0], stats["best"][0]) == ("11", "0")
+    assert stats["length"]["sampled"] is False
+    assert len(stats["length"]["points"]) == 10
+    assert shown.get("/api/runs/r2/stats?q=status:failed")["failures"][0]["example"] == "f0"
+    assert shown.get("/api/runs/r1/stats")["binary"] is True
+
+
+def test_two_runs_are_compared_task_by_task_the_largest_difference_first(shown: Viewer) -> None:
+    found = shown.get("/api/compare?a=r1&b=r2")
+    assert (found["better"], found["worse"], found["same"], found["only_a"], found["only_b"]) == (3, 1, 0, 1, 2)
+    assert (found["mean_a"], found["mean_b"], found["delta"], found["matched_by"]) == (0.5, 0.75, 0.25, "task_id")
+    first = found["rows"][0]
+    assert (abs(first["delta"]), first["a"]["n"], first["b"]["n"], first["prompt"]) == (0.5, 2, 2, "What is 0 + 2?")
+    assert [row["delta"] for row in shown.get("/api/compare?a=r1&b=r2&sort=delta&limit=1")["rows"]] == [-0.5]
+    assert found["rows"][-1]["delta"] is None
+
+
+def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:
+    told = shown.get("/api/runs/r2/rows/2/tokens")
+    (found,) = told["segments"]
+    assert [token["id"] for token in found["tokens"]] == segment()["token_ids"]
+    assert [token["trained"] for token in found["tokens"]] == [False] * 3 + [True] * 2
+    assert [token["logprob"] for token in found["tokens"]][3:] == [-0.25, -1.5]
+    assert [token["version"] for token in found["tokens"]] == [None, None, None, 3, 4]
+    assert "--tokenizer" in told["note"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/api/runs/r9/rows", 404, "no run 'r9'"),
+        ("/api/runs/r1/rows/99", 404, "there is no row 99"),
+        ("/api/runs/r1/rows/..%2fsecret", 404, ""),
+        ("/api/runs/r1/rows/0x1", 404, "rows are called"),
+        ("/api/runs/r1/groups/99", 404, "there is no task 99"),
+        ("/api/runs/r1/groups/a", 400, "task='a' is no whole number"),
+        ("/api/runs/r1/rows?limit=5000", 400, "at most 1,000"),
+        ("/api/runs/r1/rows?offset=-1", 400, "offset='-1'"),
+        ("/api/runs/r1/rows?q=rewrd%3C1", 400, "did you mean 'reward'"),
+        ("/api/runs/r1/rows?sort=nothing", 400, "nothing to sort by"),
+        ("/api/compare?a=r1", 404, "no run ''"),
+        ("/api/nothing", 404, "GET /api/nothing"),
+        ("/static/../app.py", 404, ""),
+        ("/static/%2e%2e%2fapp.py", 404, ""),
+        ("/static/", 404, ""),
+        ("/etc/passwd", 404, ""),
+    ],
+)
+def test_what_cannot_be_answered_is_a_problem_document(shown: Viewer, path: str, status: int, said: str) -> None:
+    found, headers, body = shown.ask(path)
+    problem = json.loads(body)
+    assert (found, headers["content-type"], problem["status"]) == (status, "application/problem+json", status)
+    assert said in problem["detail"]
+
+
+def test_every_answer_forbids_what_a_page_need_not_do(shown: Viewer) -> None:
+    for path in ("/", "/api/runs", "/static/main.js", "/nothing"):
+        _, headers, _ = shown.ask(path)
+        assert headers["content-security-policy"].startswith(POLICY)
+        assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
+    assert shown.ask("/api/runs", method="POST")[0] == 405
+
+
+def test_a_name_that_is_not_this_machines_is_refused(shown: Viewer) -> None:
+    port = shown.told["address"].rsplit(":", 1)[1].strip("/")
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        status, _, body = shown.ask("/api/runs", Host=host)
+        assert status in (400, 421)
+        assert b"after.jsonl" not in body
+    for host in (f"localhost:{port}", "127.0.0.1:9999", "[::1]"):
+        assert shown.ask("/api/runs", Host=host)[0] == 200
+
+
+def test_with_a_token_only_the_page_itself_is_open(folder: Path, tmp_path: Path) -> None:
+    with viewer(folder / "before.jsonl", cache=tmp_path, NGYM_TOKEN=TOKEN) as shown:
+        assert shown.told["url"].endswith(f"#token={TOKEN}")
+        assert shown.ask("/")[0] == 200
+        status, headers, body = shown.ask("/api/runs")
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        assert b"before" not in body
+        assert shown.ask("/api/runs", Authorization="Bearer wrong")[0] == 401
+        assert shown.ask(f"/api/runs?token={TOKEN}")[0] == 401
+        assert shown.ask("/api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_off_loopback_a_token_is_made(folder: Path, tmp_path: Path) -> None:
+    with viewer("--host", "0.0.0.0", folder / "before.jsonl", cache=tmp_path) as shown:
+        port = shown.told["address"].rstrip("/").rsplit(":", 1)[1]
+        here = Viewer({**shown.told, "address": f"http://127.0.0.1:{port}/"}, shown.process)
+        assert here.ask("/api/runs")[0] == 401
+        assert here.ask("/api/runs", Authorization=f"Bearer {shown.told['token']}")[0] == 200
+        assert len(shown.told["token"]) > 40
+
+
+def test_a_file_that_grows_is_followed(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    with viewer(path, cache=tmp_path / "cache") as shown:
+        wait_until(lambda: shown.get("/api/runs/r1/rows")["total"] == 1)
+        with path.open("ab") as file:
+            file.write(orjson.dumps(rollout(1)) + b"\n" + orjson.dumps(rollout(2))[:100])
+        wait_until(lambda: shown.get("/api/runs/r1/rows")["total"] == 2)
+        write(tmp_path / "out_failures.jsonl", [failure(1)])
+        wait_until(lambda: shown.get("/api/runs")["runs"][0]["failures"] == 1)
+        assert shown.get("/api/runs")["runs"][0]["growing"] is True
+        assert [row["task"] for row in shown.get("/api/runs/r1/rows?q=status:ok")["rows"]] == [0, 1]
+
+
+def test_a_folder_shows_what_is_in_it_but_nothing_that_links_lead_out_to(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    outside.mkdir()
+    (inside / "runs" / "one").mkdir(parents=True)
+    write(outside / "secret.jsonl", [rollout(0)])
+    write(inside / "runs" / "one" / "out.jsonl", [rollout(0)])
+    write(inside / "runs" / "all_failed_failures.jsonl", [failure(0)])
+    write(inside / "tasks.jsonl", [{"responses_create_params": {"input": "x"}}])
+    (inside / "link.jsonl").symlink_to(outside / "secret.jsonl")
+    (inside / "folder").symlink_to(outside)
+    with viewer(inside, cache=tmp_path / "cache") as shown:
+        paths = [run["path"] for run in shown.told["runs"]]
+    assert paths == [str(inside / "runs" / "all_failed.jsonl"), str(inside / "runs" / "one" / "out.jsonl")]
+
+
+def test_a_port_that_is_taken_is_told_and_the_usual_one_has_neighbours(folder: Path, tmp_path: Path) -> None:
+    with reserved_port() as port, closing(socket.create_server(("127.0.0.1", port))):
+        found = run("--no-open", "--port", str(port), folder / "before.jsonl", cache=tmp_path)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"port {port} on 127.0.0.1: ")
+    assert "choose another --port" in found.stderr
+    start = [each for each in command("--json", "--no-open", folder / "before.jsonl")]
+    both = [subprocess.Popen(start, env=environment(tmp_path), stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        addresses = {json.loads(each.stdout.readline())["address"] for each in both if each.stdout}
+    finally:
+        for each in both:
+            each.terminate()
+            each.communicate()
+    assert len(addresses) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("nothing.jsonl", None, "there is no such file or folder"),
+        ("tasks.jsonl", b'{"responses_create_params": {"input": "x"}}\n', "its first line is no rollout"),
+        ("notes.txt", b"hello\n", "its first line is no rollout"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_a_line(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    found = run(tmp_path / name, cache=tmp_path / "cache")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.count("\n") == 1
+    assert said in found.stderr
+
+
+def test_a_folder_with_nothing_to_show_is_said_to_have_nothing(tmp_path: Path) -> None:
+    found = run(cache=tmp_path / "cache", cwd=tmp_path)
+    assert found.returncode == 2
+    assert "nothing to show" in found.stderr
+
+
+def test_help_has_examples_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    found = run("--help", cache=tmp_path)
+    assert "ng_view yesterday.jsonl today.jsonl" in found.stdout
+    code = "import sys; sys.argv = ['ng_view', '--help']; import ngym.cli.view as view\ntry: view.main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    loaded = subprocess.run([*command()[:1], "-c", code], capture_output=True, text=True, check=False).stderr.split()
+    assert not {"starlette", "uvicorn", "fastapi", "sqlite3", "pydantic"} & set(loaded)

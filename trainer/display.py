@@ -1,0 +1,258 @@
+"""How does a run look while it trains? Some lines that stay in place on a terminal, elsewhere a line every few seconds."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from ngym.screen import SHORTEST_BAR, Screen, Size, bar, clock, harmless, is_live, packed, sparkline, terminal
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PLAIN_EVERY_S = 2.0
+TICK_S = 0.5
+LABEL = 10
+CURVE = 40
+MOST_HELD_OUT = 3
+
+# metric -> how it is shown, where a step has it
+SHOWN = {
+    "reward/mean": "reward {:.3f}",
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.1e}",
+    "grad_norm": "grad {:.2f}",
+    "lag": "lag {:.0f}",
+    "completions/mean_length": "length {:.0f}",
+    "completions/max_length": "longest {:.0f}",
+    "completions/clipped_ratio": "cut off {:.0%}",
+    "kl_penalty": "kl {:.4f}",
+    "explained_variance": "critic explains {:.0%}",
+    "clip_ratio/region_mean": "clipped {:.1%}",
+    "token_mult_prob_error": "mismatch {:.4f}",
+    "mismatch_kl": "mismatch kl {:.1e}",
+    "approx_entropy": "entropy {:.2f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+}
+TIMES = {
+    "time/generation": "sampling {:.1f} s",
+    "time/logprob": "logprobs {:.1f} s",
+    "time/train": "training {:.1f} s",
+    "time/weight_sync": "push {:.2f} s",
+}
+# a step of a fraction of a second is not told that every part of it was one
+ONLY_LIVE = ("time/train",)
+
+Values = dict[str, float]
+
+
+class Display(Protocol):
+    """Hears of each step, and of what is said beside."""
+
+    def step(self, step: int, values: Values) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+@contextmanager
+def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> Iterator[Display]:
+    """What fits.
+
+    Args:
+        history: the rows of the metrics, which grow.
+        alone: no other rank writes to the same terminal.
+    """
+    if not shown:
+        yield Silent()
+    elif alone and is_live(sys.stdout):
+        with terminal() as screen, _drawn(Live(screen, steps, history)) as live:
+            yield live
+    else:
+        lines = Lines(steps)
+        try:
+            yield lines
+        finally:
+            lines.end()
+
+
+class Silent:
+    def step(self, step: int, values: Values) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class Lines:
+    """A line for each step of live rollouts, else every few seconds; the last one in any case."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._clock = Clock(steps)
+        self._printed = float("-inf")
+        self._unsaid = ""
+
+    def step(self, step: int, values: Values) -> None:
+        self._clock.step(step)
+        left = self._clock.left_s
+        self._unsaid = f"step {step}/{self._steps}  {line(values)}" + ("" if left is None else f"  {left:.0f} s left")
+        now = time.monotonic()
+        if _is_live(values) or step in (1, self._steps) or now - self._printed >= PLAIN_EVERY_S:
+            self._printed = now
+            self.end()
+
+    def say(self, text: str) -> None:
+        print(harmless(text), flush=True)
+
+    def end(self) -> None:
+        """Say what was not said yet."""
+        if self._unsaid:
+            self.say(self._unsaid)
+            self._unsaid = ""
+
+
+class Live:
+    """A bar, the reward and how it came about, what is held out, and where the time goes."""
+
+    def __init__(self, screen: Screen, steps: int, history: Sequence[Values]) -> None:
+        self._screen = screen
+        self._steps = steps
+        self._history = history
+        self._clock = Clock(steps)
+        self._values: Values = {}
+        self._read = 0  # rows of the history whose names are known
+        self._held_out: list[str] = []
+
+    def step(self, step: int, values: Values) -> None:
+        self._clock.step(step)
+        self._values = values
+        self.draw()
+
+    def say(self, text: str) -> None:
+        self._screen.say(text)
+
+    def draw(self) -> None:
+        self._screen.show(self.picture)
+
+    def end(self) -> None:
+        """Leave one line: where it stands."""
+        main = next((form.format(self._values[name]) for name, form in SHOWN.items() if name in self._values), "")
+        said = f"step {self._clock.at}/{self._steps} in {clock(self._clock.elapsed_s)}  {main}" if main else ""
+        self._screen.close()
+        if said:
+            self._screen.say(said)
+
+    def picture(self, size: Size) -> list[Text]:
+        from rich.text import Text
+
+        named = self._curves()
+        curves = [self._curve(label, name, size) for label, name in named]
+        drawn = {name for _, name in named}
+        told = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
+        facts = [form.format(self._values[name]) for name, form in told.items()]
+        beside = [Text(line, "dim") for line in packed(facts, size.width)]
+        shares = [Text(line, "dim") for line in packed(_shares(self._values), size.width)]
+        return [self._bar(size), *filter(None, curves), *beside, *shares]
+
+    def _bar(self, size: Size) -> Text:
+        from rich.text import Text
+
+        at, left_s = self._clock.at, self._clock.left_s
+        count = f"step {at:,}/{self._steps:,}  {clock(self._clock.elapsed_s)}"
+        if left_s is not None:
+            count += f"  {clock(left_s)} to go"
+        drawn = bar(at, self._steps, size.width - len(count) - 2)
+        return Text(count).append("  ").append(drawn) if drawn else Text(count)
+
+    def _curves(self) -> list[tuple[str, str]]:
+        """What is drawn as a curve: label and metric."""
+        main = ("reward", "reward/mean") if "reward/mean" in self._values else ("loss", "loss")
+        new = self._history[self._read :]
+        self._read += len(new)
+        names = dict.fromkeys(name for row in new for name in row if _is_held_out(name))
+        self._held_out += [name for name in names if name not in self._held_out]
+        return [main, *(("held-out", name) for name in self._held_out[:MOST_HELD_OUT])]
+
+    def _curve(self, label: str, name: str, size: Size) -> Text | None:
+        from rich.text import Text
+
+        values = [row[name] for row in list(self._history) if _is_number(row.get(name))]
+        if not values:
+            return None
+        text = Text(f"{label:<{LABEL}}{values[-1]:<8.4g}", "bold")
+        tail = f"  from {values[0]:.4g}" + (f"  {name.removeprefix('eval/')}" if label == "held-out" else "")
+        room = size.width - len(text) - len(tail)
+        if room < SHORTEST_BAR:
+            room, tail = size.width - len(text), ""
+        return text.append(sparkline(values, min(CURVE, room)), "cyan").append(tail, "dim")
+
+
+class Clock:
+    """How long it takes. at: the last step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._began = time.monotonic()
+        self._before: int | None = None  # steps of an earlier life of the run
+        self.at = 0
+        self.left_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def step(self, step: int) -> None:
+        if self._before is None:
+            self._before = step - 1
+        self.at = step
+        self.left_s = self.elapsed_s / (step - self._before) * (self._steps - step)
+
+
+@contextmanager
+def _drawn(live: Live) -> Iterator[Live]:
+    """Drawn again a few times a second: a step may take minutes, and the terminal may change."""
+    over = threading.Event()
+
+    def draw() -> None:
+        while not over.wait(TICK_S):
+            live.draw()
+
+    thread = threading.Thread(target=draw, name="display", daemon=True)
+    thread.start()
+    try:
+        yield live
+    finally:
+        over.set()
+        thread.join()
+        live.end()
+
+
+def line(values: Values) -> str:
+    """A step's metrics side by side."""
+    live = _is_live(values)
+    shown = (SHOWN | TIMES).items()
+    return "  ".join(
+        form.format(values[name]) for name, form in shown if name in values and (live or name not in ONLY_LIVE)
+    )
+
+
+def _is_live(values: Values) -> bool:
+    return "time/generation" in values
+
+
+def _shares(values: Values) -> list[str]:
+    """Where the time of a step went: `sampling 62 %`, and how long it took."""
+    times = {form.partition(" ")[0]: values[name] for name, form in TIMES.items() if name in values}
+    total = sum(times.values())
+    if len(times) < 2 or not total:
+        return []
+    return [f"a step {total:.1f} s:", *(f"{name} {100 * seconds / total:.0f} %" for name, seconds in times.items())]
+
+
+def _is_held_out(name: str) -> bool:
+    return name == "val/loss" or (name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@"))
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

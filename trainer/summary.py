@@ -1,0 +1,24 @@
+"""What `ng_train --json` says at the end: where everything is, and how it went."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from ngym import jsonl
+from ngym.schema import Json
+
+from . import outcomes
+from .program import METRICS, POLICY
+
+
+def of_run(output: Path) -> Json:
+    """last: the last entry of its metrics; {} if there is none."""
+    entries = (line.row for line in jsonl.read(output / METRICS) if line.problem is None)
+    last = deque(entries, maxlen=1)
+    files = {"policy": str(output / POLICY), "metrics": str(output / METRICS)}
+    return {"output": str(output), **files, "last": last[0] if last else {}}
+
+
+def of_sweep(folder: Path) -> Json:
+    return {"output": str(folder), "runs": [outcome._asdict() for outcome in outcomes.read(folder).values()]}
