@@ -57,6 +57,10 @@ Failure = TypedDict(
 """Why an attempt failed; the `failure` of a row in `*_failures.jsonl`."""
 
 
+Span = tuple[str, float, float]
+"""One call: of what, when it began and what it took, in seconds."""
+
+
 class Trace(TypedDict, total=False):
     """The record `ng` of an output row: what is known of the rollout beside its answer and its reward.
 
@@ -66,7 +70,9 @@ class Trace(TypedDict, total=False):
     policy_version: every version that sampled a part of it. segments: what a trainer steps on.
     reward_components: parts whose sum is the reward. stop_reason: why it ended. turns: model calls.
     tool_calls: calls of tools. tool_errors: those of them that were answered with an error.
-    timings: seconds waiting, in the model, in tools and in `/verify`, and altogether. started_at: ISO 8601, UTC.
+    timings: seconds waiting, in the model, in tools and in `/verify`, and altogether.
+    spans: each call of the agent's: `seed`, `model`, `tool:` and its name, or `verify`; the seconds from the rollout's start to
+    its start, and those that it took. started_at: ISO 8601, UTC.
     """
 
     schema_version: int
@@ -83,6 +89,7 @@ class Trace(TypedDict, total=False):
     tool_calls: int
     tool_errors: int
     timings: dict[str, float]
+    spans: list[Span]
     started_at: str
 
 

@@ -116,6 +116,13 @@ async def test_a_rollout_calls_the_tool_and_is_scored():
         0,
     )
     assert set(ng["timings"]) == {"model_s", "tools_s", "verify_s", "total_s"}
+    assert [name for name, _, _ in ng["spans"]] == ["seed", "model", "tool:add", "model", "verify"]
+    ends = 0.0
+    for _, start, seconds in ng["spans"]:
+        assert start >= ends
+        ends = start + seconds
+    assert ends <= ng["timings"]["total_s"] + 1e-5
+    assert ng["timings"]["model_s"] == pytest.approx(sum(s for name, _, s in ng["spans"] if name == "model"), abs=1e-5)
 
 
 async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():

@@ -183,9 +183,11 @@ def _beginning(params: Any, context: ServiceContext) -> str:
 
 
 async def _seed(rollout: RolloutContext, row: Json) -> Json:
+    started = time.perf_counter()
     with boundary("config", "the task could not be started"):
         reply = await rollout.gym.request("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
         seeded = reply.json()
+    rollout.took("seed", started)
     return seeded if isinstance(seeded, dict) else {}
 
 
@@ -217,5 +219,5 @@ async def _verify(rollout: RolloutContext, body: Json) -> Json:
         scored: Json = (await rollout.gym.request("/verify", body, timeout=rollout.options.verify_timeout_s)).json()
     if not isinstance(scored, dict) or "reward" not in scored:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
-    rollout.seconds["verify_s"] += time.perf_counter() - started
+    rollout.took("verify", started, "verify_s")
     return scored

@@ -12,7 +12,7 @@ import orjson
 
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError, boundary
-from ngym.schema import SCHEMA_VERSION, Json, Segment, StopReason, Trace
+from ngym.schema import SCHEMA_VERSION, Json, Segment, Span, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in
 from ngym.services.options import ServiceContext
 from ngym.usage import added
@@ -42,6 +42,7 @@ class RolloutContext:
         self.tool_errors = 0
         self.stop_reason: StopReason = "answer"
         self.seconds = {"model_s": 0.0, "tools_s": 0.0, "verify_s": 0.0}
+        self.spans: list[Span] = []
         self.started_at = datetime.now(UTC)
         self._started = time.perf_counter()
         self._usage: Json | None = None
@@ -65,6 +66,13 @@ class RolloutContext:
         """What an SDK's client takes as its api_key beside `model_base_url`."""
         return self.peers.token(self.model.peer.name) or "unused"
 
+    def took(self, name: str, started: float, part: str | None = None) -> None:
+        """A call that began at `started`, by time.perf_counter(), is over; its seconds count to this part of the timings."""
+        seconds = time.perf_counter() - started
+        self.spans.append((name, round(started - self._started, 6), round(seconds, 6)))
+        if part is not None:
+            self.seconds[part] += seconds
+
     def declare(self, tools: list[Json] | None) -> None:
         """Let `call_tool` call these."""
         self._declared |= {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
@@ -84,7 +92,7 @@ class RolloutContext:
             extend(self.segments, call)
         self.turns += 1
         self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
-        self.seconds["model_s"] += time.perf_counter() - started
+        self.took("model", started, "model_s")
         return response
 
     async def call_tool(self, call: Json) -> Json:
@@ -97,7 +105,8 @@ class RolloutContext:
             async with self._calling:
                 text, failed = await self._tool_text(call)
         self.tool_errors += failed
-        self.seconds["tools_s"] += time.perf_counter() - started
+        name = call.get("name")
+        self.took(f"tool:{name}" if name in self._declared else "tool", started, "tools_s")
         output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
         self._called.append((call, output))
         return output
@@ -175,5 +184,6 @@ class RolloutContext:
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
             timings={**seconds, "total_s": round(time.perf_counter() - self._started, 6)},
+            spans=self.spans,
             started_at=self.started_at.isoformat(),
         )

@@ -3,7 +3,7 @@ import { bars } from "./charts.js";
 import { rewardMark } from "./columns.js";
 import { copyButton, el, folded } from "./dom.js";
 import { DASH, formatCount, formatNumber, formatSigned, isNumber } from "./format.js";
-import { extraFields } from "./items.js";
+import { extraFields, failureMessage } from "./items.js";
 import { jsonText, longText, safeText } from "./safetext.js";
 import { waterfall } from "./waterfall.js";
 
@@ -25,7 +25,7 @@ export function verdictPanel(row, text, slim) {
     { class: "verdict", "aria-label": "Why this reward" },
     row.failure ? failureBox(row.failure) : rewardBox(row, trace, slim),
     part("The task’s and the verifier’s fields", fieldsList(row), "is-why"),
-    part("Time", trace.timings && waterfall(trace.timings)),
+    part("Time", trace.timings && waterfall(trace.timings, trace.spans)),
     part("Tokens", usageList(row.response?.usage, trace)),
     part("Which rollout", identity(row, trace)),
     folded(
@@ -51,9 +51,9 @@ function failureBox(failure) {
   return el(
     "section",
     { class: "failure is-why", role: "note" },
-    el("h2", null, "Failed: ", el("span", { class: "failure-class" }, safeText(String(failure.class)))),
+    el("h2", null, "Failed: ", el("span", { class: "failure-class" }, safeText(String(failure.class ?? "unknown")))),
     where.length > 0 && el("p", { class: "muted" }, safeText(where.join(" · "))),
-    longText(String(failure.message ?? ""), "code"),
+    longText(failureMessage(failure), "code"),
     el("p", { class: "note" }, failure.retryable ? "Such a failure is tried again." : "Such a failure is not tried again."),
   );
 }
@@ -77,7 +77,7 @@ function rewardBox(row, trace, slim) {
       null,
       el("span", { class: `badge is-${trace.status ?? "ok"}` }, safeText(String(trace.status ?? "ok"))),
       " ",
-      el("span", { class: "muted" }, STOPPED[trace.stop_reason] ?? safeText(String(trace.stop_reason ?? ""))),
+      el("span", { class: "muted" }, stopped(trace.stop_reason)),
     ),
     components.length > 0 &&
       bars(
@@ -90,6 +90,10 @@ function rewardBox(row, trace, slim) {
         null,
       ),
   );
+}
+
+function stopped(reason) {
+  return Object.hasOwn(STOPPED, reason) ? STOPPED[reason] : safeText(String(reason ?? ""));
 }
 
 function fieldsList(row) {
