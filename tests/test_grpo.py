@@ -401,6 +401,11 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         (["algorithm.critic.lr=1e-3"], "algorithm.critic: group_std never asks it"),
         (["algorithm.advantage.estimator=reward"], "algorithm.shaping.skip_equal_groups: estimator reward learns"),
         (["algorithm.loss.clip_hihg=0.1"], "unknown key 'algorithm.loss.clip_hihg' (did you mean 'clip_high'?)"),
+        (["rollouts.group_size=1"], "rollouts.group_size: group_std compares the attempts at a task: 2 at least"),
+        (
+            ["rollouts.group_size=1", "rollouts.dynamic_sampling=2", "algorithm.advantage.estimator=reward"],
+            "rollouts.dynamic_sampling: one attempt never differs",
+        ),
         (["rollouts=null"], "nothing to learn from; name a file with data.path, or give rollouts an agent and tasks"),
         (["max_steps=null"], "live rollouts have no end; set max_steps"),
         (["algorithm.name=sft"], "unknown key"),

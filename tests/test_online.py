@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,21 @@ def test_several_environments_in_their_shares_with_a_curriculum(policy: Path, tm
         count = [row[f"eval/held_out/avg@2/{what}"] for what in ("count", "failed", "unscored")]
         assert sum(count) == 10 and count[0] > 0 and "eval/held_out/pass@2" in row
     assert "starting policy, agent, other" in said and "held-out after 2 steps: held_out avg@2 " in said
+
+
+def test_one_attempt_at_a_task_teaches_where_no_group_is_compared(policy: Path, tmp_path: Path) -> None:
+    """REINFORCE++ and the like."""
+    with serving(Stub(policy)) as stub:
+        words = arguments(tmp_path, policy, stub, 3)
+        words += ["rollouts.group_size=1", "rollouts.tasks_per_step=20", "evaluation.every=3"]
+        words += ["algorithm.advantage={estimator: reward, whiten: true}", "algorithm.shaping.skip_equal_groups=false"]
+        process = train(tmp_path, words)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+    for row in of_steps(tmp_path):
+        assert row["loss"] != 0 and row["grad_norm"] > 0 and all(map(math.isfinite, row.values()))
+    greedy = {row["step"]: row["eval/agent/greedy"] for row in metrics_of(tmp_path) if "eval/agent/greedy" in row}
+    assert greedy[3] > greedy[0]
 
 
 def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: Path, tmp_path: Path) -> None:

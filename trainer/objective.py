@@ -22,6 +22,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 Estimator = Literal["group_std", "group_mean", "leave_one_out", "leave_one_out_std", "reward", "gae"]
+UNCOMPARED: tuple[Estimator, ...] = ("reward", "gae")
+"""Those that compare no rewards within a group."""
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Discount = Annotated[float, Field(gt=0, le=1)]
@@ -52,7 +54,7 @@ class Advantage(_Record):
     @property
     def by_token(self) -> bool:
         """Whether a reward is laid out over a rollout's tokens (its KL penalty with it) before it is an advantage."""
-        return self.whiten or self.estimator in ("reward", "gae")
+        return self.whiten or self.estimator in UNCOMPARED
 
 
 class PolicyLoss(_Record):
@@ -228,7 +230,7 @@ def _of_advantage(objective: Objective) -> list[Refusal]:
     if advantage.components != "sum" and name != "group_std":
         reason = f"it normalises each reward within its group, {name} does not; use estimator group_std"
         found.append(Refusal("advantage.components", reason))
-    if advantage.gamma < 1 and name not in ("reward", "gae"):
+    if advantage.gamma < 1 and name not in UNCOMPARED:
         reason = f"{name} compares whole rollouts; a discount needs estimator reward or gae, set 1"
         found.append(Refusal("advantage.gamma", reason))
     if advantage.lam < 1 and name != "gae":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .objective import Preference, Refusal, preference_refusals
+from .objective import UNCOMPARED, Preference, Refusal, preference_refusals
 from .rl import GrpoOptions, grpo_refusals
 
 if TYPE_CHECKING:
@@ -20,7 +20,22 @@ def refusals(recipe: Recipe) -> list[Refusal]:
     elif isinstance(options, GrpoOptions):
         found = grpo_refusals(options)
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in found]
-    return [*found, *_of_adapters(recipe), *_of_shared_gpus(recipe)]
+    return [*found, *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
+
+
+def _of_single_attempts(recipe: Recipe) -> list[Refusal]:
+    if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, GrpoOptions):
+        return []
+    estimator = recipe.algorithm.advantage.estimator
+    if estimator not in UNCOMPARED:
+        reason = (
+            f"{estimator} compares the attempts at a task: 2 at least, or advantage.estimator {' or '.join(UNCOMPARED)}"
+        )
+        return [Refusal("rollouts.group_size", reason)]
+    if recipe.live.dynamic_sampling > 1:
+        reason = "one attempt never differs from the others at its task, so every group would be left out; set it to 1"
+        return [Refusal("rollouts.dynamic_sampling", reason)]
+    return []
 
 
 def _of_adapters(recipe: Recipe) -> list[Refusal]:

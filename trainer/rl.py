@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from .curriculum import CurriculumOptions
-from .objective import Advantage, Correction, Critic, Kl, Objective, PolicyLoss, Refusal, refusals
+from .objective import UNCOMPARED, Advantage, Correction, Critic, Kl, Objective, PolicyLoss, Refusal, refusals
 from .records import ExistingPath, Positive, Record
 
 
@@ -89,7 +89,7 @@ class RolloutOptions(Record):
     curriculum: tasks that are always or never solved are drawn less often; null: each once an epoch.
     services: the config file whose services are started; null uses those that an `ng_run` in this folder started.
     policy: the name of the model service that is trained.
-    tasks_per_step: tasks of one step. group_size: attempts at each of them. updates_per_step: optimiser steps on them.
+    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 where nothing compares them. updates_per_step: optimiser steps on them.
     max_output_tokens: of one model call; null: as the rows say. concurrency: rollouts in flight at the most.
     timeout_s: for one rollout.
     max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train, collect;
@@ -111,7 +111,7 @@ class RolloutOptions(Record):
     services: ExistingPath | None = None
     policy: str = "policy"
     tasks_per_step: Positive = 32
-    group_size: int = Field(default=8, ge=2)
+    group_size: Positive = 8
     updates_per_step: Positive = 1
     max_lag: int = Field(default=0, ge=0)
     dynamic_sampling: Positive = 1
@@ -230,7 +230,7 @@ def grpo_refusals(options: GrpoOptions) -> list[Refusal]:
     """Every combination that makes no sense, with its reason."""
     estimator = options.advantage.estimator
     found = refusals(options.objective)
-    if options.shaping.skip_equal_groups and estimator in ("reward", "gae"):
+    if options.shaping.skip_equal_groups and estimator in UNCOMPARED:
         reason = f"estimator {estimator} learns from groups of equal rewards, too; set it to false"
         found.append(Refusal("shaping.skip_equal_groups", reason))
     if options.shaping.soft_overlong is not None and options.advantage.components != "sum":
