@@ -72,3 +72,9 @@ def to_headers(correlation: Correlation) -> dict[str, str]:
     if remaining is not None:
         headers[DEADLINE_HEADER] = str(int(remaining * 1000))
     return headers
+
+
+def trace_headers() -> dict[str, str]:
+    """What somebody else's service is told of the current one: its trace, which such a service may go on with."""
+    traceparent = current.get().traceparent
+    return {TRACEPARENT: traceparent} if traceparent else {}

@@ -14,6 +14,7 @@ from house import house
 from machine import PATIENCE_S, until
 from pydantic import ValidationError
 
+from ngym import correlation
 from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.remote import ContextOverflow, RemoteOptions, Upstream
 from ngym.remote.budget import Caps, Used, UsedUp
@@ -125,6 +126,24 @@ async def test_a_pause_longer_than_anyone_waits_is_told_at_once():
             await one.post("/x", {})
         with pytest.raises(Overloaded, match="longer than this request may wait"):
             await one.post("/x", {})
+
+
+async def test_the_other_side_can_go_on_with_the_trace_and_learns_nothing_else_of_the_rollout():
+    seen: list[dict[str, str]] = []
+
+    async def answer(request: Request) -> Response:
+        seen.append(dict(request.headers))
+        return JSONResponse({"ok": True})
+
+    here = correlation.begin("r-1", timeout_s=60)
+    token = correlation.current.set(here)
+    try:
+        async with upstream(answer) as one:
+            await one.post("/chat/completions", {})
+    finally:
+        correlation.current.reset(token)
+    assert seen[0]["traceparent"] == here.traceparent
+    assert not [name for name in seen[0] if name.startswith("x-ng")] and "r-1" not in str(seen[0])
 
 
 async def test_a_server_that_is_down_is_asked_again_only_within_the_budget():

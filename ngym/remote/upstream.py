@@ -165,7 +165,7 @@ class Upstream:
         """An answer; or a problem, which the caller raises where it does not try again."""
         timeout_s = self._timeout_s()
         try:
-            headers = await self._headers()
+            headers = {**await self._headers(), **correlation.trace_headers()}
             if streamed:
                 opened = await held.enter_async_context(self._client.stream("POST", site.url, raw, headers, timeout_s))
                 answer = _Answer(opened.status, opened.headers, opened.body, None)
