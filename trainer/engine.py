@@ -27,8 +27,9 @@ from . import lora, optimizer, optimizer_state, tensor_parallel, zero
 from .activations import checkpoint_layers
 from .checkpoint import committed
 from .compiling import compile_layers
-from .config import EngineOptions, Launch, LoraOptions, OptimizerOptions
+from .config import EngineOptions, Launch, OptimizerOptions
 from .model import Policy
+from .model_options import LoraOptions
 from .offloaded import Offloaded
 from .packing import Packed, plan
 from .ranks import wait_for_all

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ngym.errors import ConfigError
 from ngym.tree import did_you_mean
 
-from .config import LoraOptions
+from .model_options import LoraOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

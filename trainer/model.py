@@ -13,9 +13,9 @@ from ngym.errors import ConfigError
 
 from . import attention, lora
 from .chunks import LOGITS_BYTES, Scorer
-from .config import ModelOptions, Qwen3Shape
 from .critic import CriticNetwork
 from .decoder import states
+from .model_options import ModelOptions, Qwen3Shape
 from .packing import Packed, pack
 from .samples import Sample, Segment
 from .scores import Asks, Scores

@@ -20,7 +20,8 @@ from ngym.tree import Tree
 from . import arithmetic, offline, sinks
 from .checkpoint import committed
 from .checkpoints import CheckpointOptions, Checkpoints
-from .config import DpoOptions, Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
+from .config import DpoOptions, Launch, Recipe, as_yaml, read_launch, read_recipe
+from .model_options import ModelOptions
 from .resume import resumable
 from .rl import GrpoOptions, RolloutOptions
 
