@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from viewing import failure, rollout, run, write
 
@@ -88,11 +89,32 @@ def test_a_filter_decides_what_is_in_a_report(folder: Path, tmp_path: Path) -> N
     assert data["filter"] == "reward:1 task<3"
 
 
+def test_the_sample_in_a_report_is_of_the_whole_run(tmp_path: Path) -> None:
+    few = [0.1, 0.2, 0.3, 0.7, 0.8, 0.9]  # the worst, the best, and groups that differ: at the beginning
+    rows = [rollout(place // 2, place % 2, few[place] if place < 6 else 0.5) for place in range(400)]
+    write(tmp_path / "out.jsonl", rows)
+    report = tmp_path / "report.html"
+    assert run(tmp_path / "out.jsonl", "--export", report, "--rows", "8", cache=tmp_path / "c").returncode == 0
+    sampled = [int(row) for row in data_of(report.read_text())["full"]["r1"] if int(row) >= 6]
+    assert max(sampled) >= 200
+
+
+def test_a_row_whose_segments_are_no_json_stands_in_the_table_alone(tmp_path: Path) -> None:
+    damaged = [orjson.dumps(rollout(1)).replace(b"-0.25", value) for value in (b"NaN", b"-", b"1" * 5000)]
+    write(tmp_path / "out.jsonl", [rollout(0), *damaged])
+    report = tmp_path / "report.html"
+    found = run(tmp_path / "out.jsonl", "--export", report, "--json", cache=tmp_path / "cache")
+    told = json.loads(found.stdout)
+    assert (told["full"], told["listed"], told["left_out"]) == (1, 4, 3)
+    assert list(data_of(report.read_text())["full"]["r1"]) == ["0"]
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         (("--export", "report.html", "--filter", "rewrd<1"), 2, "--filter: no field 'rewrd' (did you mean 'reward'?)"),
         (("--filter", "reward<1"), 2, "--filter is of a report"),
+        (("--rows", "5"), 2, "--rows is of a report"),
         (("--export", "nowhere/report.html"), 1, "cannot be written"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import wait_until
 from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
@@ -22,6 +24,10 @@ from ngym.view.index import Index
 from ngym.view.places import row_seq
 from ngym.view.rows import Rows
 from ngym.view.scan import Job, scan
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": content}
 
 
 def _with_segments(count: int) -> dict[str, Any]:
@@ -183,6 +189,48 @@ def test_failed_attempts_stand_in_the_same_table_and_count_in_their_group(tmp_pa
     assert {task: (each["n"], each["failures"]) for task, each in tasks.items()} == {0: (1, 1), 7: (0, 1)}
 
 
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        ({"response": {"output": [assistant(["no part"])]}}, "the content of its last message"),
+        (
+            {"response": {"output": [assistant([{"type": "output_text", "text": 5}])]}},
+            "the content of its last message",
+        ),
+        ({"response": {"output": [assistant(7)]}}, "the content of its last message"),
+        ({"response": {"output": ["no item"]}}, "must be a list of objects"),
+        ({"response": []}, "'response' must be an object, not list"),
+        ({"failure": "it broke"}, "'failure' must be an object, not str"),
+        ({"response": {"output": 5, "usage": {"output_tokens": 2**60}}}, None),
+        ({"_ng_task_index": 2**63, "_ng_rollout_index": -(2**63), "_ng_train": {"oldest": 2**64 - 1}}, None),
+        ({"reward": 2**64 - 1, "n": 2**64 - 1}, None),
+        ({"reward": True, "response": None, "reward_components": {"": {}}, 'a"b': 1}, None),
+        ({"ng": {"policy_version": [2**60, "3", None], "turns": 1.5, "task_id": 5, "timings": {"total_s": "1"}}}, None),
+    ],
+)
+def test_whatever_a_row_says_the_rows_behind_it_are_indexed(
+    tmp_path: Path, own: dict[str, Any], problem: str | None
+) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0, **own), rollout(1)])
+    with indexed(path) as index:
+        assert [row["row"] for row in rows_of(index)] == (["0", "1"] if problem is None else ["1"])
+        assert (index.error, index.extent().bad) == (None, problem is not None)
+        if problem is not None:
+            assert problem in _all(index, "SELECT problem FROM bad_lines")[0][0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_index_whose_thread_ends_says_so_and_another_viewer_goes_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    broken = Index(path, Path("no name can have a \0"))
+    broken.start()
+    wait_until(lambda: broken.error is not None)
+    assert broken.error is not None and broken.error.startswith("the index ended: ValueError")
+    with indexed(path) as index:
+        assert len(rows_of(index)) == 1
+    broken.close()
+
+
 def test_a_torn_last_line_is_not_shown_until_it_is_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "out.jsonl", [rollout(0)])
     line = orjson.dumps(rollout(1))
@@ -282,6 +330,40 @@ def test_two_viewers_of_one_file_share_its_index_and_either_goes_on_alone(tmp_pa
         assert len(rows_of(second)) == 3
 
 
+def test_a_viewer_has_caught_up_when_the_one_that_writes_the_index_has(tmp_path: Path) -> None:
+    path = write(tmp_path / "out.jsonl", [rollout(0)])
+    with indexed(path) as first, indexed(path) as second:
+        assert second.caught_up
+    with indexed(path) as first:
+        write(path, [rollout(0), rollout(1)])
+        with indexed(path) as second:
+            assert not second.caught_up  # and an export would wait
+            first.catch_up()
+            second.catch_up()
+            assert second.caught_up and len(rows_of(second)) == 2
+            with path.open("ab") as file:
+                file.write(orjson.dumps(rollout(2)))
+            second.catch_up()
+            assert second.caught_up  # with what was there when it began
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("what", ["database", "folder"])
+def test_an_index_that_is_deleted_is_made_anew(tmp_path: Path, cache: Path, what: str, asked: bool) -> None:
+    with indexed(write(tmp_path / "out.jsonl", [rollout(0), rollout(1)])) as index:
+        before = index.extent()
+        if what == "folder":
+            shutil.rmtree(cache)
+        else:
+            next(cache.glob("*.sqlite")).unlink()
+        if asked:
+            assert index.extent().version == -1
+        index.catch_up()
+        after = index.extent()
+        assert (len(rows_of(index)), index.error, index.note) == (2, None, None)
+        assert (after.version, after.epoch) != (before.version, before.epoch)
+
+
 def test_a_cache_that_cannot_be_written_makes_an_index_in_memory_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +397,11 @@ def test_an_index_that_is_broken_is_made_anew(tmp_path: Path, cache: Path) -> No
         assert index.note is None
 
 
-def test_helpers_read_a_large_file_in_its_order(tmp_path: Path) -> None:
+def test_helpers_read_a_large_file_in_its_order_and_no_module_that_lies_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "orjson.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
     rows = [rollout(task, said="x" * 40_000) for task in range(600)]
     rows[300]["ng"]["segments"] = [segment()] * 3
     lines = [orjson.dumps(row) for row in rows]

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from viewing import failure, rollout, write
 
+from ngym.errors import NotFound
 from ngym.view.index import Index
 from ngym.view.query import Sought, WrongFilter, order, parse
 from ngym.view.rows import COLUMNS, Rows
-from ngym.view.search import AT_ONCE, Search
+from ngym.view.search import AT_ONCE, MOST_TEXTS, Search
 from ngym.view.stats import Stats
 
 OPERATORS = {
@@ -28,6 +29,7 @@ OPERATORS = {
     "=": operator.eq,
     ":": operator.eq,
 }
+NUMBERED = 3 * AT_ONCE - 10
 NUMBERS = ("reward", "task", "rollout", "output_tokens", "group_mean", "advantage", "attempt", "group_size")
 ROLLOUTS = [
     rollout(
@@ -157,6 +159,10 @@ def test_a_filter_lets_through_what_it_names(rows: Rows, q: str, expected: list[
         ("token_ids", []),
         ("-calculator task:5 rollout:2", ["22"]),
         ("nothing-of-the-kind", []),
+        ('"n<b>bold"', []),  # in the JSON stands \n<b>bold
+        ('"\n<b>bold"', ["24"]),
+        ("00efve", []),  # na\u00efve
+        ("u00ef", []),
     ],
 )
 def test_a_text_is_looked_for_in_what_a_row_says_but_not_in_its_keys(rows: Rows, q: str, expected: list[str]) -> None:
@@ -222,19 +228,51 @@ def test_the_tasks_of_a_filter_are_told_from_its_rows_alone(rows: Rows) -> None:
     assert page.rows[0]["prompt"] == "What is 0 + 2?"
 
 
-def test_a_search_goes_on_where_the_last_moment_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """More rows than a search looks at in one moment."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said = [f"number {number}" + " prime" * (number % 50 == 7) for number in range(3 * AT_ONCE - 10)]
+    said = [f"number {number}" + " prime" * (number % 50 == 7) for number in range(NUMBERED)]
     write(tmp_path / "out.jsonl", [rollout(number, said=text) for number, text in enumerate(said)])
     index = Index(tmp_path / "out.jsonl", tmp_path / "none.jsonl")
     index.catch_up()
-    candidates, sought = range(len(said) - 1, -1, -1), (Sought("prime", True), Sought("number 57", False))
-    search = Search(index, moment_s=0)
-    found = [search.among(candidates, sought, 0) for _ in range(3)]
+    yield index
     index.close()
+
+
+def test_a_search_goes_on_where_the_last_moment_ended(numbered: Index) -> None:
+    candidates, sought = range(NUMBERED - 1, -1, -1), (Sought("prime", True), Sought("number 57", False))
+    search = Search(numbered, moment_s=0)
+    found = [search.among(candidates, sought, 0) for _ in range(3)]
     assert [len(each.rows) for each in found] == [2, 4, 7]
     assert found[0].scanned < found[1].scanned < found[2].scanned == 1.0
     assert found[2].rows == [357, 307, 257, 207, 157, 107, 7]
+
+
+def test_more_texts_than_are_kept_do_not_drive_each_other_out(numbered: Index) -> None:
+    search, texts = Search(numbered, moment_s=0), [str(number) for number in range(10, 19)]
+    sought = [Sought(f"number {text}", False) for text in texts]
+    for _ in range(3):
+        found = search.among(range(NUMBERED), sought, 0)
+    assert len(sought) > MOST_TEXTS and found.scanned == 1.0
+    assert found.rows == [number for number in range(NUMBERED) if str(number)[:2] not in texts]
+
+
+def test_a_search_in_a_file_that_is_gone_is_no_search_that_found_nothing(numbered: Index) -> None:
+    numbered.paths[0].unlink()
+    with pytest.raises(NotFound, match="cannot be read"):
+        Rows(numbered).page("prime", "", 0, 10)
+
+
+def test_a_rows_own_field_may_be_called_as_what_only_sorts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "out.jsonl", [rollout(0, answer=7, row="b"), rollout(1, answer=5, row="c", prompt=True)])
+    index = Index(tmp_path / "out.jsonl", tmp_path / "none.jsonl")
+    index.catch_up()
+    own = Rows(index)
+    assert (names(own, "answer>6"), names(own, "row:c"), names(own, "prompt:true")) == (["0"], ["1"], ["1"])
+    assert (names(own, "", "answer"), names(own, "", "-row"), names(own, "", "prompt")) == (["1", "0"],) * 3
+    index.close()
 
 
 def test_a_bar_of_the_histogram_counts_what_its_edges_filter(rows: Rows) -> None:

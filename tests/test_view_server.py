@@ -15,6 +15,9 @@ import pytest
 from machine import reserved_port, wait_until
 from viewing import Viewer, command, environment, failure, rollout, run, segment, viewer, write
 
+from ngym.collect.files import Paths
+from ngym.view.runs import opened
+
 TOKEN = "a-token-that-nobody-guesses"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e\u2028</textarea>"
@@ -95,10 +98,10 @@ def test_stats_are_the_numbers_of_the_rows(shown: Viewer) -> None:
     assert sum(stats["histogram"]["counts"]) == 10
     assert (stats["histogram"]["edges"][0], stats["histogram"]["edges"][-1]) == (-1.0, 1.0)
     assert {each["class"]: each["count"] for each in stats["failures"]} == {"timeout": 2, "tool_error": 1}
-    assert (stats["worst"][0], stats["best"][0]) == ("11", "0")
     assert stats["length"]["sampled"] is False
     assert len(stats["length"]["points"]) == 10
-    assert shown.get("/api/runs/r2/stats?q=status:failed")["failures"][0]["example"] == "f0"
+    failed = shown.get("/api/runs/r2/stats?q=status:failed")
+    assert (failed["failures"][0]["example"], failed["tasks"], stats["tasks"]) == ("f0", 2, 6)
     assert shown.get("/api/runs/r1/stats")["binary"] is True
 
 
@@ -215,6 +218,44 @@ def test_a_folder_shows_what_is_in_it_but_nothing_that_links_lead_out_to(tmp_pat
     with viewer(inside, cache=tmp_path / "cache") as shown:
         paths = [run["path"] for run in shown.told["runs"]]
     assert paths == [str(inside / "runs" / "all_failed.jsonl"), str(inside / "runs" / "one" / "out.jsonl")]
+
+
+@pytest.mark.parametrize("linked", ["metrics.jsonl", "recipe.yaml", "rollouts.jsonl"])
+def test_a_training_run_of_which_a_file_is_a_link_that_leads_out_is_passed_over(tmp_path: Path, linked: str) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    (inside / "run").mkdir(parents=True)
+    outside.write_bytes(b'{"step": 1}\n')
+    (inside / "run" / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
+    write(inside / "other.jsonl", [rollout(0)])
+    (inside / "run" / linked).unlink(missing_ok=True)
+    (inside / "run" / linked).symlink_to(outside)
+    found = opened([inside])
+    assert ([run.path.name for run in found.rollouts.values()], found.training) == (["other.jsonl"], {})
+
+
+def test_a_run_whose_failures_are_a_link_that_leads_out_is_passed_over(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    for name in ("out", "own"):
+        write(inside / f"{name}.jsonl", [rollout(0)])
+    write(inside / "kept_failures", [failure(0)])
+    (inside / "own_failures.jsonl").symlink_to(inside / "kept_failures")
+    (inside / "out_failures.jsonl").symlink_to(write(tmp_path / "secret.jsonl", [failure(0)]))
+    assert [run.path.name for run in opened([inside]).rollouts.values()] == ["own.jsonl"]
+
+
+def test_the_failures_of_a_run_are_where_the_collector_puts_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.b.jsonl", [rollout(0)])
+    for named in (path, write(Paths.beside(path).failures, [failure(0)])):
+        (run,) = opened([named]).rollouts.values()
+        assert list(run.index.paths.values()) == [path, Paths.beside(path).failures]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])
+def test_a_host_that_is_none_of_this_machine_s_is_told_as_one(folder: Path, tmp_path: Path, host: str) -> None:
+    found = run("--no-open", "--host", host, folder / "before.jsonl", cache=tmp_path)
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1)
+    assert "name an address of this machine with --host" in found.stderr
 
 
 def test_a_port_that_is_taken_is_told_and_the_usual_one_has_neighbours(folder: Path, tmp_path: Path) -> None:

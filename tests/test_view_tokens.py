@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from viewing import rollout, run, segment, write
 
 from ngym.errors import UsageError
+from ngym.view.runs import RolloutRun
 from ngym.view.tokens import check, shown, tokenizer_file
 
 TEXT = "Hi, 東京 😀!\n\tdone"
@@ -80,6 +81,33 @@ def test_without_a_tokenizer_the_ids_are_shown_and_the_note_says_what_to_name(tm
     bare = rollout()
     bare["ng"]["segments"] = []
     assert "no token ids" in shown(orjson.dumps(bare), None, None)["note"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        (b"-0.25", b"NaN"),
+        (b'"token_ids"', b'"ids"'),
+        (b'"mask":[[3,5]]', b'"mask":[3]'),
+        (b"[5,6,7,8,9]", b'[-5,"6",7.5,null,8]'),
+        (b'"segments":[{', b'"segments":[7,{'),
+    ],
+)
+def test_segments_that_are_none_are_said_to_be(byte_level: Path, damage: tuple[bytes, bytes]) -> None:
+    line = orjson.dumps(rollout()).replace(*damage)
+    assert line != orjson.dumps(rollout())
+    told = shown(line, None, byte_level)
+    assert told["segments"] == []
+    assert "tokens of this row cannot be shown" in told["note"] or "not as wire.md has them" in told["note"]
+
+
+def test_the_advantage_of_a_row_is_that_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write(tmp_path / "out.jsonl", [rollout(0, 0, 1.0), rollout(0, 1, 0.0), rollout(0, 2, reward="high")])
+    shown = RolloutRun("r1", "out", path, None)
+    shown.index.catch_up()
+    assert [shown.tokens(seq)["segments"][0]["advantage"] for seq in range(3)] == [0.5, -0.5, None]
+    shown.index.close()
 
 
 def test_the_tokenizer_is_the_one_that_was_named_or_lies_beside_or_the_run_s_record_names(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import wait_until
+from viewing import Json, rollout, viewer, write
 
 from ngym.errors import UsageError
 from ngym.view import training
@@ -173,40 +172,15 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
             lines(20, gain=float(rate) / 10) + line(20, **{"eval__a__greedy": 0.5, HOSTILE: 1.0})
         )
         (folder / name / "recipe.yaml").write_text(RECIPE.replace("LR", rate))
-    (folder / "slow" / "rollouts.jsonl").write_bytes(b"".join(map(rollout, range(1, 3))))
-    command = [
-        sys.executable,
-        "-c",
-        "from ngym.cli.view import main; main()",
-        str(folder),
-        "--port",
-        "0",
-        "--no-open",
-        "--json",
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    )
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"], folder
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(120)
+    write(folder / "slow" / "rollouts.jsonl", [learned(count) for count in range(1, 3)])
+    with viewer(folder, cache=folder / "cache") as served:
+        yield served.told["url"], folder
 
 
-def rollout(learned: int) -> bytes:
-    row = {
-        "_ng_task_index": learned,
-        "_ng_rollout_index": 0,
-        "_ng_train": {"task": "a/0", "oldest": learned},
-        "agent_ref": {"name": "a"},
-        "reward": 1.0,
-        "responses_create_params": {"input": [{"role": "user", "content": f"<b>task {learned}</b>"}]},
-        "response": {"output": []},
-        "ng": {"rollout_id": f"id{learned}", "task_id": f"task{learned}", "status": "ok"},
-    }
-    return json.dumps(row).encode() + b"\n"
+def learned(count: int) -> Json:
+    """A rollout of weights that had learned so many batches."""
+    prompt = {"input": [{"role": "user", "content": f"<b>task {count}</b>"}]}
+    return rollout(count, responses_create_params=prompt, _ng_train={"task": "a/0", "oldest": count})
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +243,8 @@ def test_runs_are_drawn_over_each_other_and_told_apart(dashboard: Callable[[str]
     page = dashboard("")
     assert page.locator(".training-run").count() == 2
     chart(page, "reward/mean").locator("canvas[width]").wait_for()
-    assert eventually(lambda: chart(page, "reward/mean").locator("canvas").evaluate(INK) >= 3)
-    assert eventually(lambda: hover(page, "reward/mean", 1.0) == [["fast", "0.6"], ["slow", "0.2"]])
+    wait_until(lambda: chart(page, "reward/mean").locator("canvas").evaluate(INK) >= 3)
+    wait_until(lambda: hover(page, "reward/mean", 1.0) == [["fast", "0.6"], ["slow", "0.2"]])
     assert page.locator(".training-tip > div").first.inner_text() == "step 20 · 1 min"
 
 
@@ -298,7 +272,7 @@ def test_what_is_chosen_stands_in_the_address(dashboard: Callable[[str], Any]) -
 def test_recipes_are_compared(dashboard: Callable[[str], Any]) -> None:
     page = dashboard("?tab=config")
     rows = page.locator(".training-table tbody tr")
-    assert eventually(lambda: rows.all_inner_texts() == ["optimizer.lr\t0.3\t0.1"])
+    wait_until(lambda: rows.all_inner_texts() == ["optimizer.lr\t0.3\t0.1"])
     page.get_by_text("also what is the same").click()
     assert rows.count() == 5
 
@@ -306,7 +280,7 @@ def test_recipes_are_compared(dashboard: Callable[[str], Any]) -> None:
 def test_the_last_values_of_two_runs_are_compared(dashboard: Callable[[str], Any]) -> None:
     page = dashboard("?tab=values")
     reward = page.locator(".training-table tr", has_text="reward/mean")
-    assert eventually(lambda: reward.inner_text().split("\t") == ["reward/mean", "0.6", "0.2", "\N{MINUS SIGN}0.4"])
+    wait_until(lambda: reward.inner_text().split("\t") == ["reward/mean", "0.6", "0.2", "\N{MINUS SIGN}0.4"])
 
 
 def test_rollouts_of_a_step_are_a_click_away(dashboard: Callable[[str], Any]) -> None:
@@ -331,19 +305,12 @@ def test_the_page_follows_a_run_and_its_way_back_to_a_checkpoint(
         with file.open("ab") as grown:
             grown.write(line(21, reward__mean=0.7) + line(22, reward__mean=0.75))
         page.locator(".training-run .num", has_text="22").wait_for()
-        assert eventually(lambda: hover(page, "reward/mean", 1.0)[:1] == [["fast", "0.75"]])
+        wait_until(lambda: hover(page, "reward/mean", 1.0)[:1] == [["fast", "0.75"]])
         os.truncate(file, len(lines(5, gain=0.03)))
         with file.open("ab") as grown:
             grown.write(json.dumps({"step": 6, "time/elapsed": 1.0, "reward/mean": 0.9}).encode() + b"\n")
         page.locator(".training-run .num", has_text="6").wait_for()
-        assert eventually(lambda: hover(page, "reward/mean", 5 / 19)[:1] == [["fast", "0.9"]])
+        wait_until(lambda: hover(page, "reward/mean", 5 / 19)[:1] == [["fast", "0.9"]])
         assert "resumed" in page.locator(".training-tip > div").first.inner_text()
     finally:
         file.write_bytes(before)
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations, islice
@@ -155,9 +156,12 @@ def _rows(run: RolloutRun, q: str, sort: str, count: int) -> list[str]:
 
 
 def _evenly(run: RolloutRun, q: str, count: int) -> list[str]:
+    """Rows from all over the run; so are the first few of them."""
     seqs = run.rows.all(q)
     count = min(count, len(seqs))
-    return [row_name(seqs[place * len(seqs) // count]) for place in range(count)]
+    found = [row_name(seqs[place * len(seqs) // count]) for place in range(count)]
+    random.Random(0).shuffle(found)
+    return found
 
 
 def _listed(run: RolloutRun, q: str, chosen: Sequence[str]) -> list[Json]:

@@ -8,77 +8,19 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import orjson
 
 from ngym.errors import NgymError, NotFound
-from ngym.view.helpers import scanned
+from ngym.view.extent import Extent, extent_of
 from ngym.view.places import FAILURES, PART_BITS, row_name
-from ngym.view.reading import edges, opened, read_together, size, status
-from ngym.view.scan import REPORTED, Batch
-from ngym.view.store import BROKEN, INDEX, PLAIN, TABLES, TEXTS, Store, place
+from ngym.view.reading import opened, read_together, status
+from ngym.view.store import BROKEN, Store, place
+from ngym.view.writer import Writer
 
 POLL_S = 0.5
 AFTER_ERROR_S = 5.0
 STORES_TRIED = 3  # the kept one, the same made anew, memory
-NOT_BEGUN = ("no such table", "unable to open")  # what SQLite says of an index that nobody has begun to write
-
-_INSERT_ROW = f"INSERT INTO rows VALUES (? + %d{', ?' * len(PLAIN)})"
-_INSERT_TEXT = f"INSERT INTO texts VALUES (? + %d{', ?' * len(TEXTS)})"
-_ADD_GROUP = """
-INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ? + %d) ON CONFLICT (g) DO UPDATE SET n = n + excluded.n,
-    scored = scored + excluded.scored, total = total + excluded.total
-"""
-
-
-class Part(NamedTuple):
-    """How far a file is indexed. head, tail: the bytes at its beginning and before `bytes`. bad: lines that are no rollouts."""
-
-    device: int = 0
-    inode: int = 0
-    head: bytes = b""
-    tail: bytes = b""
-    mtime: int = 0
-    bytes: int = 0
-    lines: int = 0
-    rows: int = 0
-    bad: int = 0
-
-
-class Extent(NamedTuple):
-    """How much of a run is indexed, and how much there is.
-
-    version: another one after every change; -1: nobody has begun to write it. epoch: another one when the rows are not
-    those of before and some more. read: the bytes that the files had when all of them was indexed; -1: that never was.
-    """
-
-    version: int
-    epoch: int
-    read: int
-    parts: dict[int, Part]
-    sizes: dict[int, int]
-
-    @property
-    def rows(self) -> int:
-        """Rollouts, without failed attempts."""
-        return self.parts[0].rows if 0 in self.parts else 0
-
-    @property
-    def failures(self) -> int:
-        return self.parts[FAILURES].rows if FAILURES in self.parts else 0
-
-    @property
-    def bad(self) -> int:
-        return sum(part.bad for part in self.parts.values())
-
-    @property
-    def indexed_bytes(self) -> int:
-        return sum(part.bytes for part in self.parts.values())
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes.values())
 
 
 class Index:
@@ -90,12 +32,9 @@ class Index:
     def __init__(self, output: Path, failures: Path) -> None:
         self.paths = {0: output, FAILURES: failures}
         self.error: str | None = None
-        self.reading_on = False  # more of the files, at this moment
         self.caught_up = False  # with the files, as they were a moment ago
         self._store = Store(place(output))
-        self._parts: dict[int, Part] | None = None  # as this process wrote them
-        self._looked_at: dict[int, tuple[int, int, int]] = {}  # part -> inode, size and time of its file
-        self._read: int | None = None  # as this process told it to others
+        self._writer: Writer | None = None  # while this process is the one that writes
         self._awaited: int | None = None  # bytes that another process shall have read
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"index {output.name}", daemon=True)
@@ -118,6 +57,12 @@ class Index:
         """Why the index is not kept."""
         return self._store.note
 
+    @property
+    def reading_on(self) -> bool:
+        """Whether this process reads more of the files, at this moment."""
+        writer = self._writer
+        return writer is not None and writer.reading_on
+
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that sees one state; tables may not be there yet: see `extent`."""
@@ -125,16 +70,7 @@ class Index:
             yield database
 
     def extent(self) -> Extent:
-        sizes = {part: found for part, path in self.paths.items() if (found := size(path)) is not None}
-        try:
-            with self.reading() as database:
-                version, epoch, read = database.execute("SELECT version, epoch, read FROM state").fetchone()
-                parts = {row[0]: Part(*row[1:]) for row in database.execute("SELECT * FROM parts")}
-        except sqlite3.OperationalError as error:
-            if not str(error).startswith(NOT_BEGUN):
-                raise
-            return Extent(-1, -1, -1, {}, sizes)
-        return Extent(version, epoch, read, parts, sizes)
+        return extent_of(self._store, self.paths)
 
     def line(self, seq: int) -> bytes:
         """A row as it stands in its file.
@@ -185,18 +121,17 @@ class Index:
             try:
                 if self._store.is_lost():
                     self._leave()
-                if self._store.may_write():
-                    self._read_what_is_new()
-                else:
-                    self._look_at_another()
-                return
+                caught_up = self._write() if self._store.may_write() else self._look_at_another()
+                there = any(map(status, self.paths.values()))
             except sqlite3.Error as error:
                 self._fall_back(error)
             except (OSError, NgymError) as error:
                 self.error = str(error)
                 return
-            finally:
-                self.reading_on = False
+            else:
+                self.error = None if there else f"{self.paths[0]}: there is no such file any more"
+                self.caught_up = caught_up
+                return
         self.error = "the index cannot be written, not even in memory; start ng_view again"
 
     def _follow(self) -> None:
@@ -206,18 +141,25 @@ class Index:
                 self._stopped.wait(POLL_S if self.error is None else AFTER_ERROR_S)
         except BaseException as error:
             self.error = f"the index ended: {error!r}"
+            if self._store.path is not None:
+                self._leave()  # another process may go on
             raise
 
-    def _look_at_another(self) -> None:
-        """It need not be done for ever with a file that grows: what was there at the first look is enough."""
+    def _write(self) -> bool:
+        """Whether all is indexed; False: it was stopped."""
+        if self._writer is None:
+            self._writer = Writer(self._store, self.paths, self._stopped)
+        return self._writer.catch_up()
+
+    def _look_at_another(self) -> bool:
+        """Whether it is done. It need not be for ever with a file that grows: what was there at the first look is enough."""
         extent = self.extent()
         self._awaited = min(extent.bytes, self._awaited if self._awaited is not None else extent.bytes)
-        self.caught_up = self._awaited <= extent.read <= extent.bytes
+        return self._awaited <= extent.read <= extent.bytes
 
     def _leave(self) -> None:
         """The store, which is not what this process wrote."""
-        self._parts = self._read = self._awaited = None
-        self._looked_at.clear()
+        self._writer = self._awaited = None
         self.caught_up = False
         self._store.close()
 
@@ -228,87 +170,3 @@ class Index:
             self._store.remove()
         else:
             self._store = Store(None, f"the index is not kept: {self._store.path}: {error}")
-
-    def _read_what_is_new(self) -> None:
-        if self._parts is None:
-            self._parts = self.extent().parts
-        stats = {part: found for part, path in self.paths.items() if (found := status(path)) is not None}
-        if any(part not in stats or not self._has_only_grown(part, stats[part]) for part in self._parts):
-            self._forget()
-        for part, found in stats.items():
-            looked_at = (found.st_ino, found.st_size, found.st_mtime_ns)
-            if found.st_size > self._parts.get(part, Part()).bytes and self._looked_at.get(part) != looked_at:
-                self.reading_on = True
-                self._read_on(part, found)
-            self._looked_at[part] = looked_at  # a torn line is not read again before there is more of it
-        if self._stopped.is_set():
-            return
-        self._has_read(sum(found.st_size for found in stats.values()))
-        self.caught_up = True
-        self.error = None if stats else f"{self.paths[0]}: there is no such file any more"
-
-    def _has_read(self, bytes: int) -> None:
-        """Tell the other processes that so much is there, and all of it indexed."""
-        if bytes == self._read:
-            return
-        with self._store.writing() as database:
-            database.execute(INDEX)
-            database.execute("UPDATE state SET read = ?", (bytes,))
-        self._read = bytes
-
-    def _has_only_grown(self, part: int, found: os.stat_result) -> bool:
-        known = (self._parts or {})[part]
-        if (found.st_dev, found.st_ino) != (known.device, known.inode) or found.st_size < known.bytes:
-            return False
-        if found.st_size == known.bytes:
-            return found.st_mtime_ns == known.mtime
-        with opened(self.paths[part]) as fd:
-            return edges(fd, known.bytes) == (known.head, known.tail)
-
-    def _forget(self) -> None:
-        """A file is not what it was: everything is read anew."""
-        with self._store.writing() as database:
-            for table in TABLES:
-                database.execute(f"DELETE FROM {table}")
-            database.execute("UPDATE state SET version = version + 1, epoch = epoch + 1, read = -1")
-        self._parts = {}
-        self._looked_at.clear()
-        self._read = None
-
-    def _read_on(self, part: int, found: os.stat_result) -> None:
-        known = (self._parts or {}).get(part, Part())
-        known = known._replace(device=found.st_dev, inode=found.st_ino, mtime=found.st_mtime_ns)
-        for batch in scanned(str(self.paths[part]), known.bytes, found.st_size):
-            if self._stopped.is_set():
-                return
-            known = self._kept(part, known, batch)
-
-    def _kept(self, part: int, known: Part, batch: Batch) -> Part:
-        """The index with one batch more."""
-        if not batch.lines:
-            return known
-        end = max(known.bytes, batch.end)
-        with opened(self.paths[part]) as fd:
-            head, tail = edges(fd, end)
-        now = known._replace(
-            head=head,
-            tail=tail,
-            bytes=end,
-            lines=known.lines + batch.lines,
-            rows=known.rows + len(batch.rows),
-            bad=known.bad + batch.bad_lines,
-        )
-        base = (part << PART_BITS) + known.lines
-        with self._store.writing() as database:
-            database.executemany(_INSERT_ROW % base, batch.rows)
-            database.executemany(_INSERT_TEXT % base, batch.texts)
-            database.executemany(_ADD_GROUP % base, batch.groups)
-            database.executemany("INSERT OR IGNORE INTO fields VALUES (?)", ((name,) for name in batch.fields))
-            if known.bad < REPORTED:
-                bad = ((part, known.lines + line, problem) for line, problem in batch.bad)
-                database.executemany("INSERT INTO bad_lines VALUES (?, ?, ?)", bad)
-            database.execute(f"INSERT OR REPLACE INTO parts VALUES ({', '.join('?' * (1 + len(now)))})", (part, *now))
-            database.execute("UPDATE state SET version = version + 1")
-        assert self._parts is not None
-        self._parts[part] = now
-        return now

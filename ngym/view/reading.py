@@ -41,6 +41,11 @@ def status(path: Path) -> os.stat_result | None:
     return found if stat.S_ISREG(found.st_mode) else None
 
 
+def said(path: Path | str) -> str:
+    """A name may have bytes that are no text."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
 def size(path: Path) -> int | None:
     try:
         found = status(path)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.schema import Json
-from ngym.view.index import Extent, Index
+from ngym.view.extent import Extent
+from ngym.view.index import Index
 from ngym.view.places import row_name
 from ngym.view.query import FROM, MEAN, Query, WrongFilter, order, parse
 from ngym.view.search import Search

@@ -12,7 +12,9 @@ import orjson
 
 from ngym.errors import NotFound, UsageError
 from ngym.schema import Json
-from ngym.view.index import Extent, Index
+from ngym.view.extent import Extent
+from ngym.view.index import Index
+from ngym.view.reading import said
 from ngym.view.rows import Rows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file
@@ -60,7 +62,7 @@ class RolloutRun:
         return {
             "id": self.id,
             "name": self.name,
-            "path": _said(self.path),
+            "path": said(self.path),
             "kind": "rollouts",
             "rows": extent.rows,
             "failures": extent.failures,
@@ -81,7 +83,7 @@ class RolloutRun:
             agents = database.execute("SELECT DISTINCT agent FROM groups WHERE agent IS NOT NULL ORDER BY agent")
             return {
                 "bad_lines": extent.bad,
-                "bad": [f"{_said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
+                "bad": [f"{said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
                 "run_id": run_id[0] if run_id else None,
                 "environments": [agent for (agent,) in agents],
                 "has_tokens": database.execute("SELECT 1 FROM rows WHERE tokens LIMIT 1").fetchone() is not None,
@@ -132,7 +134,7 @@ def _told(run: TrainingRun) -> Json:
     try:
         return summary(run)
     except UsageError as error:  # its files are gone; the others are still there
-        gone = {"id": run.id, "name": run.name, "path": _said(run.folder), "kind": "training", "steps": 0, "last": {}}
+        gone = {"id": run.id, "name": run.name, "path": said(run.folder), "kind": "training", "steps": 0, "last": {}}
         return {**gone, "growing": False, "error": str(error)}
 
 
@@ -211,11 +213,6 @@ def _output(file: Path) -> Path:
     return file.with_name(stem + SUFFIX) if file.suffix == SUFFIX and stem and stem != file.stem else file
 
 
-def _said(path: Path | str) -> str:
-    """A name may have bytes that are no text."""
-    return os.fsencode(path).decode("utf-8", "replace")
-
-
 def _failures(output: Path) -> Path:
     """As ngym.collect.files.Paths has it, whose import takes longer than all of this."""
     return output.with_name(f"{output.stem}{FAILED}{SUFFIX}")
@@ -254,7 +251,7 @@ def _names(paths: Iterable[Path]) -> dict[Path, str]:
         length = 1
         while length < len(parts) and any(other.parts[-length:] == parts[-length:] for other in others):
             length += 1
-        names[path] = _said("/".join(parts[-length:]) if length < len(parts) else own)
+        names[path] = said("/".join(parts[-length:]) if length < len(parts) else own)
     return names
 
 

@@ -13,12 +13,11 @@ from typing import Any
 from ngym.metrics import Interval, Rewards
 from ngym.schema import Json
 from ngym.view.places import row_name
-from ngym.view.query import FROM, MEAN
+from ngym.view.query import FROM
 from ngym.view.rows import Rows, Selection
 
 BINS, DIGITS = 20, 12
 MOST_POINTS = 2000
-EXTREMES = 10
 KEPT = 8
 
 
@@ -63,7 +62,7 @@ class Stats:
             return self._kept[key]
         selection = self._rows.selection(q, extent)
         if extent.version < 0:
-            return _told([], {}, {})
+            return _told([], {})
         with self._rows.index.reading() as database:
             found = _computed(database, selection)
         if selection.scanned < 1:
@@ -76,28 +75,17 @@ class Stats:
 
 def _computed(database: sqlite3.Connection, selection: Selection) -> Json:
     columns = "r.seq, r.g, r.agent, r.reward, r.failure, r.stop_reason, r.output_tokens, r.seconds"
-    source = f"FROM {FROM} WHERE {selection.where}"
-    rows = database.execute(f"SELECT {columns} {source} ORDER BY r.seq", selection.parameters).fetchall()
-    extremes = {
-        name: [
-            row_name(seq)
-            for (seq,) in database.execute(
-                f"SELECT r.seq {source} AND r.reward IS NOT NULL "
-                f"ORDER BY r.reward {way}, r.reward - ({MEAN}) {way}, r.seq LIMIT {EXTREMES}",
-                selection.parameters,
-            )
-        ]
-        for name, way in (("worst", "ASC"), ("best", "DESC"))
-    }
+    sql = f"SELECT {columns} FROM {FROM} WHERE {selection.where} ORDER BY r.seq"
+    rows = database.execute(sql, selection.parameters).fetchall()
     parts = database.execute(
         f"SELECT part.key, avg(part.value) FROM {FROM}, json_each(x.components) part WHERE {selection.where} "
         "GROUP BY part.key ORDER BY part.key",
         selection.parameters,
     )
-    return _told(rows, extremes, dict(parts.fetchall()))
+    return _told(rows, dict(parts.fetchall()))
 
 
-def _told(rows: Sequence[Sequence[Any]], extremes: dict[str, list[str]], parts: dict[str, float]) -> Json:
+def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
     whole = Rewards()
     environments: dict[str | None, Environment] = {}
     failures: dict[str, Json] = {}
@@ -140,8 +128,6 @@ def _told(rows: Sequence[Sequence[Any]], extremes: dict[str, list[str]], parts: 
         "length": _length(points),
         "components": [{"name": name, "mean": mean} for name, mean in parts.items()],
         "stop_reasons": dict(stops.most_common()),
-        "worst": extremes.get("worst", []),
-        "best": extremes.get("best", []),
     }
 
 

@@ -21,6 +21,7 @@ from ngym.errors import UsageError
 from ngym.plot.history import ELAPSED, METRICS, STEP, metrics_file
 from ngym.plot.runs import RECIPE, read_recipe
 from ngym.schema import Json
+from ngym.view.reading import said
 
 ROLLOUTS, POLICY = "rollouts.jsonl", "policy"
 READ = (METRICS, RECIPE, ROLLOUTS)  # of a run's folder
@@ -84,7 +85,7 @@ def summary(run: TrainingRun) -> Json:
     return {
         "id": run.id,
         "name": run.name,
-        "path": str(run.folder),
+        "path": said(run.folder),
         "kind": "training",
         "steps": steps,
         "last": last,
