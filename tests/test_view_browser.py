@@ -19,7 +19,11 @@ playwright.expect.set_options(timeout=20_000)  # on an overloaded machine
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LONG_MS = 60_000
-EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[31m \u202egnp.exe"
+HIDDEN = "\x1b\x85\xad\u034f\u061c\u200b\u200e\u2028\u202e\u2066\u3164\ufeff\ufffb\U000e0041"
+EVIL = (
+    f"<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">{HIDDEN}[31m \u202egnp.exe"
+)
+JOINED = "\u2764\ufe0f \U0001f468\u200d\U0001f469\u200d\U0001f467 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
 FRAME_CPU_S = 0.05  # a frame is 0.016 s; it takes about 0.009 s here
 ROWS = 100_000
 
@@ -46,14 +50,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(folder: Path) -> Iterator[Viewer]:
-    """yesterday (r1, with a failure), today (r2), hostile (r3), growing (r4)."""
+    """yesterday (r1, with a failure), today (r2), hostile (r3, with an odd row), growing (r4)."""
     yesterday = [attempt(task, index, 1.0 if (task + index) % 3 else 0.25) for task in range(12) for index in range(4)]
     yesterday[9] = attempt(2, 1, 0.0, "I think it is 5.", extracted_answer="5")
     today = [attempt(task, index, 0.0 if task == 7 else 0.5) for task in range(12) for index in range(4)]
     files = [
         write(folder / "yesterday.jsonl", yesterday),
         write(folder / "today.jsonl", today),
-        write(folder / "hostile.jsonl", [hostile(), attempt(1, 0, 1.0, "word " * 200_000)]),
+        write(folder / "hostile.jsonl", [hostile(), attempt(1, 0, 1.0, "word " * 200_000), odd()]),
         write(folder / "growing.jsonl", [attempt(0, index, 1.0) for index in range(3)]),
     ]
     write(folder / "yesterday_failures.jsonl", [failure(3, 2)])
@@ -88,12 +92,19 @@ def attempt(task: int, index: int, reward: float, said: str | None = None, **own
     result = {"type": "function_call_output", "call_id": "c1", "output": answer}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I had better add them."}]}
     row["response"]["output"][:0] = [thought, call, result]
+    calls = [("seed", 0.0, 0.1), ("model", 0.1, 0.6), ("tool:add", 0.7, 0.1), ("model", 0.8, 0.6), ("verify", 1.4, 0.1)]
+    row["ng"]["spans"] = calls
     return row
 
 
 def hostile() -> Json:
-    """Markup, control characters and an image from elsewhere, wherever a text may stand."""
-    row = attempt(0, 0, 0.5, EVIL, extracted_answer=EVIL, level=EVIL)
+    """Markup, hidden characters and an image from elsewhere, wherever a text may stand."""
+    row = attempt(0, 0, 0.5, EVIL, extracted_answer=EVIL, level=EVIL, **{EVIL: {EVIL: EVIL}})
+    row["agent_ref"]["name"] = row["response"]["model"] = EVIL
+    row["ng"] |= {"stop_reason": EVIL, "reward_components": {EVIL: 0.5}, "timings": {f"{EVIL}_s": 1.0, "total_s": 1.0}}
+    row["ng"] |= {"run_id": EVIL, "task_id": EVIL, "rollout_id": EVIL, "started_at": EVIL}
+    row["responses_create_params"] |= {"instructions": EVIL, "tools": [{"type": "function", "name": EVIL}]}
+    row["response"]["output"][0]["summary"][0]["text"] = EVIL
     image = {"type": "input_image", "image_url": "https://elsewhere.example/x.png"}
     row["responses_create_params"]["input"] = [
         {"role": "user", "content": [{"type": "input_text", "text": EVIL}, image]}
@@ -101,6 +112,21 @@ def hostile() -> Json:
     row["response"]["output"][1] |= {"name": EVIL, "arguments": orjson.dumps({EVIL: EVIL}).decode()}
     row["response"]["output"][2]["output"] = EVIL
     row["response"]["output"].append({"type": EVIL, "value": EVIL})
+    return row
+
+
+def odd() -> Json:
+    """Items of the wrong types, and one that is as it should be."""
+    row = attempt(2, 0, 1.0, "Still here.", extracted_answer="5")
+    row["expected_answer"] = {"toString": 1}
+    row["ng"] |= {"timings": {"model_s": "soon"}, "stop_reason": ["constructor"], "spans": [7]}
+    row["responses_create_params"]["input"] = [7, None, "bare words", {"role": ["user"], "content": "an odd role"}]
+    row["response"]["output"][:0] = [
+        {"type": {"toString": 1}, "note": "an odd type"},
+        {"role": "assistant", "content": {"note": "an odd content"}},
+        {"type": "reasoning", "summary": "Hm."},
+        {"type": "function_call", "name": {"toString": 1}, "arguments": 7, "note": "an odd call"},
+    ]
     return row
 
 
@@ -141,6 +167,9 @@ def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Pa
     playwright.expect(verdict.locator(".big")).to_have_text("0")
     playwright.expect(verdict.locator(".is-wrong")).to_have_text("5")
     playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("I think it is 5.")
+    calls = verdict.get_by_label("Timings").locator(".fall-line")
+    playwright.expect(calls).to_have_text(["seed100 ms", "model1.2 s", "add100 ms", "verify100 ms", "together1.5 s"])
+    playwright.expect(calls.nth(1).locator(".fall-bar")).to_have_count(2)
     page.go_back()
     page.get_by_role("button", name="Failed").click()
     playwright.expect(first_row(page)).to_contain_text("timeout")
@@ -181,10 +210,52 @@ def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, shown: Viewer
         unfold(page)
         assert "owned" not in page.title()
         assert page.locator("main script, main img").count() == 0
-        assert "\u202e" not in page.locator("main").inner_text()
-        assert "\x1b" not in page.locator("main").inner_text()
+        assert not set(HIDDEN) & set(page.content())
+        assert not set(HIDDEN) & set(page.title())
     go(page, shown, "#/r/r3/row/0")
-    playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("⟨ESC⟩[31m ⟨U+202E⟩gnp.exe")
+    playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("⟨U+E0041⟩[31m ⟨U+202E⟩gnp.exe")
+    said = page.evaluate("text => import('/static/safetext.js').then(({ safeLine }) => safeLine(text))", JOINED)
+    assert said == JOINED  # what joins what is seen is no hidden character
+
+
+def test_an_odd_item_is_shown_as_it_stands_and_hides_no_other(page: Page, shown: Viewer) -> None:
+    for route, part in (("#/r/r3/group/2", ".group-column"), ("#/r/r3/row/2", ".rollout-main")):
+        go(page, shown, route)
+        playwright.expect(page.locator(part)).to_contain_text("Still here.")
+        unfold(page)
+        for note in ("an odd type", "an odd content", "Hm.", "an odd call"):
+            playwright.expect(page.locator(part)).to_contain_text(note)
+    playwright.expect(page.locator(part)).to_contain_text(re.compile("bare words.*an odd role", re.DOTALL))
+    playwright.expect(page.locator(".rollout-side")).to_contain_text("toString")
+
+
+def test_a_server_that_is_away_is_told_and_what_it_owed_comes_when_it_is_back(browser: Any, shown: Viewer) -> None:
+    with browser.new_context() as context:  # the browser itself tells the console of what fails
+        page = context.new_page()
+        go(page, shown, "#/r/r1")
+        playwright.expect(first_row(page)).to_be_visible()
+        page.route("**/api/**", lambda route: route.abort())
+        first_row(page).click()
+        playwright.expect(page.locator(".problem")).to_contain_text("ng_view does not answer")
+        playwright.expect(page.locator("header")).to_contain_text("No answer")
+        page.unroute("**/api/**")
+        playwright.expect(page.locator("header")).to_contain_text("It answers again")
+        playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 2.")
+
+
+def test_a_figure_narrows_the_filter_and_the_spread_is_sorted_from_the_largest(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1/tasks?q=-task%3A2&sort=task")
+    page.get_by_role("button", name="reward 0.25 to 0.3: 15").click()
+    box = page.get_by_label("Filter", exact=True)
+    playwright.expect(box).to_have_value("-task:2 reward>=0.25 reward<0.3")
+    playwright.expect(page.locator(".status-line")).to_have_text("15 of 49 rollouts")
+    go(page, shown, "#/r/r1/tasks?sort=task")
+    page.get_by_role("button", name="spread").click()
+    playwright.expect(page.get_by_role("columnheader", name="spread")).to_have_attribute("aria-sort", "descending")
+    go(page, shown, "#/r/r3")
+    page.get_by_text("Environments").wait_for()
+    page.locator(".as-link").filter(has_text="onerror").click()
+    playwright.expect(page.locator(".status-line")).to_have_text("1 of 3 rollouts")
 
 
 def test_a_megabyte_of_text_is_folded_until_one_asks(page: Page, shown: Viewer) -> None:
@@ -263,14 +334,20 @@ def test_tokens_show_which_were_sampled_and_how_sure_the_policy_was(page: Page, 
 
 
 def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(page: Page, shown: Viewer, folder: Path) -> None:
+    filtered = page.context.new_page()
+    go(filtered, shown, "#/r/r4?q=task%3A9")
+    playwright.expect(filtered.locator(".table")).to_contain_text("No row fits this filter.")
     go(page, shown, "#/r/r4")
     playwright.expect(page.locator(".status-line")).to_contain_text("3 rollouts")
+    page.get_by_role("button", name="Columns").click()
     more = [orjson.dumps(attempt(9, index, 0.0, "I came later.")) for index in range(3)]
     with (folder / "growing.jsonl").open("ab") as file:
         file.write(more[0] + b"\n" + more[1] + b"\n" + more[2][:100])
     playwright.expect(page.locator(".status-line")).to_contain_text("5 rollouts")
     playwright.expect(page.locator("#row-4")).to_contain_text("What is 9 + 2?")
     playwright.expect(page.locator(".headline")).to_contain_text("0.6")
+    playwright.expect(page.get_by_label("Columns")).to_be_visible()
+    playwright.expect(first_row(filtered)).to_contain_text("What is 9 + 2?")
 
 
 def test_dark_and_light_are_chosen_and_kept(page: Page, shown: Viewer) -> None:
@@ -298,6 +375,10 @@ def test_a_report_shows_the_same_from_a_file_and_says_what_it_lacks(page: Page, 
     playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 2.")
     page.goto(report.as_uri() + "#/r/r1?q=reward%3A0.5")
     playwright.expect(page.locator(".status-line")).to_have_text(re.compile("^1 of 5"))
+    page.goto(report.as_uri() + "#/r/r1?q=onerror")
+    playwright.expect(page.locator(".status-line")).to_contain_text("in the lines of this report only")
+    page.goto(report.as_uri() + "#/r/r1?q=run_id%3Arun-1")
+    playwright.expect(page.locator(".filter-problem")).to_contain_text("No field 'run_id'")
     assert "owned" not in page.title()
 
 

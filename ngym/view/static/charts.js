@@ -79,7 +79,7 @@ export function scatter(points, onPick, height = 130) {
   );
 }
 
-/** entries: [{name, count, colour}]; onPick(entry) or null. A line each: name, bar, figure. */
+/** entries: [{name, count, colour?, said?: the figure in words}]; onPick(entry) or null. A line each: name, bar, figure. */
 export function bars(entries, onPick) {
   const most = Math.max(1e-9, ...entries.map((entry) => Math.abs(entry.count)));
   return el(

@@ -29,7 +29,7 @@ export function comparePage(context, route) {
     onState: ({ answer, error }) =>
       clear(summary).append(
         error
-          ? el("p", { class: "problem", role: "alert" }, error.message)
+          ? el("p", { class: "problem", role: "alert" }, safeLine(error.message))
           : answer
             ? summaryOf(answer, left, right, sort === "-abs_delta")
             : "",
@@ -64,6 +64,7 @@ export function comparePage(context, route) {
       table.setSource(source(), sort);
       return true;
     },
+    again: () => table.again(),
     close() {
       stop();
       table.close();

@@ -2,7 +2,7 @@
 import { el, folded, svgEl } from "./dom.js";
 import { plural } from "./format.js";
 import { parsedJson, turnsOf } from "./items.js";
-import { jsonText, longText, safeLine, safeText } from "./safetext.js";
+import { drawnOrRaw, jsonText, longText, safeLine, safeText } from "./safetext.js";
 
 const FOLDED_SYSTEM = 400; // characters; a longer system text is folded
 
@@ -25,8 +25,12 @@ export function conversation(row) {
   );
 }
 
-/** One turn. textOfParts, where given, draws a message's text (a diff does). */
+/** One turn. drawText, where given, draws a message's text (a diff does). */
 export function turnElement(turn, drawText = longText) {
+  return drawnOrRaw(() => drawnTurn(turn, drawText), turn);
+}
+
+function drawnTurn(turn, drawText) {
   if (turn.kind === "message") return line(turn.role === "developer" ? "system" : turn.role, messageBody(turn, drawText), turn.given);
   if (turn.kind === "reasoning") return line("reasoning", reasoningBody(turn), turn.given);
   if (turn.kind === "call") return line("call", callBody(turn), turn.given);

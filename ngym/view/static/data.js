@@ -12,6 +12,11 @@ class ApiError extends Error {
   }
 }
 
+/** Whether the server said nothing at all: what was asked for may come yet. */
+export function isSilence(error) {
+  return error?.status === 0;
+}
+
 /** What is packed into this file, or null where a server answers. */
 function packed() {
   const element = document.getElementById("ngym-data");
@@ -62,15 +67,15 @@ async function getText(path, query, signal) {
   const said = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const url = said.length ? `${path}?${new URLSearchParams(said)}` : path;
   const token = sessionStorage.getItem(TOKEN_KEY);
-  const reply = await fetch(url, { signal, headers: token ? { authorization: `Bearer ${token}` } : {} }).catch(unreachable);
-  const text = await reply.text();
-  if (!reply.ok) throw refusal(reply, text);
-  return text;
-}
-
-function unreachable(error) {
-  if (error.name === "AbortError") throw error;
-  throw new ApiError(0, "No answer", "ng_view does not answer; is it still running? Start it again, then reload this page.");
+  try {
+    const reply = await fetch(url, { signal, headers: token ? { authorization: `Bearer ${token}` } : {} });
+    const text = await reply.text();
+    if (!reply.ok) throw refusal(reply, text);
+    return text;
+  } catch (error) {
+    if (error instanceof ApiError || error.name === "AbortError") throw error;
+    throw new ApiError(0, "No answer", "ng_view does not answer; is it still running? Start it again, and this page goes on.");
+  }
 }
 
 function refusal(reply, text) {

@@ -1,4 +1,5 @@
 // Which figures stand beside the table? Those of the filtered rows, asked for anew when there is enough that is new.
+import { isSilence } from "./data.js";
 import { clear, el, folded } from "./dom.js";
 import { formatCount, formatNumber, plural } from "./format.js";
 import { packedShare } from "./packed.js";
@@ -15,6 +16,7 @@ export class Figures {
   #control = null;
   #timer = 0;
   #underway = false;
+  #error = null;
   #rows = 0; // of the run, when the figures were asked for
   #column = el("aside", { class: "figures", "aria-label": "Figures of the run" });
   #summary = el("summary", null, "Figures");
@@ -39,6 +41,11 @@ export class Figures {
     this.#fetch();
   }
 
+  /** The server answers again: ask for what it did not give. */
+  again() {
+    if (isSilence(this.#error)) this.#fetch();
+  }
+
   close() {
     clearTimeout(this.#timer);
     this.#control?.abort();
@@ -49,6 +56,7 @@ export class Figures {
     const control = new AbortController();
     this.#control = control;
     this.#underway = true;
+    this.#error = null;
     const asked = this.run;
     try {
       this.#draw(await this.api.stats(asked.id, this.q, control.signal));
@@ -57,7 +65,8 @@ export class Figures {
     } catch (error) {
       if (error.name === "AbortError") return;
       this.#underway = false;
-      clear(this.#column).append(el("p", { class: "note" }, error.status === 400 ? "" : error.message)); // the filter box tells of a 400
+      this.#error = error;
+      clear(this.#column).append(el("p", { class: "note" }, error.status === 400 ? "" : safeLine(error.message))); // the filter box tells of a 400
     }
   }
 

@@ -35,10 +35,11 @@ const VALUES = {
   stop: ["answer", "max_steps", "context", "length", "user_done"],
 };
 const UNFINISHED = /[:<>=]$/; // a term that waits for its value
+const NAME = /^[^\s":<>=!]+$/; // a field with another one cannot be asked for
 const PAUSE_MS = 350;
 const MOST = 12;
 
-/** onFilter(q) after a pause in the typing, or at Enter. -> {element, focus(), show(q), problem(text)} */
+/** run() -> the run; onFilter(q) after a pause in the typing, or at Enter. -> {element, focus(), show(q), problem(text), close()} */
 export function filterBox(run, onFilter) {
   const input = el("input", {
     type: "search",
@@ -142,12 +143,18 @@ export function filterBox(run, onFilter) {
   return {
     element: el("div", { class: "filter" }, el("div", { class: "filter-line" }, input, help), list, problem),
     focus: () => input.focus(),
-    problem: (text) => (problem.textContent = text ?? ""),
+    problem: (text) => (problem.textContent = text),
+    close: () => clearTimeout(timer),
     show(q) {
       applied = q;
       if (document.activeElement !== input || input.value.trim() !== q) input.value = q;
     },
   };
+}
+
+/** A value as the filter's language has it: in quotes where it is more than one word. */
+export function filterValue(name) {
+  return name === null || (/^[\w.-]+$/.test(name) && name !== "null") ? String(name) : `"${name.replace(/[\\"]/g, "\\$&")}"`;
 }
 
 /** Names that begin like the word, or values once the name is there. */
@@ -156,11 +163,11 @@ function suggestionsFor(word, run) {
   const sign = word.slice(0, word.length - bare.length);
   const [name, value] = bare.split(":");
   if (value !== undefined) {
-    const known = name === "agent" ? (run?.environments ?? []) : (VALUES[name] ?? []);
-    return known.filter((one) => one.startsWith(value) && one !== value).map((one) => `${sign}${name}:${one}`);
+    const known = name === "agent" ? (run.environments ?? []) : Object.hasOwn(VALUES, name) ? VALUES[name] : [];
+    return known.filter((one) => one.startsWith(value) && one !== value).map((one) => `${sign}${name}:${filterValue(one)}`);
   }
   if (/[<>=]/.test(bare)) return [];
-  const names = [...Object.keys(VALUES), "agent", ...(run?.fields ?? [])].map((one) => `${one}:`);
+  const names = [...Object.keys(VALUES), "agent", ...(run.fields ?? []).filter((name) => NAME.test(name))].map((one) => `${one}:`);
   const all = [...NUMBERS.slice(0, 1).map((one) => `${one}<`), ...names, ...NUMBERS.slice(1).map((one) => `${one}>`)];
   return bare === ""
     ? []

@@ -25,6 +25,7 @@ export function formatCount(n) {
 export function formatSeconds(s) {
   if (!isNumber(s)) return DASH;
   if (s === 0) return "0 s";
+  if (s < 0) return `−${formatSeconds(-s)}`; // clocks are set back
   const [micro, milli, whole] = [Math.round(s * 1e6), Math.round(s * 1000), Math.round(s)]; // rounded first: 0.9997 is 1 s
   if (micro < 1000) return `${micro} µs`;
   if (milli < 1000) return `${milli} ms`;

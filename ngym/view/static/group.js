@@ -1,12 +1,13 @@
 // How do the rollouts of a task differ? Two to four of them side by side; words that the first has not are marked.
 import { rewardMark, statusBadge } from "./columns.js";
 import { turnElement } from "./conversation.js";
+import { isSilence } from "./data.js";
 import { wordDiff } from "./diff.js";
 import { clear, el, link } from "./dom.js";
 import { formatSeconds, isNumber, plural } from "./format.js";
-import { finalText, textOf, turnsOf } from "./items.js";
+import { failureMessage, finalText, textOf, turnsOf } from "./items.js";
 import { goInPlace, hrefOf } from "./router.js";
-import { longText, safeLine, safeText } from "./safetext.js";
+import { drawnOrRaw, longText, safeLine, safeText } from "./safetext.js";
 
 const MOST_COLUMNS = 4;
 const COLUMN_PX = 330;
@@ -47,6 +48,7 @@ function sideBySide(context, route, groups) {
   const known = new Map();
   let params = route.params;
   let all = [];
+  let isOwed = false; // the server did not answer
 
   const draw = async () => {
     const asked = params;
@@ -56,26 +58,34 @@ function sideBySide(context, route, groups) {
         .filter(({ key }) => !known.has(key))
         .map(async ({ key, run, row }) => known.set(key, await rolloutOrProblem(context, run, row.row, control.signal))),
     );
+    isOwed = [...known.values()].some(({ error }) => isSilence(error));
     if (control.signal.aborted || asked !== params) return; // another choice is drawn
     const select = (keys) => goInPlace(hrefOf(route.path, { cols: keys.join(",") }));
     clear(element).append(promptOf(known), picker(context, groups, all, shown, select), columnsOf(context, shown, known));
   };
-  const refuse = (error) =>
-    error.name !== "AbortError" && clear(element).append(el("p", { class: "problem", role: "alert" }, error.message));
-  Promise.all(
-    groups.map(async ({ run, task }) =>
+  const load = async () => {
+    const found = groups.map(async ({ run, task }) =>
       (await context.api.group(run, task, control.signal)).rows.map((row) => ({ run, row, key: `${run}:${row.row}` })),
-    ),
-  )
-    .then((found) => {
-      all = found.flat();
-      return draw();
-    })
-    .catch(refuse);
+    );
+    all = (await Promise.all(found)).flat();
+    await draw();
+  };
+  const refuse = (error) => {
+    if (error.name === "AbortError") return;
+    isOwed = isSilence(error);
+    clear(element).append(el("p", { class: "problem", role: "alert" }, safeLine(error.message)));
+  };
+  load().catch(refuse);
   return {
     element,
     keys: [["Escape Backspace", "back", () => history.back()]],
     close: () => control.abort(),
+    again() {
+      if (!isOwed) return;
+      isOwed = false;
+      for (const [key, { error }] of known) if (error) known.delete(key);
+      load().catch(refuse);
+    },
     update(next) {
       if (hrefOf(next.path) !== hrefOf(route.path)) return false;
       params = next.params;
@@ -157,12 +167,14 @@ function promptOf(known) {
 function columnsOf(context, shown, known) {
   const first = known.get(shown[0]?.key);
   const columns = shown.map((one, i) => {
-    const { rollout, problem } = known.get(one.key);
+    const { rollout, error } = known.get(one.key);
     return el(
       "section",
       { class: "group-column", "aria-label": `rollout ${one.key}` },
       columnHead(context, one, new Set(shown.map(({ run }) => run)).size > 1),
-      problem ? el("p", { class: "problem" }, problem) : columnBody(rollout, i === 0 ? null : first?.rollout),
+      error
+        ? el("p", { class: "problem" }, safeLine(error.message))
+        : drawnOrRaw(() => columnBody(rollout, i === 0 ? null : first?.rollout), rollout),
     );
   });
   return el("div", { class: "group-columns", vars: { "--count": String(columns.length) } }, columns);
@@ -190,8 +202,8 @@ function columnBody(rollout, first) {
     return el(
       "div",
       { class: "failure" },
-      el("b", null, safeText(String(rollout.failure.class))),
-      longText(String(rollout.failure.message ?? ""), "code"),
+      el("b", null, safeText(String(rollout.failure.class ?? "unknown"))),
+      longText(failureMessage(rollout.failure), "code"),
     );
   const others = first && !first.failure ? turnsOf(first).filter((turn) => !turn.given) : null;
   const turns = turnsOf(rollout).filter((turn) => !turn.given);
@@ -226,9 +238,9 @@ function diffText(before, after) {
 
 async function rolloutOrProblem(context, run, row, signal) {
   try {
-    return { rollout: JSON.parse(await context.api.rowText(run, row, signal)), problem: null };
+    return { rollout: JSON.parse(await context.api.rowText(run, row, signal)), error: null };
   } catch (error) {
-    return { rollout: null, problem: error.message };
+    return { rollout: null, error };
   }
 }
 

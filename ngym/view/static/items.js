@@ -15,7 +15,7 @@ export function turnsOf(row) {
   const instructions = params.instructions ? [{ role: "system", content: params.instructions }] : [];
   const given = [...instructions, ...input].map((item) => ({ item, given: true }));
   const said = listOf(row.response?.output).map((item) => ({ item, given: false }));
-  return paired([...given, ...said].flatMap(({ item, given }) => turnsOfItem(item).map((turn) => ({ ...turn, given }))));
+  return paired([...given, ...said].flatMap(({ item, given }) => turnsOrItem(item).map((turn) => ({ ...turn, given }))));
 }
 
 /** The assistant's last text; "" where it said none. */
@@ -35,6 +35,11 @@ export function textOf(turn) {
   return JSON.stringify(turn.value);
 }
 
+/** Why an attempt failed; of an odd failure all that it says. */
+export function failureMessage(failure) {
+  return asText(failure.message ?? failure);
+}
+
 /** The task's and the verifier's own fields: everything in the row that is not ngym's. [[name, value]] */
 export function extraFields(row) {
   return Object.entries(row).filter(([name]) => !OWN_FIELDS.has(name) && !name.startsWith("_ng_"));
@@ -47,6 +52,15 @@ export function parsedJson(text) {
     return JSON.parse(text);
   } catch {
     return undefined;
+  }
+}
+
+/** An odd item hides no other: it is one turn, as it stands. */
+function turnsOrItem(item) {
+  try {
+    return turnsOfItem(item);
+  } catch {
+    return [{ kind: "other", name: "unreadable", value: item }];
   }
 }
 
@@ -106,12 +120,13 @@ function imageUrl(part) {
 }
 
 function reasoningText(item) {
-  const parts = [...listOf(item.summary), ...listOf(item.content)].map((part) => part?.text ?? "").filter(Boolean);
+  const parts = [...listOf(item.summary), ...listOf(item.content)].map((part) => asText(part?.text ?? part)).filter(Boolean);
   return parts.join("\n\n") || (item.encrypted_content ? "(encrypted by the provider)" : "");
 }
 
-function asText(value) {
-  return typeof value === "string" ? value : value === undefined ? "" : JSON.stringify(value);
+/** Any value as a text; what is missing is an empty one. */
+export function asText(value) {
+  return typeof value === "string" ? value : value === undefined || value === null ? "" : JSON.stringify(value);
 }
 
 function listOf(value) {

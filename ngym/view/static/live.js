@@ -2,6 +2,7 @@
 
 const EVERY_MS = 2000;
 const SELDOM_MS = 5000; // a finished file may be written to again
+const SILENT_MS = 15_000; // a server that says nothing for so long is told to be away
 const TORN_BYTES = 1_000_000; // a last line that is still being written is not read yet
 
 /** {state: {runs, title, error}, refresh(), onChange(f(state)) -> stop()}. `runs` is null until the first answer. */
@@ -13,7 +14,7 @@ export function followRuns(api) {
   const refresh = async () => {
     clearTimeout(timer);
     try {
-      Object.assign(state, await api.runs());
+      Object.assign(state, await api.runs(AbortSignal.timeout(SILENT_MS)));
       state.error = null;
     } catch (error) {
       state.error = error;

@@ -19,6 +19,11 @@ export function localFilter(q, fields = []) {
   return (row) => terms.every((term) => term(row));
 }
 
+/** Whether some term is a text: it is looked for in the rows' lines alone. */
+export function looksForText(q) {
+  return termsOf(q ?? "").some((term) => !isNamed(term.replace(/^-/, "")));
+}
+
 /** A copy, sorted by "-reward,tokens"; rows that lack the value come last. */
 export function localSort(rows, sort) {
   const keys = (sort || "")
@@ -46,9 +51,13 @@ function termsOf(q) {
 
 function termTest(term, fields) {
   const bare = term.replace(/^-/, "");
-  const found = bare.startsWith('"') ? null : NAMED.exec(bare);
+  const found = isNamed(bare) ? NAMED.exec(bare) : null;
   const test = found ? namedTest(term, found[1], found[2], found[3], fields) : textTest(bare, term);
   return bare === term ? test : (row) => !test(row);
+}
+
+function isNamed(bare) {
+  return !bare.startsWith('"') && NAMED.test(bare);
 }
 
 function textTest(bare, term) {

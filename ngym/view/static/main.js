@@ -13,12 +13,14 @@ import { safeLine } from "./safetext.js";
 import { themeButton } from "./theme.js";
 import { render } from "./training.js";
 
+const TOLD_MS = 5000;
 const crumbLine = el("nav", { class: "crumbs", "aria-label": "Where you are" });
 const parts = el("nav", { class: "parts", "aria-label": "Pages" });
-const silence = el("span", { class: "is-bad", role: "status" }); // while the server does not answer
+const silence = el("span", { role: "status" }); // says that the server does not answer, and that it is back
 const stage = el("div", { class: "stage" });
 let title = "ngym";
 let shown = null;
+let told = 0;
 
 function start() {
   takeToken();
@@ -42,6 +44,7 @@ function start() {
   window.addEventListener("hashchange", () => show(context));
   context.live.onChange((state) => {
     if (shown === null || state.error) first(context, state);
+    else shown.again?.();
     tellSilence(state);
   });
   context.live.refresh();
@@ -61,11 +64,15 @@ function first(context, { runs, error }) {
   show(context);
 }
 
-/** A page that stays says so when its server has ended. */
+/** A page that stays says so when its server has ended, and when it is back. */
 function tellSilence({ error }) {
-  const told = shown && error && error.status !== 401 ? error : null;
-  silence.textContent = told ? (told.title ?? told.message) : "";
-  silence.title = told?.message ?? "";
+  const isSilent = shown !== null && error !== null && error.status !== 401;
+  if (isSilent === silence.classList.contains("is-bad")) return;
+  silence.className = isSilent ? "is-bad" : "is-good";
+  silence.textContent = isSilent ? safeLine(error.title ?? error.message) : "It answers again";
+  silence.title = isSilent ? safeLine(error.message) : "";
+  clearTimeout(told);
+  if (!isSilent) told = setTimeout(() => (silence.textContent = ""), TOLD_MS);
 }
 
 function show(context) {
@@ -73,9 +80,10 @@ function show(context) {
   if (!runs) return;
   title = context.live.state.title;
   const route = parseHash(location.hash);
+  const now = (isHere) => ({ "aria-current": isHere ? "page" : null });
   clear(parts).append(
     ...[
-      runs.length > 1 && link("#/", "Runs", { class: "wide" }),
+      runs.length > 1 && link("#/", "Runs", { class: "wide", ...now(route.path.length === 0) }),
       runs.some((run) => run.kind === "training") &&
         link(
           hrefOf(["training"], {
@@ -85,6 +93,7 @@ function show(context) {
               .join(","),
           }),
           "Training",
+          now(route.path[0] === "training"),
         ),
     ].filter(Boolean),
   );
@@ -138,7 +147,7 @@ function problemPage(error) {
     element: el(
       "main",
       { class: "page" },
-      el("p", { class: "problem", role: "alert" }, error.message),
+      el("p", { class: "problem", role: "alert" }, safeLine(error.message)),
       link("#/", "All runs", { class: "button" }),
     ),
   };

@@ -1,5 +1,5 @@
 // What does an exported report know? The same calls as the server's, answered from what was packed into the file.
-import { localFilter, localSort, onePage } from "./localfilter.js";
+import { localFilter, localSort, looksForText, onePage } from "./localfilter.js";
 
 /** data: {runs, rows: {run: [row]}, full: {run: {row: rollout}}, stats: {run: ..}, compare: {"a,b": ..}, training}. */
 export function packedApi(data) {
@@ -9,7 +9,7 @@ export function packedApi(data) {
   return {
     packed: data,
     runs: async () => ({ title: data.title ?? "ngym", runs: data.runs.map((run) => ({ ...run, growing: false })) }),
-    rows: async (run, query) => onePage(localSort(fitting(run, query.q), query.sort), query),
+    rows: async (run, query) => listed(fitting(run, query.q), query),
     rowText: async (run, row) => {
       const rollout = fullOf(run, row);
       if (!rollout) throw new Error("This report does not hold this rollout in full; open the file itself with ng_view to see it.");
@@ -20,7 +20,7 @@ export function packedApi(data) {
       note: "an exported report holds no token texts; these are the ids",
     }),
     group: async (run, task) => ({ task: Number(task), rows: rowsOf(run).filter((row) => String(row.task) === String(task)) }),
-    tasks: async (run, query) => onePage(localSort(taskRows(fitting(run, query.q)), query.sort), query),
+    tasks: async (run, query) => listed(taskRows(fitting(run, query.q)), query),
     stats: async (run) => data.stats?.[run] ?? null,
     compare: async (a, b, query) => {
       const found = data.compare?.[`${a},${b}`];
@@ -34,6 +34,12 @@ export function packedApi(data) {
     trainingSamples: async () => ({ steps: [], file: null }),
     ...packedTraining(data.training),
   };
+}
+
+/** A page; it says so where a text was looked for, which may stand in a part of the rollout that is not listed. */
+function listed(rows, query) {
+  const note = looksForText(query.q) ? "texts are looked for in the lines of this report only" : null;
+  return { ...onePage(localSort(rows, query.sort), query), note };
 }
 
 /** How many of a run's rollouts are in the report: {listed, full, of}. */

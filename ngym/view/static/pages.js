@@ -10,6 +10,7 @@ export class Pages {
   #pages = new Map(); // page number -> {rows, fresh}
   #underway = new Map(); // page number -> AbortController
   #again = null;
+  #version = 0; // of the file: what was asked for before it grew is old when it comes
 
   /** fetchPage(offset, limit, signal) -> {total, rows, searching?, scanned?}; changed() is called after every answer. */
   constructor(fetchPage, changed) {
@@ -35,6 +36,7 @@ export class Pages {
 
   /** The file has grown: what is here is shown until it has been fetched anew. */
   refresh() {
+    this.#version++;
     for (const page of this.#pages.values()) page.fresh = false;
   }
 
@@ -45,10 +47,11 @@ export class Pages {
 
   async #load(page) {
     const control = new AbortController();
+    const version = this.#version;
     this.#underway.set(page, control);
     try {
       const answer = await this.#fetch(page * PAGE_ROWS, PAGE_ROWS, control.signal);
-      this.#keep(page, answer);
+      this.#keep(page, answer, version === this.#version);
     } catch (error) {
       if (error.name === "AbortError") return;
       this.error = error;
@@ -58,9 +61,9 @@ export class Pages {
     this.#changed();
   }
 
-  #keep(page, answer) {
+  #keep(page, answer, fresh) {
     this.#pages.delete(page); // the map's order is that of arrival
-    this.#pages.set(page, { rows: answer.rows, fresh: true });
+    this.#pages.set(page, { rows: answer.rows, fresh });
     if (this.#pages.size > KEPT_PAGES) this.#pages.delete(this.#pages.keys().next().value);
     this.total = answer.total;
     this.answer = answer;

@@ -1,24 +1,32 @@
 // What happened in one rollout? Its conversation or its tokens, the verdict beside it, its group above it.
 import { conversation } from "./conversation.js";
+import { isSilence } from "./data.js";
 import { clear, el, link } from "./dom.js";
 import { formatNumber, isNumber } from "./format.js";
 import { rewardColour } from "./charts.js";
 import { go, goInPlace, hrefOf } from "./router.js";
-import { safeLine } from "./safetext.js";
+import { drawnOrRaw, safeLine } from "./safetext.js";
 import { tokensView } from "./tokens.js";
 import { verdictPanel } from "./verdict.js";
 
 /** #/r/{run}/row/{row}?q=&sort=&at=&view=&colour= ; q, sort and at say in which list it was found. */
 export function rolloutPage(context, route) {
   const page = new RolloutPage(context, route);
-  return { element: page.element, keys: page.keys(), update: (next) => page.update(next), close: () => page.close() };
+  return {
+    element: page.element,
+    keys: page.keys(),
+    update: (next) => page.update(next),
+    again: () => page.again(),
+    close: () => page.close(),
+  };
 }
 
 class RolloutPage {
   #control = new AbortController();
   #text = null;
   #group = [];
-  #problem = ""; // why there is no group, or no neighbour
+  #owed = null; // what is done again when the server answers again
+  #problem = el("span", { class: "is-bad", role: "status" }); // why there is no group, or no neighbour
 
   constructor(context, route) {
     this.context = context;
@@ -52,6 +60,13 @@ class RolloutPage {
     return true;
   }
 
+  /** The server answers again. */
+  again() {
+    const owed = this.#owed;
+    this.#owed = null;
+    owed?.();
+  }
+
   close() {
     this.#control.abort();
   }
@@ -67,27 +82,29 @@ class RolloutPage {
 
   async #load() {
     const { api } = this.context;
+    const again = () => (this.loaded = this.#load());
+    this.#problem.textContent = "";
     try {
       this.#text = await api.rowText(this.run, this.row, this.#control.signal);
       this.parsed = JSON.parse(this.#text);
-      this.#group = await this.#readGroup();
+      this.#group = await this.#readGroup(again);
       this.#show();
     } catch (error) {
       if (error.name === "AbortError") return;
       this.#crumbs([{ text: `line ${this.row}` }]);
-      this.#refuse(error);
+      this.#refuse(error, again);
     }
   }
 
   /** A rollout is shown without its group, too. */
-  async #readGroup() {
+  async #readGroup(again) {
     const { _ng_task_index: task } = this.parsed;
     if (task === null || task === undefined) return [];
     try {
       return (await this.context.api.group(this.run, task, this.#control.signal)).rows;
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      this.#problem = `The group of this rollout could not be read: ${error.message}`;
+      this.#tell(error, "The group of this rollout could not be read: ", again);
       return [];
     }
   }
@@ -99,7 +116,7 @@ class RolloutPage {
       { text: `task ${task ?? "?"}`, href: this.#groupHref() },
       { text: failure ? `rollout ${number ?? "?"}, attempt ${attempt ?? "?"}: failed` : `rollout ${number ?? "?"}` },
     ]);
-    clear(this.side).append(verdictPanel(this.parsed, this.#text, slim));
+    clear(this.side).append(drawnOrRaw(() => verdictPanel(this.parsed, this.#text, slim), this.parsed));
     this.#draw();
   }
 
@@ -115,12 +132,12 @@ class RolloutPage {
             link(this.#groupHref(), "Side by side", { class: "button quiet" }),
           ]
         : []),
-      el("span", { class: "is-bad", role: "status" }, this.#problem),
+      this.#problem,
       el("div", { class: "fill" }),
       ...this.#neighbours(),
     );
     if (this.#isTokens) this.#drawTokens();
-    else clear(this.main).append(conversation(this.parsed));
+    else clear(this.main).append(drawnOrRaw(() => conversation(this.parsed), this.parsed));
   }
 
   async #drawTokens() {
@@ -130,12 +147,18 @@ class RolloutPage {
       if (!this.#isTokens) return; // the reader has gone back to the conversation
       clear(this.main).append(tokensView(answer, this.params.get("colour") ?? "logprob", (way) => goInPlace(this.#href({ colour: way }))));
     } catch (error) {
-      if (error.name !== "AbortError" && this.#isTokens) this.#refuse(error);
+      if (error.name !== "AbortError" && this.#isTokens) this.#refuse(error, () => this.#draw());
     }
   }
 
-  #refuse(error) {
-    clear(this.main).append(el("p", { class: "problem", role: "alert" }, error.message));
+  #refuse(error, again) {
+    if (isSilence(error)) this.#owed = again;
+    clear(this.main).append(el("p", { class: "problem", role: "alert" }, safeLine(error.message)));
+  }
+
+  #tell(error, before, again) {
+    if (isSilence(error)) this.#owed = again;
+    this.#problem.textContent = before + safeLine(error.message);
   }
 
   #neighbours() {
@@ -179,9 +202,7 @@ class RolloutPage {
       const { rows } = await this.context.api.rows(this.run, query, this.#control.signal);
       if (rows.length) goInPlace(this.#href({ at }, rows[0].row));
     } catch (error) {
-      if (error.name === "AbortError") return;
-      this.#problem = error.message;
-      if (this.parsed) this.#draw();
+      if (error.name !== "AbortError") this.#tell(error, "", () => (this.#problem.textContent = ""));
     }
   }
 

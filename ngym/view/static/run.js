@@ -7,15 +7,23 @@ import { formatCount, formatPercent, plural } from "./format.js";
 import { isIndexing } from "./live.js";
 import { go, goInPlace, hrefOf } from "./router.js";
 import { compareChoice, quickFilters, runTabs } from "./runbar.js";
+import { safeLine } from "./safetext.js";
 import { Table } from "./table.js";
 import { fittingTaskColumns } from "./tasks.js";
 
+const GONE = "ng_view has this run no longer; go back to the list of runs.";
 const places = new Map(); // the address -> where the reader stood in its table
 
 /** #/r/{id} and #/r/{id}/tasks, with ?q=&sort= */
 export function runPage(context, route) {
   const page = new RunPage(context, route);
-  return { element: page.element, keys: page.keys(), update: (next) => page.update(next), close: () => page.close() };
+  return {
+    element: page.element,
+    keys: page.keys(),
+    update: (next) => page.update(next),
+    again: () => page.again(),
+    close: () => page.close(),
+  };
 }
 
 class RunPage {
@@ -42,7 +50,7 @@ class RunPage {
       fetchPage: this.#source(),
       hrefOf: (row, index) => this.#rowHref(row, index),
       onOpen: (row, index) => go(this.#rowHref(row, index)),
-      onSort: (key) => this.#to({ sort: this.sort === key ? `-${key}` : this.sort === `-${key}` && !this.isTasks ? "" : key }),
+      onSort: (key, descends) => this.#to({ sort: this.#nextSort(descends ? [`-${key}`, key] : [key, `-${key}`]) }),
       onState: (pages) => this.#tell(pages),
       keep: places.get(location.hash),
     });
@@ -104,9 +112,16 @@ class RunPage {
     return true;
   }
 
+  /** The server answers again. */
+  again() {
+    this.table.again();
+    this.figures.again();
+  }
+
   close() {
     places.set(this.address, this.table.place);
     this.#stop();
+    this.filter.close();
     this.figures.close();
     this.table.close();
   }
@@ -129,6 +144,12 @@ class RunPage {
 
   #to(change, inPlace = false) {
     (inPlace ? goInPlace : go)(hrefOf(this.#path, { q: this.q, sort: this.sort, ...change }));
+  }
+
+  /** One way, the other way, and the order of the file; tasks have none. */
+  #nextSort([first, second]) {
+    if (this.sort === first) return second;
+    return this.sort === second && !this.isTasks ? "" : first;
   }
 
   #showWords() {
@@ -166,9 +187,10 @@ class RunPage {
   }
 
   #tell({ total, error, answer }) {
-    this.filter.problem(error?.message);
+    this.filter.problem(error ? safeLine(error.message) : "");
     const told = [total === null ? "" : this.#count(total)];
     if (answer?.searching) told.push(`searching: ${formatPercent(answer.scanned)}`);
+    if (answer?.note) told.push(answer.note);
     if (isIndexing(this.run)) told.push(`reading the file: ${formatPercent(this.run.indexed_bytes / this.run.bytes)}`);
     else if (this.run.growing) told.push("the file grows");
     this.status.textContent = error ? "" : told.filter(Boolean).join(" · ");
@@ -181,7 +203,9 @@ class RunPage {
 
   #grown() {
     const before = this.run;
-    this.run = this.#found();
+    const now = this.context.live.state.runs.find((one) => one.id === this.id);
+    if (!now) return this.filter.problem(GONE);
+    this.run = now;
     const state = (run) => `${run.rows} ${run.failures} ${run.indexed_bytes} ${run.growing}`;
     if (state(before) === state(this.run)) return;
     if (before.fields?.length !== this.run.fields?.length) this.#setColumns();

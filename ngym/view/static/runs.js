@@ -21,7 +21,7 @@ export function runsPage(context) {
   };
   context.crumbs([]);
   draw();
-  const stop = context.live.onChange(draw);
+  const stop = context.live.onChange(() => element.matches(":active") || draw()); // never under a finger that is down
   return { element, keys: [["t", "training curves", () => go("#/training")]], update: (route) => route.path.length === 0, close: stop };
 }
 

@@ -2,10 +2,21 @@
 import { button, el } from "./dom.js";
 import { formatCount } from "./format.js";
 
-// C0 and C1 controls but tab and newline; separators of lines and notes; what no font draws (marks of direction, invisible spaces, fillers,
-// tags, ..) but the joiners and selectors that scripts and emoji are written with.
-const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffb]|(?![\u200c\u200d\ufe00-\ufe0f])\p{Default_Ignorable_Code_Point}/gu;
+// Hidden is what no font draws, and what turns text around: controls but newline and tab, formats, separators, fillers. Seen are the
+// joiners and selectors that change how their neighbours look: of emoji, and of scripts that are written with them.
+const EMOJI = String.raw`\p{Extended_Pictographic}`;
+const JOINED =
+  "[" + "Arab Syrc Deva Beng Gujr Guru Knda Mlym Orya Sinh Taml Telu Khmr Mymr".replace(/(\w+) ?/g, String.raw`\p{Script=$1}`) + "]";
+const SEEN = [
+  String.raw`(?<=${EMOJI})[\ufe0e\ufe0f]`,
+  String.raw`(?<=[#*0-9])\ufe0f(?=\u20e3)`,
+  String.raw`(?<=[${EMOJI}\p{Emoji_Modifier}\ufe0f])\u200d(?=${EMOJI})`,
+  String.raw`(?<=${JOINED})[\u200c\u200d](?=${JOINED})`,
+];
+const HIDDEN = new RegExp(
+  String.raw`(?!\n|\t|${SEEN.join("|")})[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]`,
+  "gu",
+);
 const CONTROLS =
   "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
 const FOLD_CHARACTERS = 6000;
@@ -46,6 +57,15 @@ export function longText(text, className = "") {
 /** Any JSON value, pretty-printed and folded the same way. */
 export function jsonText(value) {
   return longText(prettyJson(value), "code");
+}
+
+/** What draw() makes of a value; where the value is too odd for it, the value as JSON. */
+export function drawnOrRaw(draw, value) {
+  try {
+    return draw();
+  } catch {
+    return jsonText(value);
+  }
 }
 
 /** JSON with an indent of two; arrays of plain values stay on one line. */

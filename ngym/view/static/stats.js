@@ -1,6 +1,7 @@
 // How did the run go? Its figures in one column; whatever is clicked there becomes a filter or opens a rollout.
 import { bars, histogram, scatter } from "./charts.js";
 import { columnTable, el, folded } from "./dom.js";
+import { filterValue } from "./filter.js";
 import { DASH, formatCount, formatNumber, formatSeconds, isNumber, plural } from "./format.js";
 import { safeLine } from "./safetext.js";
 
@@ -131,11 +132,6 @@ function environments(entries, actions) {
   const columns = { environment: null, n: "num", mean: "num", tokens: "num", time: "num" };
   const table = () => columnTable("small", columns, entries.map(line));
   return el("section", null, entries.length > 1 ? [el("h3", null, "Environments"), table()] : folded("One environment", table));
-}
-
-/** As the filter's language has it: in quotes where it is more than one word. */
-function filterValue(name) {
-  return name === null || (/^[\w.-]+$/.test(name) && name !== "null") ? String(name) : `"${name.replace(/[\\"]/g, "\\$&")}"`;
 }
 
 function hasCounts(found) {

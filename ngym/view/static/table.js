@@ -1,4 +1,5 @@
 // How are 100,000 rows shown? Only those in sight are elements; they are used again as one scrolls.
+import { isSilence } from "./data.js";
 import { clear, el } from "./dom.js";
 import { Pages } from "./pages.js";
 
@@ -11,8 +12,9 @@ const NOT_HERE = Symbol("a row that has not come yet");
 
 /**
  * A grid over pages of rows.
- * columns: [{key, label, width, cell(row) -> string|Node|array, sort, class, title}]
- * options: {label, columns, sort, fetchPage, hrefOf(row, index), onSort(key), onOpen(row, index), onState(pages), empty: what is said of no rows, keep: {top, selected}}
+ * columns: [{key, label, width, cell(row) -> string|Node|array, sort, descends: the largest first, class, title, titleOf(row)}]
+ * options: {label, columns, sort, fetchPage, hrefOf(row, index), onSort(key, descends), onOpen(row, index), onState(pages),
+ *   empty: what is said of no rows, keep: a place}
  */
 export class Table {
   #options;
@@ -85,6 +87,11 @@ export class Table {
     this.#soon();
   }
 
+  /** The server answers again: ask for what it did not give. */
+  again() {
+    if (isSilence(this.#pages.error)) this.#soon();
+  }
+
   /** Select the row `steps` further on, and bring it into sight. */
   move(steps) {
     if (!this.total) return;
@@ -109,10 +116,10 @@ export class Table {
     clearTimeout(this.#timer);
   }
 
-  #headCell({ key, label, sort, class: name, title }, sorted) {
+  #headCell({ key, label, sort, descends, class: name, title }, sorted) {
     const now = !sort || !sorted ? null : sorted === sort ? "ascending" : sorted === `-${sort}` ? "descending" : null;
     const mark = now && el("span", { class: "sort-mark", "aria-hidden": "true" }, now === "ascending" ? "▲" : "▼");
-    const inside = sort ? el("button", { type: "button", on: { click: () => this.#options.onSort(sort) } }, label, mark) : label;
+    const inside = sort ? el("button", { type: "button", on: { click: () => this.#options.onSort(sort, descends) } }, label, mark) : label;
     return el("div", { class: `cell ${name ?? ""}`, role: "columnheader", "aria-sort": now, title, "data-key": key }, inside);
   }
 

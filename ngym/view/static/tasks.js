@@ -15,7 +15,7 @@ function taskColumns(range) {
   });
   return [
     { key: "mean", label: "mean reward", width: "118px", sort: "mean", cell: (row) => rewardMark(row.mean, range) },
-    number("spread", "spread", "72px", "best minus worst: where it is not 0, the rollouts of the task disagree"),
+    { ...number("spread", "spread", "72px", "best minus worst: where it is not 0, the rollouts of the task disagree"), descends: true },
     number("best", "best", "64px"),
     number("worst", "worst", "64px"),
     number("n", "n", "52px", "rollouts", (row) => formatCount(row.n)),

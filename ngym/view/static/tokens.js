@@ -10,7 +10,7 @@ const LEAST_LIKELY = 8;
 
 /** answer: {segments: [{tokens: [{id, text, logprob, trained, version}], advantage}], note}. way: a key of WAYS; onWay(way). */
 export function tokensView({ segments, note }, way, onWay) {
-  if (!segments.length) return el("p", { class: "empty" }, note ?? "This rollout holds no tokens: its model gave no token ids.");
+  if (!segments.length) return el("p", { class: "empty" }, note ? safeLine(note) : "This rollout holds no tokens: its model gave no token ids.");
   const readout = el(
     "div",
     { class: "token-readout", "aria-live": "polite" },
@@ -20,7 +20,7 @@ export function tokensView({ segments, note }, way, onWay) {
     .filter(isNumber)
     .sort((a, b) => a - b);
   const span = Math.max(0, ...segments.map(({ advantage }) => Math.abs(advantage ?? 0)));
-  const scale = { way: way in WAYS ? way : "logprob", versions, span };
+  const scale = { way: Object.hasOwn(WAYS, way) ? way : "logprob", versions, span };
   const places = new Map();
   const drawn = segments.map((segment, i) => segmentElement(segment, i, segments.length, scale, places));
   const element = el(
@@ -40,7 +40,7 @@ export function tokensView({ segments, note }, way, onWay) {
       legendOf(scale, segments),
       readout,
     ),
-    note && el("p", { class: "note" }, note),
+    note && el("p", { class: "note" }, safeLine(note)),
     surprises(segments),
     drawn,
   );

@@ -1,6 +1,7 @@
 // How do the runs go? Their curves while they grow, their last values, what their recipes differ in, and rollouts of a step.
 import { clear, el } from "./dom.js";
 import { plural } from "./format.js";
+import { safeLine } from "./safetext.js";
 import { TrainingBoard } from "./training_board.js";
 import { TrainingSettings, trainingControls } from "./training_controls.js";
 import { TrainingFeed } from "./training_feed.js";
@@ -43,7 +44,7 @@ class TrainingPage {
   #came() {
     const { runs, error } = this.feed;
     this.#tellStatus();
-    if (error && !this.#shown.some((run) => run.data.count)) return this.#put(el("p", { class: "problem", role: "alert" }, error.message));
+    if (error && !this.#shown.some((run) => run.data.count)) return this.#put(el("p", { class: "problem", role: "alert" }, safeLine(error.message)));
     if (!runs) return;
     if (!runs.length) return this.#put(el("p", { class: "empty" }, NO_RUNS));
     this.controls.runs(runs);
@@ -57,7 +58,7 @@ class TrainingPage {
     const reading = this.#shown.filter((run) => run.config === null && run.data.count);
     const live = runs?.some((run) => run.growing) ? "live" : "";
     const steps = reading.reduce((sum, run) => sum + run.data.count, 0);
-    this.controls.status.textContent = error ? error.message : reading.length ? `reading: ${plural(steps, "step")}` : live;
+    this.controls.status.textContent = error ? safeLine(error.message) : reading.length ? `reading: ${plural(steps, "step")}` : live;
   }
 
   /** The reader chose something. */

@@ -25,7 +25,7 @@ export function trainingPlan({ width, height, span, spread, axis, log }) {
 
 /** Whether a value has a place: a run without this row has none, and a logarithm needs a positive one. */
 export function trainingShows(log) {
-  return log ? (y) => y > 0 : (y) => Number.isFinite(y);
+  return log ? (y) => y > 0 && Number.isFinite(y) : (y) => Number.isFinite(y);
 }
 
 /** The grid and the numbers beside it. */

@@ -3,7 +3,7 @@ import { bars } from "./charts.js";
 import { rewardMark } from "./columns.js";
 import { copyButton, el, folded } from "./dom.js";
 import { DASH, formatCount, formatNumber, formatSigned, isNumber } from "./format.js";
-import { extraFields, failureMessage } from "./items.js";
+import { asText, extraFields, failureMessage } from "./items.js";
 import { jsonText, longText, safeText } from "./safetext.js";
 import { waterfall } from "./waterfall.js";
 
@@ -100,7 +100,7 @@ function fieldsList(row) {
   const fields = extraFields(row);
   if (!fields.length) return null;
   const sorted = [...fields].sort(([a], [b]) => rank(a) - rank(b));
-  const differ = FIRST.every((name) => name in row) && String(row.expected_answer) !== String(row.extracted_answer);
+  const differ = FIRST.every((name) => name in row) && asText(row.expected_answer) !== asText(row.extracted_answer);
   const entries = sorted.map(([name, value]) => [
     el("dt", null, safeText(name.replace(/_/g, " "))),
     el("dd", { class: differ && name === "extracted_answer" ? "is-wrong" : null }, fieldValue(value)),

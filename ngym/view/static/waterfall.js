@@ -29,10 +29,10 @@ export function waterfall(timings, spans) {
     el("span", null),
     el("span", { class: "num" }, formatSeconds(whole)),
   );
-  return el("div", { class: "waterfall", role: "group", "aria-label": "Timings" }, lanes.map((lane) => line(lane, whole)), total);
+  return el("div", { class: "waterfall", role: "group", "aria-label": "Timings" }, lanes.map((lane) => laneLine(lane, whole)), total);
 }
 
-function line({ name, colour, bars }, whole) {
+function laneLine({ name, colour, bars }, whole) {
   const seconds = bars.reduce((sum, bar) => sum + bar.seconds, 0);
   const drawn = bars.map((bar, place) =>
     el("span", {
@@ -63,7 +63,7 @@ function ofSpans(timings, spans) {
   for (const [name, start, seconds] of spans) {
     const [kind] = name.split(":", 1);
     const shown = safeLine(name.startsWith("tool:") ? name.slice(kind.length + 1) : name);
-    if (!lanes.has(name)) lanes.set(name, { name: shown, colour: COLOURS[kind] ?? OTHER, bars: [] });
+    if (!lanes.has(name)) lanes.set(name, { name: shown, colour: Object.hasOwn(COLOURS, kind) ? COLOURS[kind] : OTHER, bars: [] });
     lanes.get(name).bars.push({ start: queue + start, seconds });
   }
   return [...lanes.values()];
