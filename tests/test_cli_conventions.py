@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,7 @@ def fails(raised: BaseException) -> Result:
         (NgymError("it said \x1b]0;title\x07\x1b[31mred"), 1, "it said \\x1b]0;title\\x07red\n"),
         (KeyboardInterrupt(), 130, "\n"),
         (OSError(errno.ENOSPC, "No space left on device", "out.jsonl"), 75, "out.jsonl: No space left on device; make"),
+        (OSError(errno.ENOSPC, "No space left on device"), 75, "ng_fails: No space left on device; make room"),
         (PermissionError(errno.EACCES, "Permission denied", "out.jsonl"), 2, "out.jsonl: Permission denied\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
     ],
@@ -252,6 +254,20 @@ def test_a_full_disk_under_a_file_is_told_of_the_file(here: Path) -> None:
     assert not (here / "again.jsonl").exists()
 
 
+def test_a_file_that_a_full_disk_refuses_is_told_and_can_be_tried_again(here: Path) -> None:
+    (here / "tasks.jsonl.tmp").symlink_to("/dev/full")
+    result = said("profile", "rollouts.jsonl", "--output", "tasks.jsonl")
+    assert (result.exit_code, result.stderr) == (75, "tasks.jsonl: cannot be written: No space left on device\n")
+
+
+def test_a_full_disk_under_the_config_of_a_walk_is_told_of_it(here: Path) -> None:
+    (here / "global_config.yaml").unlink()
+    (here / "global_config.yaml").symlink_to("/dev/full")
+    result = said("quickstart", "--folder", str(here))
+    told = f"{here}/global_config.yaml: No space left on device; make room and run it again\n"
+    assert (result.exit_code, result.stderr) == (75, told)
+
+
 def test_a_full_disk_leaves_nothing_of_a_new_environment(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     folder.mkdir()
@@ -266,23 +282,80 @@ def test_a_full_disk_leaves_nothing_of_a_new_environment(tmp_path: Path) -> None
     assert everything(tmp_path) == {str(folder): None}
 
 
+STEP = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+try:
+    print("begun", flush=True)
+    time.sleep(600)
+finally:
+    print("stopping", flush=True)
+    time.sleep(float(sys.argv[1]))
+    Path("stopped").touch()
+"""
+WALK = """
+import sys
+from ngym.cli.main import command
+from ngym.cli.steps import Walk
+
+@command("ng_x")
+def main():
+    walk = Walk(2)
+    walk.python("step.py", sys.argv[1])
+    walk.python("step.py", sys.argv[1])
+
+sys.exit(main([]))
+"""
+
+
+@contextmanager
+def walking(folder: Path, stops_for_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A walk whose first step has begun. At the end there must be none of its processes any more."""
+    (folder / "step.py").write_text(STEP)
+    (folder / "walk.py").write_text(WALK)
+    call = [sys.executable, "walk.py", str(stops_for_s)]
+    with subprocess.Popen(call, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            _read_until(process, "begun")
+            yield process
+            assert process.stdout is not None and "begun" not in process.stdout.read()
+            with pytest.raises(ProcessLookupError):
+                os.killpg(process.pid, 0)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read_until(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None
+    while process.stdout.readline() != f"{word}\n":
+        assert process.poll() is None
+
+
 def test_ctrl_c_lets_a_step_of_a_walk_stop_what_it_has_started(tmp_path: Path) -> None:
-    step, walk = tmp_path / "step.py", tmp_path / "walk.py"
-    step.write_text(
-        "import time\nfrom pathlib import Path\ntry:\n    print('begun', flush=True)\n    time.sleep(600)\n"
-        "except KeyboardInterrupt:\n    time.sleep(1)\n    Path('stopped').touch()\n"
-    )
-    walk.write_text(
-        "from ngym.cli.main import command\nfrom ngym.cli.steps import Walk\n"
-        "@command('ng_x')\ndef main(): Walk(1).python('step.py')\nmain()"
-    )
-    call = [sys.executable, str(walk)]
-    with subprocess.Popen(call, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        while process.stdout.readline() != b"begun\n":
-            assert process.poll() is None
+    with walking(tmp_path, stops_for_s=1) as process:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait() == 130 and (tmp_path / "stopped").exists()
+
+
+def test_a_second_ctrl_c_ends_a_step_of_a_walk_that_stops_for_long(tmp_path: Path) -> None:
+    with walking(tmp_path, stops_for_s=600) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _read_until(process, "stopping")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == 130 and not (tmp_path / "stopped").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_step_of_a_walk_hears_of_what_the_walk_alone_was_told(tmp_path: Path, number: int, code: int) -> None:
+    with walking(tmp_path, stops_for_s=0.5) as process:
+        while process.poll() is None:  # of a Ctrl-C the walk takes the first for one of a terminal, which tells all
+            process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+        assert process.wait() == code and (tmp_path / "stopped").exists()
 
 
 def test_the_documented_exit_codes_are_the_ones_there_are(root: Path) -> None:

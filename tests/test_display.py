@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import ItemsView, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import IO
 
 import orjson
@@ -62,17 +64,11 @@ with trainer("metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
     sys.stdin.readline()
     raise KeyboardInterrupt
 """
-REDIRECTED = """
-import sys
-from contextlib import redirect_stdout
-from pathlib import Path
-from ngym.cli.train import trainer
+MAKING = """
+import subprocess, sys
 
-with redirect_stdout(sys.stderr), trainer("metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
-    metrics.log(1, {"loss": 0.5})
-    print("a word for people", flush=True)
-    sys.stdin.readline()
-print("{}")
+print("the script speaks")
+subprocess.run([sys.executable, "{script}", "demonstrations", "--count", "100", "--seed", "0", *sys.argv[1:]], check=True)
 """
 DYING = """
 import os, sys
@@ -345,13 +341,14 @@ def test_a_training_shows_its_curve_and_keeps_what_others_print(tmp_path: Path) 
     assert "sampling" not in seen.text
 
 
-def test_a_training_with_its_standard_output_in_a_file_shows_itself_on_standard_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REDIRECTED, str(tmp_path / "metrics.jsonl")]
+def test_a_json_in_a_file_is_json_whoever_prints_beside(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "make.py").write_text(MAKING.format(script=root / "data" / "calculator" / "generate.py"))
+    words = ("sft.yaml", "data.made_by=[make.py]", "data.path=made.jsonl", "output=run", "--json")
+    command = [sys.executable, "-m", "ngym", "train", *words]
     with (tmp_path / "out.json").open("wb") as out, on_terminal(command, tmp_path, 80, 20, out) as (seen, _):
-        seen.until(lambda: "step 1/9" in seen.text and "loss      0.5" in seen.text)
-        assert seen.lines[0] == "a word for people"
-        os.write(seen.master, b"\n")
-    assert (tmp_path / "out.json").read_bytes() == b"{}\n"
+        seen.until(lambda: "policy saved in run/policy" in seen.text)
+    assert b"the script speaks" in seen.raw and b"?25l" in seen.raw and b"loss" in seen.raw
+    assert json.loads((tmp_path / "out.json").read_bytes())["policy"] == "run/policy"
 
 
 def test_what_a_dying_training_says_last_is_seen(tmp_path: Path) -> None:
@@ -375,28 +372,44 @@ def test_sigterm_to_a_training_from_a_file_shows_the_cursor_again(root: Path, tm
     data = f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,400,--seed,0]"
     words = ("sft.yaml", data, "data.path=made.jsonl", "output=run", "epochs=1000")
     with on_terminal([sys.executable, "-m", "ngym", "train", *words], tmp_path, 80, 20) as (seen, pid):
-        seen.until(lambda: re.search(r"^step \d", seen.text, re.MULTILINE) and seen.cursor_is_hidden)
+        seen.until(lambda: re.search(r"^loss ", seen.text, re.MULTILINE) and seen.cursor_is_hidden)
         os.kill(pid, signal.SIGTERM)
     assert re.search(r"^step \d+/[\d,]+ in 0:\d\d  loss", seen.text, re.MULTILINE)
+    assert "WARNING" not in seen.text
 
 
-def test_a_frame_reads_the_names_of_new_rows_only(tmp_path: Path) -> None:
+def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
     class Row(dict[str, float]):
         read = 0
 
-        def __iter__(self) -> Iterator[str]:
+        def items(self) -> ItemsView[str, float]:
             Row.read += 1
-            return super().__iter__()
+            return super().items()
 
+    display = trainer("display")
     with terminal() as seen:
-        history = [Row({"loss": 1.0, "val/loss": 2.0}) for _ in range(3)]
-        live = trainer("display").Live(Screen(seen.stream), 9, history)
-        live.step(3, history[-1])
+        history = [Row({"loss": float(step), "val/loss": 2.0}) for step in range(5000)]
+        history[7]["loss"] = float("nan")
+        live = display.Live(Screen(seen.stream), 9999, history)
+        live.step(5000, history[-1])
         first = Row.read
-        history.append(Row({"loss": 1.0, "eval/sums/avg@4": 0.5}))
+        history.append(Row({"loss": 4000.0, "eval/sums/avg@4": 0.5}))
         live.draw()
-        assert (first, Row.read) == (3, 4)
-        assert [line.split()[0] for line in seen.lines[1:]] == ["loss", "held-out", "held-out"]
+        assert (first, Row.read) == (5000, 5001)
+        loss, *held_out = seen.lines[1:4]
+        assert re.fullmatch(r"loss      4000    ▁[▁-█]{38}█  from 0", loss)
+        assert [line.split()[0] for line in held_out] == ["held-out", "held-out"]
+
+
+@pytest.mark.parametrize("count", [1, 5, 319, 320, 321, 5000])
+def test_the_means_of_a_curve_are_those_of_its_values(count: int) -> None:
+    curve, values = trainer("display").Curve(), [float(number * number) for number in range(count)]
+    for value in values:
+        curve.add(value)
+    assert (curve.first, curve.last) == (values[0], values[-1])
+    of = math.ceil(count / len(curve.means))
+    assert len(curve.means) < 320 and of in (1, 2, 4, 8, 16, 32)
+    assert curve.means == pytest.approx([fmean(values[at : at + of]) for at in range(0, count, of)])
 
 
 async def test_a_pipe_gets_what_it_shall_while_a_terminal_shows_the_progress(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
 from ngym.screen import SHORTEST_BAR, Screen, Size, bar, clock, harmless, is_live, packed, sparkline, terminal
@@ -19,7 +20,9 @@ PLAIN_EVERY_S = 2.0
 TICK_S = 0.5
 LABEL = 10
 CURVE = 40
+MOST_MEANS = 8 * CURVE
 MOST_HELD_OUT = 3
+MAIN = {"reward/mean": "reward", "loss": "loss"}  # what is drawn as a curve, beside what is held out
 
 # metric -> how it is shown, where a step has it
 SHOWN = {
@@ -121,8 +124,8 @@ class Live:
         self._history = history
         self._clock = Clock(steps)
         self._values: Values = {}
-        self._read = 0  # rows of the history whose names are known
-        self._held_out: list[str] = []
+        self._read = 0  # rows of the history that are in the curves
+        self._curves: dict[str, Curve] = {}
 
     def step(self, step: int, values: Values) -> None:
         self._clock.step(step)
@@ -146,14 +149,16 @@ class Live:
     def picture(self, size: Size) -> list[Text]:
         from rich.text import Text
 
-        named = self._curves()
-        curves = [self._curve(label, name, size) for label, name in named]
-        drawn = {name for _, name in named}
+        self._read_on()
+        main = "reward/mean" if "reward/mean" in self._values else "loss"
+        held_out = [name for name in self._curves if _is_held_out(name)][:MOST_HELD_OUT]
+        drawn = [main, *held_out]
+        curves = [_curve(name, self._curves[name], size) for name in drawn if name in self._curves]
         told = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
         facts = [form.format(self._values[name]) for name, form in told.items()]
         beside = [Text(line, "dim") for line in packed(facts, size.width)]
         shares = [Text(line, "dim") for line in packed(_shares(self._values), size.width)]
-        return [self._bar(size), *filter(None, curves), *beside, *shares]
+        return [self._bar(size), *curves, *beside, *shares]
 
     def _bar(self, size: Size) -> Text:
         from rich.text import Text
@@ -165,27 +170,51 @@ class Live:
         drawn = bar(at, self._steps, size.width - len(count) - 2)
         return Text(count).append("  ").append(drawn) if drawn else Text(count)
 
-    def _curves(self) -> list[tuple[str, str]]:
-        """What is drawn as a curve: label and metric."""
-        main = ("reward", "reward/mean") if "reward/mean" in self._values else ("loss", "loss")
+    def _read_on(self) -> None:
+        """A frame costs what is new, however long the history is."""
         new = self._history[self._read :]
         self._read += len(new)
-        names = dict.fromkeys(name for row in new for name in row if _is_held_out(name))
-        self._held_out += [name for name in names if name not in self._held_out]
-        return [main, *(("held-out", name) for name in self._held_out[:MOST_HELD_OUT])]
+        for row in new:
+            for name, value in row.items():
+                if (name in MAIN or _is_held_out(name)) and _is_number(value):
+                    self._curves.setdefault(name, Curve()).add(value)
 
-    def _curve(self, label: str, name: str, size: Size) -> Text | None:
-        from rich.text import Text
 
-        values = [row[name] for row in list(self._history) if _is_number(row.get(name))]
-        if not values:
-            return None
-        text = Text(f"{label:<{LABEL}}{values[-1]:<8.4g}", "bold")
-        tail = f"  from {values[0]:.4g}" + (f"  {name.removeprefix('eval/')}" if label == "held-out" else "")
-        room = size.width - len(text) - len(tail)
-        if room < SHORTEST_BAR:
-            room, tail = size.width - len(text), ""
-        return text.append(sparkline(values, min(CURVE, room)), "cyan").append(tail, "dim")
+def _curve(name: str, curve: Curve, size: Size) -> Text:
+    from rich.text import Text
+
+    text = Text(f"{MAIN.get(name, 'held-out'):<{LABEL}}{curve.last:<8.4g}", "bold")
+    tail = f"  from {curve.first:.4g}" + ("" if name in MAIN else f"  {name.removeprefix('eval/')}")
+    room = size.width - len(text) - len(tail)
+    if room < SHORTEST_BAR:
+        room, tail = size.width - len(text), ""
+    return text.append(sparkline(curve.means, min(CURVE, room)), "cyan").append(tail, "dim")
+
+
+class Curve:
+    """All values of a metric as a few means, each of equally many neighbours."""
+
+    def __init__(self) -> None:
+        self.first = self.last = math.nan
+        self._means: list[float] = []
+        self._of = 1  # values in a mean
+        self._open: list[float] = []  # those of the next mean
+
+    @property
+    def means(self) -> list[float]:
+        return [*self._means, fmean(self._open)] if self._open else self._means
+
+    def add(self, value: float) -> None:
+        self.first = value if math.isnan(self.first) else self.first
+        self.last = value
+        self._open.append(value)
+        if len(self._open) < self._of:
+            return
+        self._means.append(fmean(self._open))
+        self._open = []
+        if len(self._means) == MOST_MEANS:
+            self._means = [fmean(pair) for pair in zip(self._means[::2], self._means[1::2], strict=True)]
+            self._of *= 2
 
 
 class Clock:

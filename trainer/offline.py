@@ -41,7 +41,7 @@ def make(data: DataOptions, say: Say) -> None:
         return
     say(f"making {data.path}")
     words = [sys.executable, *data.made_by, "--output", data.path]
-    done = subprocess.run(words, stdout=sys.stdout.fileno(), check=False)
+    done = subprocess.run(words, check=False)
     if done.returncode != 0:
         raise UsageError(f"data.made_by: {' '.join(data.made_by)} ended with exit code {done.returncode}")
 

@@ -103,7 +103,7 @@ class Session:
                 tracing.end()
                 self._tell(store)
         except DiskFull as error:
-            click.echo(str(error), err=True)
+            click.echo(harmless(str(error)), err=True)
             return EXIT_TRY_AGAIN
         finally:
             store.close()

@@ -8,13 +8,27 @@ from click.shell_completion import get_completion_class
 from ngym.cli.main import COMMANDS, Choice, command
 from ngym.cli.main import main as ng
 
-SHELLS = ("bash", "zsh", "fish")
+# What click writes -> the same, but that no space goes after a word that ends with `.` or `=`. fish knows that by itself.
+UNFINISHED = {
+    "bash": {
+        "COMPREPLY+=($value)\n": "COMPREPLY+=($value)\n"
+        "            [[ $value == *[.=] ]] && compopt -o nospace 2>/dev/null\n"
+    },
+    "zsh": {
+        "local -a completions\n": "local -a completions unfinished\n",
+        'completions+=("$key")\n': '[[ "$key" == *[.=] ]] && unfinished+=("$key") || completions+=("$key")\n',
+        "compadd -U -V unsorted -a completions\n    fi\n": "compadd -U -V unsorted -a completions\n    fi\n\n"
+        "    if [ -n \"$unfinished\" ]; then\n        compadd -U -S '' -V unsorted -a unfinished\n    fi\n",
+    },
+    "fish": {},
+}
+SHELLS = tuple(UNFINISHED)
 
 
 @command("completion")
 @click.argument("shell", type=Choice(SHELLS))
 def main(shell: str) -> None:
-    """Print what makes a shell complete commands, options, files, and the services of the config in the folder.
+    """Print what makes a shell complete commands, options, files, recipes, and the services and keys of the config in the folder.
 
     \b
     Examples: eval "$(ng completion bash)"       (into ~/.bashrc)
@@ -24,4 +38,7 @@ def main(shell: str) -> None:
     maker = get_completion_class(shell)
     assert maker is not None
     for script in ("ng", *(f"ng_{name}" for name in COMMANDS)):
-        click.echo(maker(ng, {}, script, f"_{script.upper()}_COMPLETE").source())
+        source = maker(ng, {}, script, f"_{script.upper()}_COMPLETE").source()
+        for written, better in UNFINISHED[shell].items():
+            source = source.replace(written, better)
+        click.echo(source)

@@ -37,7 +37,7 @@ def ended(run: Callable[[], object], name: str) -> int:
     except NgymError as error:
         if _lost_folder():
             return _say(DELETED, EXIT_USAGE)
-        return _say(str(error), EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
+        return _say(str(error), _code(error))
     except OSError as error:
         return _of_system(error, name)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
@@ -75,6 +75,14 @@ def _of_click(error: click.ClickException, name: str) -> str:
     return f"{command}: {text[:1].lower()}{text[1:].rstrip('.')}; see {command} --help"
 
 
+def _code(error: NgymError) -> int:
+    """What an error is a translation of may be a full disk."""
+    reason = error.__context__
+    if isinstance(reason, OSError) and reason.errno in DISK_FULL:
+        return EXIT_TRY_AGAIN
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+
+
 def _of_system(error: OSError, name: str) -> int:
     """What the operating system refused. A reader that went away (`| head`) is told nothing."""
     if isinstance(error, BrokenPipeError):
@@ -84,9 +92,11 @@ def _of_system(error: OSError, name: str) -> int:
         return _say(DELETED, EXIT_USAGE)
     reason = error.strerror or str(error)
     if error.errno in DISK_FULL:
-        if error.filename is None:
+        place = name if error.filename is None else os.fsdecode(error.filename)
+        if error.filename is None and _is_output_stuck():
             _give_up_output()
-        return _say(f"{error.filename or 'standard output'}: {reason}; make room and run it again", EXIT_TRY_AGAIN)
+            place = "standard output"
+        return _say(f"{place}: {reason}; make room and run it again", EXIT_TRY_AGAIN)
     if error.filename is not None and isinstance(error, MISTAKES):
         return _say(f"{os.fsdecode(error.filename)}: {reason}", EXIT_USAGE)
     return _unexpected(error, name)
@@ -101,6 +111,15 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _is_output_stuck() -> bool:
+    """What standard output did not take is still in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _give_up_output() -> None:

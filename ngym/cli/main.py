@@ -15,6 +15,7 @@ import click
 
 from ngym import __version__
 from ngym.cli.ending import ended
+from ngym.cli.names import overrides
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -142,8 +143,8 @@ def config_options(function: Function) -> Function:
         metavar="FILE",
         help="A config file; repeat it, and later files win.",
     )
-    overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-    return overrides(files(function))
+    values = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=overrides)
+    return values(files(function))
 
 
 @click.command("ng", cls=CommandList, invoke_without_command=True, context_settings=context_settings())

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import click
 
+from ngym.cli.ending import writing
 from ngym.cli.main import command
 from ngym.cli.steps import Walk
 
@@ -54,7 +55,8 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
 
     walk.step("the policy to begin with: it can call the calculator, but prefers to guess")
     policy = policy or _quickstarts_or_new(folder, seed, walk)
-    config.write_text(CONFIG.format(file=config, policy=os.path.relpath(policy, folder)), encoding="utf-8")
+    with writing(config):
+        config.write_text(CONFIG.format(file=config, policy=os.path.relpath(policy, folder)), encoding="utf-8")
 
     def collect(source: Path, output: Path, *more: str) -> None:
         where = ("--config", str(config), "--agent", "calculator_agent", "--input", str(source))

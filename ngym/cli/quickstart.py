@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import click
 
+from ngym.cli.ending import writing
 from ngym.cli.main import command
 from ngym.cli.steps import Walk
 from ngym.schema import Json
@@ -102,7 +103,8 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
     recipes, folder = shipped() / "trainer" / "recipes", places.folder
     if not walk.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
-        places.config.write_text(CONFIG.format(file=places.config))
+        with writing(places.config):
+            places.config.write_text(CONFIG.format(file=places.config))
 
     walk.step("word problems, and demonstrations of how (and how not) to solve them")
     script, made = _data() / "generate.py", folder / "demonstrations.jsonl"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from types import FrameType
 
 import click
 
@@ -48,12 +50,37 @@ class Walk:
         """A step's own words say what went wrong, so a failure only ends this command with the same exit code."""
         if self.dry_run:
             return
-        process = subprocess.Popen(arguments, stdout=sys.stderr.fileno() if self.err else None)
+        before = signal.signal(signal.SIGTERM, _terminated)
         try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            process.wait()  # the terminal told it, too: it stops what it has started
-            raise
+            code = _ended(subprocess.Popen(arguments, stdout=sys.stderr.fileno() if self.err else None))
+        finally:
+            signal.signal(signal.SIGTERM, before)
         if code:
             click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
             sys.exit(code if code > 0 else 128 - code)
+
+
+def _terminated(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a step, which is never left alone: what it has started, it stops itself.
+
+    Of a Ctrl-C it hears from the terminal; of SIGTERM, and of every Ctrl-C but the first, from us.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: what came first, once the step has ended.
+    """
+    stopped: BaseException | None = None
+    while True:
+        try:
+            code = process.wait()
+            break
+        except (KeyboardInterrupt, SystemExit) as error:
+            if stopped is not None or isinstance(error, SystemExit):
+                process.terminate()
+            stopped = stopped or error
+    if stopped is not None:
+        raise stopped
+    return code

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from types import ModuleType
 
 import click
@@ -13,6 +15,7 @@ import orjson
 from click.shell_completion import CompletionItem
 
 from ngym.cli.main import command
+from ngym.cli.names import is_value, keys
 from ngym.errors import UsageError
 
 PACKAGE = "_ngym_trainer"
@@ -25,17 +28,31 @@ Exit codes: 0    the policy is saved (with --sweep: each run's is)
 
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """The recipes that travel with ngym, else files."""
-    from ngym.config import shipped
+    """The recipes that travel with ngym; then, or once a word has begun, keys; else files."""
+    from ngym.cli.keys import of_recipe, shipped
 
-    names = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
+    known = list(of_recipe())
+    names = sorted(path.name for path in shipped("trainer/recipes").glob("*.yaml"))
     found = [CompletionItem(name) for name in names if name.startswith(begun)]
+    if is_value(known, ctx, parameter):
+        found = []
+    elif begun or ctx.params.get("recipe"):
+        found += keys(known, ctx, parameter, begun)
     return found or [CompletionItem(begun, type="file")]
+
+
+def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    from ngym.cli.keys import of_recipe
+
+    return keys(list(of_recipe()), ctx, parameter, begun)
 
 
 @command("ng_train", epilog=EXIT_CODES)
 @click.argument("recipe", nargs=-1, required=True, metavar="RECIPE... [KEY=VALUE]...", shell_complete=_recipes)
-@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V", help="Run every combination of these values.")
+@click.option(
+    "--sweep", "sweeps", multiple=True, metavar="KEY=V,V", shell_complete=_keys,
+    help="Run every combination of these values.",
+)  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on after the last checkpoint of the run in the output folder.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder.")
 @click.option("--dry-run", is_flag=True, help="Check and show the resolved recipe (with --sweep: the runs), and stop.")
@@ -64,7 +81,7 @@ def main(
     if dry_run:
         trainer("dry").run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
         return
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with _all_to_stderr() if as_json else nullcontext():
         if sweeps:
             output = trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:
@@ -72,6 +89,20 @@ def main(
     if as_json and trainer("config").read_launch().rank == 0:
         summary = trainer("summary")
         click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
+
+
+@contextmanager
+def _all_to_stderr() -> Iterator[None]:
+    """What goes to standard output while the block runs, from libraries of C and other programs too, goes to standard error."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def trainer(module: str) -> ModuleType:
