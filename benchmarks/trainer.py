@@ -30,7 +30,7 @@ from lockstep import Side
 from trl_environment import TRL, trl_python
 
 from ngym.cli.train import trainer
-from ngym.config import shipped
+from ngym.shipped import shipped
 
 HERE = Path(__file__).parent
 CONFIG = """\

@@ -21,10 +21,11 @@ import orjson
 from parts import cpu_s, play
 
 from ngym import process
-from ngym.config import load_config, shipped
+from ngym.config import load_config
 from ngym.errors import ServiceError
 from ngym.peers import Peer, Peers, PeerSession
 from ngym.schema import Json
+from ngym.shipped import shipped
 from ngym.supervise.supervisor import Supervisor
 from ngym.validation import find_environment
 from ngym.validation.gold import Case, Environment

@@ -12,21 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ngym.addresses import wrong_url
 from ngym.errors import ConfigError, UsageError
+from ngym.near import did_you_mean, nearest
 from ngym.schema import Kind
+from ngym.shipped import app_file, shipped_file
 from ngym.tls import check_pair, client_context, trust
 from ngym.tracing import Destination
-from ngym.tree import COMMAND_LINE, Tree, did_you_mean, load_tree, nearest, parse, subtree
+from ngym.tree import COMMAND_LINE, Tree, load_tree, parse, subtree
 
 SETTINGS_KEY = "ngym"
 OTEL = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 KINDS: tuple[str, ...] = get_args(Kind)
-
-
-def shipped() -> Path:
-    """The folder that holds the services, recipes and data that travel with ngym (wheel or checkout)."""
-    package = Path(__file__).resolve().parent
-    bundled = package / "_shipped"
-    return bundled if bundled.is_dir() else package.parent
 
 
 class HeadSettings(BaseModel):
@@ -200,28 +195,6 @@ def _has_otel() -> bool:
         return all(find_spec(name) for name in OTEL)
     except ModuleNotFoundError:
         return False
-
-
-def app_file(app: str, root: Path, where: str = "config") -> Path:
-    """The Python file of `gym_servers/math`: in the user's folder first, then among the shipped services."""
-    for base in (root, shipped()):
-        for candidate in (base / app, base / f"{app}.py", base / app / "app.py"):
-            if candidate.is_file():
-                return candidate.resolve()
-    known = [
-        f"{p.parent.name}/{p.name}" for base in (root, shipped()) for p in base.glob("*/*") if (p / "app.py").is_file()
-    ]
-    raise ConfigError(
-        f"{where}: no service at {app!r}: neither {app}.py nor {app}/app.py exists in {root}{did_you_mean(app, known)}"
-    )
-
-
-def shipped_file(path: str, root: Path, where: str = "config") -> Path:
-    """A file that a stanza names, such as `gym_servers/x/requirements.txt`: in the user's folder first, then as shipped."""
-    for base in (root, shipped()):
-        if (base / path).is_file():
-            return (base / path).resolve()
-    raise ConfigError(f"{where}: there is no file {path!r} in {root}, nor among what ships with ngym")
 
 
 def _check_ports(services: dict[str, Stanza], head: int) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NgymError, UsageError
+from ngym.near import near_file
 from ngym.schema import Json
 
 REPORTED_LINES = 20
@@ -53,8 +54,6 @@ def read(path: Path) -> Iterator[Line]:
                     yield _line(number, start, end, text, raw.endswith(b"\n"))
                 start = end
     except OSError as error:
-        from ngym.tree import near_file
-
         near = near_file(path) if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"{path}: cannot be read: {error.strerror}{near}") from None
 

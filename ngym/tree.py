@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -14,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ngym.errors import ConfigError
+from ngym.near import did_you_mean, near_file
 
 Model = TypeVar("Model", bound=BaseModel)
 COMMAND_LINE = "command line"
@@ -95,34 +95,6 @@ def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
         return model.model_validate(part.values)
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(model, part, item) for item in error.errors())) from None
-
-
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that the writer most likely meant, or None."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """` (did you mean 'policy'?)`, or a list of the choices when none is near and there are few."""
-    choices = sorted(set(choices))
-    near = nearest(word, choices)
-    if near:
-        return f" (did you mean {near!r}?)"
-    return f" (known: {', '.join(choices)})" if 0 < len(choices) <= 12 else ""
-
-
-def near_file(path: Path) -> str:
-    """` (did you mean 'global_config.yaml'?)`, of the files that lie where this one does not; of a folder, that it is one."""
-    if path.is_dir():
-        return ", it is a folder"
-    try:
-        near = difflib.get_close_matches(
-            path.name, os.listdir(path.parent), n=1, cutoff=0.8
-        )  # endings are alike anyway
-    except OSError:
-        return ""
-    return f" (did you mean {str(path.with_name(near[0]))!r}?)" if near else ""
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

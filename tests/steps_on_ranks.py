@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from ngym.cli.train import trainer
-from ngym.config import shipped
+from ngym.shipped import shipped
 
 config, engine, loop, model, ranks, sft = map(trainer, ("config", "engine", "loop", "model", "ranks", "algorithms.sft"))
 TOKENIZER = "data/tiny_policy/tokenizer"

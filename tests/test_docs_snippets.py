@@ -18,12 +18,13 @@ from documents import ROOT, Snippet, pages, readmes, snippets
 from pydantic import create_model
 
 from ngym.cli.train import trainer
-from ngym.config import SETTINGS_KEY, app_file, load_config
+from ngym.config import SETTINGS_KEY, load_config
 from ngym.errors import ConfigError, NgymError
 from ngym.facts import facts_in
 from ngym.schema import Segment, Trace
 from ngym.services.loader import load
 from ngym.services.options import parse_options
+from ngym.shipped import app_file
 
 ALL = [snippet for page in [*pages(), *readmes()] for snippet in snippets(page)]
 PAGES = [page for page in [*pages(), *readmes()] if any(snippet.page == page for snippet in ALL)]

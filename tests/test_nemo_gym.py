@@ -10,8 +10,9 @@ from house import house
 from machine import PATIENCE_S
 
 from ngym import ServiceOptions
-from ngym.config import app_file, load_config
+from ngym.config import load_config
 from ngym.services.loader import load
+from ngym.shipped import app_file
 from ngym.supervise.supervisor import Supervisor
 
 ROOT = Path(__file__).parent.parent

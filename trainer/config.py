@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
-from ngym.config import shipped
 from ngym.errors import ConfigError
+from ngym.near import did_you_mean, near_file, nearest
 from ngym.redact import redacted
-from ngym.tree import Tree, did_you_mean, load_tree, near_file, nearest, parse
+from ngym.shipped import shipped
+from ngym.tree import Tree, load_tree, parse
 
 from .checkpoints import CheckpointOptions
 from .hardware import EngineOptions

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ngym.errors import ConfigError
-from ngym.tree import did_you_mean
+from ngym.near import did_you_mean
 
 from .model_options import LoraOptions
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ngym.config import shipped
+from ngym.shipped import shipped
 
 
 class Record(BaseModel):

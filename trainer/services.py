@@ -19,12 +19,12 @@ from ngym import process, tracing
 from ngym.collect.discovery import discover
 from ngym.config import Config, load_config, tracing_of
 from ngym.errors import ConfigError, UsageError
+from ngym.near import did_you_mean
 from ngym.peers import Peers
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
-from ngym.tree import did_you_mean
 from ngym.unless import never, unless
 
 from .config import Recipe

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from ngym.config import app_file
 from ngym.jsonl import write_whole
 from ngym.services.loader import load
+from ngym.shipped import app_file
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026

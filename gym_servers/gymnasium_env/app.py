@@ -11,8 +11,8 @@ from pydantic import Field
 
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest
 from ngym.answers import boxed, without_reasoning
+from ngym.near import did_you_mean
 from ngym.services.steps import Step, step_server, turns_of
-from ngym.tree import did_you_mean
 
 from .spaces import NoAction, action_in, described, written
 

@@ -16,9 +16,9 @@ from pydantic import BaseModel, field_validator, model_validator
 from ngym import ServiceContext, VerifyRequest, gym_server
 from ngym.answers import number, same_number, short
 from ngym.called import calls_in
-from ngym.config import shipped_file
 from ngym.errors import ConfigError
 from ngym.services.tools import inspected, offer
+from ngym.shipped import shipped_file
 from ngym.words import exact
 
 from .connection import Connections

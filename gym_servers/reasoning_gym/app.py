@@ -10,7 +10,7 @@ from reasoning_gym.factory import DATASETS
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.answers import without_reasoning
-from ngym.tree import did_you_mean
+from ngym.near import did_you_mean
 from ngym.workers import WorkerPool
 
 os.environ["PYTHONHASHSEED"] = "0"  # for the workers: some tasks depend on the order of sets

@@ -14,7 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ngym.errors import ConfigError
-from ngym.tree import did_you_mean
+from ngym.near import did_you_mean
 
 from .environment import Model
 from .families import Parsers, detected

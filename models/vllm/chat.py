@@ -20,9 +20,9 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import GenerationError, VLLMValidationError
 
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
+from ngym.near import did_you_mean
 from ngym.schema import Json
 from ngym.splice import Ends, Seen, begins_with, splice
-from ngym.tree import did_you_mean
 
 from .chunks import ChatInChunks
 from .tokens import Tokens, recorded

@@ -12,8 +12,8 @@ from ngym.collect.outcome import TokenFormat
 from ngym.collect.plan import Recipe
 from ngym.collect.run import Limits
 from ngym.errors import UsageError
+from ngym.near import near_file
 from ngym.schema import Json
-from ngym.tree import near_file
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ngym
+from ngym.shipped import PACKAGE, shipped
 
-PACKAGE = Path(ngym.__file__).resolve().parent
-HOMES = (PACKAGE / "_shipped", PACKAGE.parent)  # of what travels with ngym: in a wheel, in a checkout
 NOT_WRITTEN = {"name", "options", "where", "key_where"}  # fields of a stanza that are no keys of it
 
 
@@ -22,14 +20,9 @@ class Definition(NamedTuple):
     node: ast.ClassDef | ast.expr
 
 
-def shipped(path: str) -> Path:
-    """A file or folder that travels with ngym."""
-    return next((home / path for home in HOMES if (home / path).exists()), HOMES[-1] / path)
-
-
 def of_recipe() -> Iterator[str]:
     """Every key of a training recipe."""
-    return of_model(shipped("trainer/config.py"), "Recipe")
+    return of_model(shipped() / "trainer" / "config.py", "Recipe")
 
 
 def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:
@@ -57,7 +50,9 @@ def of_model(file: Path, name: str) -> Iterator[str]:
 
 def _of_app(app: str, folder: Path) -> Iterator[str]:
     """The options of a service: of the class that its app names, or of the one called Options."""
-    places = (place for home in (folder, *HOMES) for place in (home / app, home / f"{app}.py", home / app / "app.py"))
+    places = (
+        place for home in (folder, shipped()) for place in (home / app, home / f"{app}.py", home / app / "app.py")
+    )
     file = next((place for place in places if place.is_file()), None)
     if not app or file is None:
         return iter(())

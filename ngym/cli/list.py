@@ -11,6 +11,8 @@ import orjson
 
 from ngym.cli.columns import aligned
 from ngym.cli.main import command
+from ngym.near import did_you_mean
+from ngym.shipped import app_file, shipped
 
 if TYPE_CHECKING:
     from ngym.config import Config, Stanza
@@ -60,7 +62,6 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
     """
     from ngym.errors import UsageError
     from ngym.facts import Domain
-    from ngym.tree import did_you_mean
 
     words = get_args(Domain)
     for domain in domains:
@@ -80,7 +81,7 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
 
 def environments(configs: Sequence[Path]) -> list[Listed]:
     """Those of the configs in their order, then the shipped ones that no stanza uses, by name."""
-    from ngym.config import app_file, load_config, shipped
+    from ngym.config import load_config
 
     config = load_config(configs) if configs else None
     stanzas = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"] if config else []
@@ -101,7 +102,6 @@ def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
 
 def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
     """None for what is no environment: a gym server with neither facts nor data, such as gym_servers/sandbox."""
-    from ngym.config import app_file
     from ngym.errors import ConfigError
     from ngym.facts import facts_in, readme_of
     from ngym.validation.gold import data_places

@@ -12,6 +12,7 @@ import click
 from ngym.cli.ending import writing
 from ngym.cli.main import command
 from ngym.cli.steps import Walk
+from ngym.shipped import shipped
 
 QUICKSTART = Path("runs/quickstart/sft/policy")
 CONFIG = """\
@@ -45,7 +46,6 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
 
     Takes about three minutes on two cores. What is in the folder is made anew.
     """
-    from ngym.config import shipped
 
     started = time.monotonic()
     walk = Walk(STEPS)
@@ -88,7 +88,6 @@ def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
     if QUICKSTART.is_dir():
         click.echo(f"{QUICKSTART} is there")
         return QUICKSTART
-    from ngym.config import shipped
 
     output = folder / "sft"
     walk.ng(

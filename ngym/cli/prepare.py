@@ -14,6 +14,7 @@ import orjson
 
 from ngym.cli.main import command
 from ngym.errors import NgymError, UsageError
+from ngym.shipped import shipped
 
 if TYPE_CHECKING:
     from ngym.config import Config, Stanza
@@ -32,7 +33,6 @@ Exit codes: 0    train.jsonl, validation.jsonl and manifest.json are written
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from ngym.config import shipped
     from ngym.prepare.sets import find_sets
 
     return [name for name in find_sets((Path.cwd(), shipped())) if name.startswith(begun)]
@@ -93,7 +93,6 @@ def main(
 
         show_sets(as_json)
         return
-    from ngym.config import shipped
     from ngym.prepare.rows import MANIFEST, check_free
     from ngym.prepare.sets import find_sets, named
     from ngym.supervise.launcher import Launcher
@@ -184,7 +183,7 @@ async def _prepare(
 
 def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
     """The config and the stanza whose server tries the rows: the user's own, else as it ships."""
-    from ngym.config import load_config, shipped
+    from ngym.config import load_config
     from ngym.validation import data_places
 
     own = list(configs) or ([DEFAULT] if DEFAULT.is_file() else [])

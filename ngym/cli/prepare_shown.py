@@ -9,8 +9,9 @@ import click
 import orjson
 
 from ngym.cli.columns import aligned
-from ngym.config import Stanza, shipped
+from ngym.config import Stanza
 from ngym.prepare.sets import PublicSet, find_sets
+from ngym.shipped import shipped
 
 if TYPE_CHECKING:
     from ngym.cli.prepare import Mirrors

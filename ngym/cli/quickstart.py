@@ -16,6 +16,7 @@ from ngym.cli.ending import writing
 from ngym.cli.main import command
 from ngym.cli.steps import Walk
 from ngym.schema import Json
+from ngym.shipped import shipped
 
 CONFIG = """\
 # Written by ng_quickstart. `ng_run --config {file}` starts these three services.
@@ -98,7 +99,6 @@ class Places(NamedTuple):
 
 
 def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
-    from ngym.config import shipped
 
     recipes, folder = shipped() / "trainer" / "recipes", places.folder
     if not walk.dry_run:
@@ -125,7 +125,6 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
 
 
 def _data() -> Path:
-    from ngym.config import shipped
 
     return shipped() / "data" / "calculator"
 

@@ -15,6 +15,7 @@ import orjson
 from ngym.cli.ending import EXIT_DONE, EXIT_FAILED, writing
 from ngym.cli.main import command
 from ngym.errors import ConfigError, UsageError
+from ngym.near import did_you_mean
 from ngym.schema import Json
 from ngym.screen import harmless
 
@@ -183,7 +184,6 @@ def _problem(row: Json) -> str | None:
 
 def _gym(config: Config, agent: str, source: Path) -> str:
     """The gym server that scores this agent's rollouts."""
-    from ngym.tree import did_you_mean
 
     if agent not in config.services:
         near = did_you_mean(agent, config.services)

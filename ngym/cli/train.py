@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 from ngym.cli.main import command
 from ngym.cli.names import is_value, keys
 from ngym.errors import UsageError
+from ngym.shipped import shipped
 
 PACKAGE = "_ngym_trainer"
 
@@ -29,10 +30,10 @@ Exit codes: 0    the policy is saved (with --sweep: each run's is)
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """The recipes that travel with ngym; then, or once a word has begun, keys; else files."""
-    from ngym.cli.keys import of_recipe, shipped
+    from ngym.cli.keys import of_recipe
 
     known = list(of_recipe())
-    names = sorted(path.name for path in shipped("trainer/recipes").glob("*.yaml"))
+    names = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
     found = [CompletionItem(name) for name in names if name.startswith(begun)]
     if is_value(known, ctx, parameter):
         found = []
@@ -108,8 +109,6 @@ def _all_to_stderr() -> Iterator[None]:
 def trainer(module: str) -> ModuleType:
     """A module of the trainer: a package under a private name, so that `trainer` never becomes an import name."""
     if PACKAGE not in sys.modules:
-        from ngym.config import shipped
-
         folder = shipped() / "trainer"
         spec = importlib.util.spec_from_file_location(
             PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]

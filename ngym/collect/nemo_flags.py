@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ngym.errors import UsageError
-from ngym.tree import did_you_mean
+from ngym.near import did_you_mean
 
 PARAMS = "responses_create_params"
 SAME = {

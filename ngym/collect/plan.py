@@ -11,8 +11,8 @@ import orjson
 
 from ngym.errors import UsageError
 from ngym.jsonl import checked
+from ngym.near import did_you_mean, nearest
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
-from ngym.tree import did_you_mean, nearest
 
 AGENT_TYPE = "responses_api_agents"  # NeMo Gym's word, kept in agent_ref so that its tools can read our rows
 

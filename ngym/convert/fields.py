@@ -24,8 +24,8 @@ from ngym.convert.checks import (
 )
 from ngym.convert.shapes import Problem, input_problems, message_problems, tool_problems
 from ngym.errors import BadRequest
+from ngym.near import did_you_mean
 from ngym.schema import Json
-from ngym.tree import did_you_mean
 
 
 def check_create_params(body: Json) -> Json:

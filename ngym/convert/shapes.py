@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ngym.near import did_you_mean
 from ngym.schema import TOKEN_FIELDS, Json
-from ngym.tree import did_you_mean
 
 
 class Problem(NamedTuple):

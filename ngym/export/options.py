@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ngym.errors import UsageError
+from ngym.near import near_file
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
 Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]
@@ -109,6 +110,5 @@ class Options:
 
 
 def _near(path: Path) -> str:
-    from ngym.tree import near_file  # pydantic and yaml are for a mistake, not for --help
 
     return near_file(path)

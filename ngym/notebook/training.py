@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngym.errors import UsageError
+from ngym.near import did_you_mean
 from ngym.notebook import html
 from ngym.notebook.frames import Table
 from ngym.plot.history import METRICS, read_history
@@ -39,8 +40,6 @@ class TrainingMetrics(list[Json]):
         """
         points = [(row["step"], row[name]) for row in self if row.get(name) is not None]
         if not points:
-            from ngym.tree import did_you_mean
-
             raise UsageError(f"{self.path}: no metric {name!r}{did_you_mean(name, self.names)}")
         return [step for step, _ in points], [value for _, value in points]
 

@@ -12,6 +12,7 @@ from ngym import reverify
 from ngym.config import Config
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.groups import is_pending, judged
+from ngym.near import did_you_mean
 from ngym.notebook.asked import at_least_one
 from ngym.notebook.given import rows_of
 from ngym.notebook.rollouts import NO_TASK
@@ -20,7 +21,6 @@ from ngym.notebook.watch import Watch
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.scores import parts_of
-from ngym.tree import did_you_mean
 from ngym.unless import unless
 from ngym.validation.gold import says
 from ngym.validation.standin import others

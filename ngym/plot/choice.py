@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from ngym.errors import UsageError
-from ngym.tree import did_you_mean
+from ngym.near import did_you_mean
 
 OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and how many attempts it is of
 REWARDS, LOSSES = ("reward/mean",), ("loss", "val/loss")

@@ -13,8 +13,8 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ngym.errors import ConfigError, UsageError
+from ngym.near import did_you_mean
 from ngym.schema import Json
-from ngym.tree import did_you_mean
 
 Split = Literal["train", "validation"]
 FILE = "prepare.py"

@@ -11,10 +11,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ngym.errors import ConfigError
+from ngym.near import did_you_mean
 from ngym.peers import Peers
 from ngym.redact import Redactor
 from ngym.schema import Kind
-from ngym.tree import Tree, did_you_mean, parse
+from ngym.tree import Tree, parse
 
 
 class _Reference:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from ngym.addresses import is_loopback
-from ngym.config import Config, Stanza, app_file
+from ngym.config import Config, Stanza
 from ngym.errors import ConfigError
 from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
 from ngym.redact import Redactor
+from ngym.shipped import app_file
 from ngym.supervise.head import Head
 from ngym.supervise.headfile import HeadFile, Running
 from ngym.supervise.launcher import Launcher

@@ -18,9 +18,9 @@ from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from ngym.errors import ServiceError
+from ngym.near import did_you_mean
 from ngym.peers import Peer
 from ngym.schema import Json
-from ngym.tree import did_you_mean
 from ngym.validation.gold import ROWS, Case, Environment, Spoilt, says
 
 SESSIONS = 64

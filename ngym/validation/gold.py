@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ngym.config import Config, Stanza, shipped
+from ngym.config import Config, Stanza
 from ngym.errors import UsageError
 from ngym.jsonl import Line, checked
 from ngym.schema import Json
+from ngym.shipped import shipped
 
 Spoilt = Literal["empty", "garbage", "cut"]
 ALL_WORSE: tuple[Spoilt, ...] = ("empty", "garbage", "cut")
