@@ -71,6 +71,7 @@ def main(
               ng_view runs/grpo
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
+    from ngym.view.reading import said
     from ngym.view.runs import opened
 
     if q is not None and report is None:
@@ -81,6 +82,7 @@ def main(
         from ngym.view.tokens import check
 
         check(tokenizer)
+    title = said(title)
     shown = opened(paths or (Path(),), tokenizer)
     shown.start()
     try:
