@@ -21,7 +21,8 @@ from ngym.cli.train import trainer
 from ngym.errors import ConfigError
 
 pytest.importorskip("peft")
-config, engine, model, packing, samples = map(trainer, ("config", "engine", "model", "packing", "samples"))
+NAMES = ("config", "engine", "model", "model_options", "packing", "samples")
+config, engine, model, model_options, packing, samples = map(trainer, NAMES)
 RANK = 4
 Weights = dict[str, torch.Tensor]
 
@@ -136,7 +137,7 @@ def test_a_saved_adapter_is_one_that_peft_loads(base: Path, tmp_path: Path) -> N
 
     data, trained = packed(), adapter(base, targets=["q_proj", "down_proj"])
     step(trained, data, 3)
-    options = config.LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "down_proj"])
+    options = model_options.LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "down_proj"])
     trained.save_adapter(tmp_path / "adapter", options, str(base))
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj"] and described["base_model_name_or_path"] == str(base)
