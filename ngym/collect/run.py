@@ -28,6 +28,7 @@ from ngym.collect.plan import PlannedRollout
 from ngym.collect.together import Together
 from ngym.collect.window import Window
 from ngym.errors import ServiceError, boundary
+from ngym.memory import fitted
 from ngym.peers import Peers
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER
 
@@ -217,7 +218,7 @@ class Run:
         began = time.perf_counter()
         try:
             peer = self._peers[planned.agent]
-            body = orjson.dumps(planned.row)
+            body = fitted(orjson.dumps(planned.row))
             reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
             waiting = reply.headers.get(WAITING_HEADER, "")
             if waiting.isdigit():

@@ -12,6 +12,7 @@ import orjson
 from ngym import correlation
 from ngym.client import Reply
 from ngym.errors import PeerTimeout, Unreachable
+from ngym.memory import fitted
 from ngym.peers.pauses import BROKEN_S, MAYBE_PROCESSED, NOT_PROCESSED, REFUSED_S, RETRY_RATIO, retry_after, spread
 from ngym.peers.refusals import refusal, upstream_of
 from ngym.peers.session import DEFAULT_TIMEOUT_S, PeerSession
@@ -65,7 +66,7 @@ class Peer:
 
         repeatable_s: for so long the other side keeps its answer under an idempotency key; 0: it knows no such keys.
         """
-        payload = None if body is None else body if isinstance(body, bytes) else orjson.dumps(body)
+        payload = None if body is None else body if isinstance(body, bytes) else fitted(orjson.dumps(body))
         here = correlation.current.get()
         loop = asyncio.get_running_loop()
         remaining = here.remaining_s()

@@ -14,6 +14,7 @@ import orjson
 from ngym import correlation
 from ngym.client import Client
 from ngym.errors import ServiceError
+from ngym.memory import fitted
 from ngym.remote.budget import Used
 from ngym.remote.hints import wait_s
 from ngym.remote.options import RemoteOptions
@@ -134,7 +135,7 @@ class Upstream:
     @asynccontextmanager
     async def _opened(self, site: Site, body: Json | None, *, streamed: bool) -> AsyncIterator[_Answer]:
         """A 2xx answer, after as many attempts as are allowed; its place among those in flight is kept until it is read."""
-        raw = None if body is None else orjson.dumps(body)
+        raw = None if body is None else fitted(orjson.dumps(body))
         self.budget.request()
         attempt = 0
         while True:

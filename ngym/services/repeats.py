@@ -15,6 +15,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ngym.errors import BadRequest, ServiceError
+from ngym.memory import fitted
 from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.services.deadlines import in_time
 from ngym.services.edge import Handler
@@ -97,6 +98,7 @@ class Repeats:
                 answer = copy.copy(error)  # without its traceback, which holds the request
             elif error is None:
                 answer = task.result()
+                answer.body = fitted(answer.body)
         self._done[call] = asyncio.get_running_loop().time()
         self._of_session.setdefault(call[0], []).append(call)
         if answer is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from ngym.errors import NotFound
+from ngym.memory import fitted
 from ngym.schema import Json
 
 MAX_RESPONSES = 20_000
@@ -41,7 +42,7 @@ class ResponseStore:
     def keep(self, response_id: str, request: bytes, response: bytes, previous: str | None) -> None:
         if response_id in self._stored:
             self._drop(response_id)
-        self._stored[response_id] = _Stored(request, response, previous)
+        self._stored[response_id] = _Stored(request, fitted(response), previous)
         self._bytes += len(request) + len(response)
         while self._bytes > self._max_bytes or len(self._stored) > self._max_responses:
             self._drop(next(iter(self._stored)))
