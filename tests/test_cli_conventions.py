@@ -34,6 +34,7 @@ from ngym.errors import NgymError, UsageError
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "starlette", "torch", "uvicorn", "yaml"}
 EVERY = [(name, importlib.import_module(module).main) for name, (module, _) in COMMANDS.items()]
 CALL = [sys.executable, "-m", "ngym"]
+FULL = "standard output: No space left on device; make room and run it again\n"
 
 
 @pytest.fixture
@@ -396,7 +397,8 @@ def test_ctrl_c_while_a_script_still_imports_ends_it_without_a_word() -> None:
         ("{ng} help | true; exit ${{PIPESTATUS[0]}}", (0, 1), ""),
         ("{ng} prepare --list >&-", (0,), ""),
         ("{ng} run --onyl 2>&-", (2,), ""),
-        ("{ng} help >/dev/full", (75,), "standard output: No space left on device; make room and run it again\n"),
+        ("PYTHONUNBUFFERED= {ng} help >/dev/full", (75,), FULL),
+        ("PYTHONUNBUFFERED=1 {ng} help >/dev/full", (75,), FULL),
         ("PYTHONIOENCODING=ascii {ng} profile rollouts.jsonl --by mark", (0,), ""),
         ("HOME=/proc/none {ng} help", (0,), ""),
     ],

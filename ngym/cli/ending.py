@@ -114,8 +114,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _is_output_stuck() -> bool:
-    """What standard output did not take is still in its buffer."""
+    """What standard output did not take is still in its buffer; without one (`python -u`), it does not take an empty line either."""
+    if sys.stdout is None:
+        return False
     try:
+        if getattr(sys.stdout, "write_through", False):
+            os.write(1, b"\n")
         sys.stdout.flush()
     except OSError:
         return True
