@@ -18,7 +18,7 @@ import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +80,7 @@ async def call(peers: Peers, rate: float, answers: Counter[str]) -> None:
             await asyncio.sleep(began + number / rate - time.monotonic())
 
 
-async def counted(work: asyncio.Future[str], kind: str, answers: Counter[str]) -> None:
+async def counted(work: Awaitable[str], kind: str, answers: Counter[str]) -> None:
     try:
         said = await work
     except (ServiceError, OSError, AssertionError) as error:

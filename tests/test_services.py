@@ -137,6 +137,7 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
     [
         ("verify", "{}", "there is no tool 'verify'. Tools: add."),
         ("../verify", "{}", "there is no tool '../verify'"),
+        (["add"], "{}", "there is no tool ['add']"),
         ("add", "{amount: 7", "the arguments of add are no JSON"),
         ("add", "[7]", "must be a JSON object, not list"),
         ("add", '{"amount": "x"}', "field 'amount'"),
@@ -144,12 +145,14 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
         ("add", '{"amount": 14}', "add failed: RuntimeError: a bug of the author's"),
     ],
 )
-async def test_a_failing_tool_is_shown_to_the_model(name: str, arguments: str, shown: str):
+async def test_a_failing_tool_is_shown_to_the_model(name: Any, arguments: str, shown: str):
     async with simple_house(scripted(calls(name, arguments), says("sorry"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert shown in row["response"]["output"][1]["output"]
     assert row["reward"] == 0.0
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
+    spans = [span for span, _, _ in row["ng"]["spans"]]
+    assert spans == ["seed", "model", "tool:add" if name == "add" else "tool", "model", "verify"]
 
 
 async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_told():

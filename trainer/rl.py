@@ -89,7 +89,8 @@ class RolloutOptions(Record):
     curriculum: tasks that are always or never solved are drawn less often; null: each once an epoch.
     services: the config file whose services are started; null uses those that an `ng_run` in this folder started.
     policy: the name of the model service that is trained.
-    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 where nothing compares them. updates_per_step: optimiser steps on them.
+    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 where nothing compares them.
+    updates_per_step: optimiser steps on them.
     max_output_tokens: of one model call; null: as the rows say. concurrency: rollouts in flight at the most.
     timeout_s: for one rollout.
     max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train, collect;

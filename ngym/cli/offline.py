@@ -46,7 +46,6 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
 
     Takes about three minutes on two cores. What is in the folder is made anew.
     """
-
     started = time.monotonic()
     walk = Walk(STEPS)
     folder.mkdir(parents=True, exist_ok=True)

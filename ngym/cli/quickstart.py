@@ -99,7 +99,6 @@ class Places(NamedTuple):
 
 
 def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
-
     recipes, folder = shipped() / "trainer" / "recipes", places.folder
     if not walk.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +124,6 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
 
 
 def _data() -> Path:
-
     return shipped() / "data" / "calculator"
 
 

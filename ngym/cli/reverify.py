@@ -184,7 +184,6 @@ def _problem(row: Json) -> str | None:
 
 def _gym(config: Config, agent: str, source: Path) -> str:
     """The gym server that scores this agent's rollouts."""
-
     if agent not in config.services:
         near = did_you_mean(agent, config.services)
         raise ConfigError(f"{source}: its rows are of {agent!r}, which {config.files[0]} does not have{near}")

@@ -110,5 +110,4 @@ class Options:
 
 
 def _near(path: Path) -> str:
-
     return near_file(path)

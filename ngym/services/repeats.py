@@ -98,9 +98,10 @@ class Repeats:
                 answer = copy.copy(error)  # without its traceback, which holds the request
             elif error is None:
                 answer = task.result()
-                answer.body = fitted(answer.body)
         self._done[call] = asyncio.get_running_loop().time()
         self._of_session.setdefault(call[0], []).append(call)
+        if isinstance(answer, Response):
+            answer.body = fitted(answer.body)
         if answer is not None:
             self._answers[call] = answer
             self._bytes += _size(answer)

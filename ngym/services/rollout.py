@@ -105,15 +105,18 @@ class RolloutContext:
             async with self._calling:
                 text, failed = await self._tool_text(call)
         self.tool_errors += failed
-        name = call.get("name")
-        self.took(f"tool:{name}" if name in self._declared else "tool", started, "tools_s")
+        self.took(f"tool:{call['name']}" if self._is_declared(call) else "tool", started, "tools_s")
         output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
         self._called.append((call, output))
         return output
 
+    def _is_declared(self, call: Json) -> bool:
+        name = call.get("name")
+        return isinstance(name, str) and name in self._declared
+
     async def _tool_text(self, call: Json) -> tuple[str, bool]:
         name = call.get("name")
-        if name not in self._declared:  # checked before a name that the model wrote becomes a path
+        if not self._is_declared(call):  # checked before a name that the model wrote becomes a path
             return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(self._declared)) or 'none'}.", True
         try:
             arguments = orjson.loads(call.get("arguments") or "{}")
