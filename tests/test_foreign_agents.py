@@ -60,6 +60,11 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
         assert (trace["turns"], trace["tool_calls"], trace["policy_version"]) == (3, 2, [0])
         assert outcome.row["response"]["usage"]["output_tokens"] == sum(map(len, sampled))
         assert len(segment["logprobs"]) == sum(map(len, sampled))
+        names, starts, seconds = zip(*trace["spans"], strict=True)
+        assert sorted(names) == ["model", "model", "model", "seed", "tool:add", "tool:add", "verify"]
+        assert list(starts) == sorted(starts) and starts[-1] + seconds[-1] <= trace["timings"]["total_s"]
+        in_model = sum(took for name, took in zip(names, seconds, strict=True) if name == "model")
+        assert trace["timings"]["model_s"] == pytest.approx(in_model, abs=1e-5)
         output = outcome.row["response"]["output"]
         assert [item["type"] for item in output] == [*["function_call", "function_call_output"] * 2, "message"]
         assert [item["call_id"] for item in output[:4:2]] == [item["call_id"] for item in output[1:4:2]]
@@ -96,6 +101,8 @@ async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured(
         (segment,) = row["ng"]["segments"]
         assert bytes(segment["token_ids"]).endswith(b"\xffassistant\none two\xfe")
         assert row["ng"]["policy_version"] == [0]
+        ((name, start, seconds),) = row["ng"]["spans"]
+        assert name == "model" and 0 < seconds < start + seconds < row["ng"]["timings"]["total_s"]
     assert b"ngym_captured_rollouts 0.0" in left.body
 
 
@@ -124,8 +131,8 @@ async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls():
         pickup = Pickup(peers, None)
         await pickup.begin()
         for agent in ("agent", "other"):
-            await pickup.complete(agent, f"r-{agent}", {"response": {"output": [text_item("4")]}})
-        await pickup.complete("agent", "ours", {"response": {"output": []}, "ng": {"segments": []}})
+            await pickup.complete(agent, f"r-{agent}", {"response": {"output": [text_item("4")]}}, 0.0)
+        await pickup.complete("agent", "ours", {"response": {"output": []}, "ng": {"segments": []}}, 0.0)
     finally:
         await peers.close()
         await runner.cleanup()

@@ -5,14 +5,16 @@ Whoever sends an agent to `http://.../rollouts/{id}/v1`, with the id that came a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
+from operator import itemgetter
 from typing import Any
 
 import orjson
 
 from ngym.errors import Unreachable, UpstreamError
 from ngym.peers import Peers
-from ngym.schema import TOKEN_FIELDS, Json, Segment
+from ngym.schema import TOKEN_FIELDS, Json, Segment, Span
 
 TIMEOUT_S = 60.0
 NOT_OURS = frozenset({404, 405})  # a model server that captures nothing, or captured nothing of this rollout
@@ -46,8 +48,10 @@ class Pickup:
                 if named:
                     self._of_agent[server["name"]] = named
 
-    async def complete(self, agent: str, rollout_id: str, answer: Any) -> None:
+    async def complete(self, agent: str, rollout_id: str, answer: Any, began: float) -> None:
         """Put what was captured into an answer that has no token data and no `ng.segments` of its own.
+
+        began: when the rollout did, by time.perf_counter().
 
         Raises:
             Unreachable, UpstreamError: a model server did not tell.
@@ -55,18 +59,25 @@ class Pickup:
         if not self._models or not isinstance(answer, dict) or _has_tokens(answer):
             return
         segments: list[Segment] = []
+        spans: list[Span] = []
         for model in self._of_agent.get(agent, self._models):
             for url in self._peers.urls.get(model, ()):
-                segments += await self._captured(model, f"{url}/rollouts/{rollout_id}/segments")
+                kept = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments")
+                if kept is not None:
+                    elapsed = time.perf_counter() - began
+                    segments += kept["segments"]
+                    spans += [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]
         if segments:
-            answer.setdefault("ng", {})["segments"] = segments
+            trace = answer.setdefault("ng", {})
+            trace["segments"] = segments
+            trace.setdefault("spans", sorted(spans, key=itemgetter(1)))
 
-    async def _captured(self, model: str, url: str) -> list[Segment]:
+    async def _captured(self, model: str, url: str) -> Json | None:
         where = {"service": model, "url": url, "status": None}
         try:
             reply = await self._peers.send("GET", url, None, {}, TIMEOUT_S)
             if reply.status in NOT_OURS:
-                return []
+                return None
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"
                 raise UpstreamError(detail, failure="model_error", upstream=where | {"status": reply.status})
@@ -74,8 +85,8 @@ class Pickup:
         except OSError as error:
             detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
             raise Unreachable(detail, upstream=where) from None
-        segments: list[Segment] = reply.json()["segments"]
-        return segments
+        kept: Json = reply.json()
+        return kept
 
     async def _told(self, path: str) -> Any:
         try:

@@ -229,7 +229,7 @@ class Run:
                 raise ServiceError(
                     f"{planned.agent} answered /run with no JSON: {error}", failure="agent_error"
                 ) from None
-            await self._pickup.complete(planned.agent, rollout_id, answer)
+            await self._pickup.complete(planned.agent, rollout_id, answer, began)
             with boundary("agent_error", f"{planned.agent} answered /run with a record that is none"):
                 return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:

@@ -50,7 +50,7 @@ class _Segment:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call: its context begins at `before` in its segment, what it sampled is [start, end)."""
+    """One call: its context begins at `before` in its segment, what it sampled is [start, end). began: by time.monotonic()."""
 
     segment: _Segment
     before: int
@@ -60,6 +60,8 @@ class _Call:
     usage: Json | None
     asked: bytes
     answered: bytes
+    began: float
+    seconds: float
     continued: bool = False
 
 
@@ -78,9 +80,10 @@ class _Rollout:
 
 
 class Question(NamedTuple):
-    """A call that is on its way: of which rollout, what was said before it, and which call it continues."""
+    """A call that is on its way: of which rollout, since when, what was said before it, and which call it continues."""
 
     rollout_id: str
+    began: float
     said: Said
     continues: _Call | None
     seen: SeenCall | None
@@ -120,41 +123,43 @@ class Captures:
 
         request: the native one. repeated: the client says that it sent this before.
         """
-        so_far = said(request)
+        began, so_far = time.monotonic(), said(request)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            return Question(rollout_id, so_far, None, None, repeated)
+            return Question(rollout_id, began, so_far, None, None, repeated)
         for turn in reversed(so_far.turns):
             call = rollout.by_answer.get(turn.digest)
             if call is not None:
                 ids = call.segment.ids
                 goes_on = bool(so_far.unfinished) and turn is so_far.turns[-1]
                 seen = SeenCall(turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on)
-                return Question(rollout_id, so_far, call, seen, repeated)
-        return Question(rollout_id, so_far, None, None, repeated)
+                return Question(rollout_id, began, so_far, call, seen, repeated)
+        return Question(rollout_id, began, so_far, None, None, repeated)
 
     def keep(self, question: Question, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
         """Its answer, native and with token data, is there."""
         rollout = self._rollouts.pop(question.rollout_id, None) or _Rollout()
         self._rollouts[question.rollout_id] = rollout
         rollout.used_at = time.monotonic()
-        asked = question.said.turns[-1].digest
         self._tokens -= rollout.tokens()
         if question.repeated:
-            _take_back(rollout, asked)
-        call = _placed(question.continues, tokens, usage, asked, answered(question.said, answer))
+            _take_back(rollout, question.said.turns[-1].digest)
+        call = _placed(question, tokens, usage, answered(question.said, answer))
         rollout.calls.append(call)
         rollout.by_answer[call.answered] = call
         self._tokens += rollout.tokens()
         self._forget()
 
     def segments(self, rollout_id: str) -> Json | None:
-        """What is kept of a rollout, for the collector (wire.md, section 3); None: nothing."""
+        """What is kept of a rollout, for the collector (wire.md, section 3); None: nothing.
+
+        Its `spans` are, for each call, how many seconds ago it began, and how many it took: clocks of two hosts differ.
+        """
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return None
         segments = [segment.json() for segment in rollout.segments()]
-        usage = rollout.calls[0].usage
+        now, usage = time.monotonic(), rollout.calls[0].usage
         for call in rollout.calls[1:]:
             usage = added(usage, call.usage)
         return {
@@ -163,6 +168,7 @@ class Captures:
             "segments": segments,
             "policy_version": sorted({span[2] for segment in segments for span in segment["policy_version"]}),
             "usage": usage,
+            "spans": [[round(now - call.began, 6), round(call.seconds, 6)] for call in rollout.calls],
         }
 
     def forget(self, rollout_id: str) -> bool:
@@ -188,8 +194,9 @@ class Captures:
             self._forgotten.labels(why).inc()
 
 
-def _placed(continues: _Call | None, tokens: CallTokens, usage: Json | None, asked: bytes, answer: bytes) -> _Call:
+def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: bytes) -> _Call:
     """The call in the segment that it continues, if its prompt begins with all ids of that; else in a new one."""
+    continues = question.continues
     prompt = array("I", tokens.prompt_token_ids)
     segment = _Segment()
     if continues is not None:
@@ -201,7 +208,18 @@ def _placed(continues: _Call | None, tokens: CallTokens, usage: Json | None, ask
     start = len(segment.ids)
     segment.ids.extend(tokens.generation_token_ids)
     segment.logprobs.extend(tokens.generation_log_probs)
-    call = _Call(segment, before, start, len(segment.ids), tokens.versions, usage, asked, answer)
+    call = _Call(
+        segment,
+        before,
+        start,
+        len(segment.ids),
+        tokens.versions,
+        usage,
+        asked=question.said.turns[-1].digest,
+        answered=answer,
+        began=question.began,
+        seconds=time.monotonic() - question.began,
+    )
     segment.calls.append(call)
     return call
 

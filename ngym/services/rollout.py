@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -161,6 +162,11 @@ class RolloutContext:
                     raise
                 return response
             await self.model.request(path, None, method="DELETE", idempotent=True)
+        elapsed = time.perf_counter() - self._started
+        for ago, seconds in kept["spans"]:
+            self.spans.append(("model", round(elapsed - ago, 6), seconds))
+            self.seconds["model_s"] += seconds
+        self.spans.sort(key=itemgetter(1))
         self.segments += kept["segments"]
         self._usage = kept["usage"] if self.turns == 0 else added(self._usage, kept["usage"])
         self.turns += kept["calls"]
