@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
+from ngym.held import open_held
 from ngym.jsonl import READ_BYTES, Line, WriteFailed, read, sync_folder
 from ngym.schema import Json
 
 COMMIT_ROWS = 64
 COMMIT_S = 0.05
+OTHERWISE = "choose another --output"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 # macOS has no fdatasync
 _sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
-
-
-class FileLocked(NgymError):
-    """Another process is writing this file."""
 
 
 class DiskFull(NgymError):
@@ -67,7 +64,7 @@ class RowLog:
         self._wake = asyncio.Event()
         self._many = asyncio.Event()
         self._committer: asyncio.Task[None] | None = None
-        self._fd = _open_locked(path)
+        self._fd = open_held(path, path, OTHERWISE)
         self._size = os.fstat(self._fd).st_size
 
     @property
@@ -230,7 +227,7 @@ class RowLog:
         """Rewrite the file beside itself without these lines, and take its place, lock included."""
         beside = self.path.with_name(self.path.name + ".tmp")
         beside.unlink(missing_ok=True)
-        new_fd = _open_locked(beside)
+        new_fd = open_held(beside, beside, OTHERWISE)
         start = 0
         for line in lines:
             _copy(self._fd, new_fd, start, line.start)
@@ -241,36 +238,6 @@ class RowLog:
         sync_folder(self.path.parent)
         os.close(self._fd)
         self._fd, self._size = new_fd, os.fstat(new_fd).st_size
-
-
-def _open_locked(path: Path) -> int:
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be opened for writing: {error.strerror}") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _lock_holder(os.fstat(fd).st_ino)
-            os.close(fd)
-            raise FileLocked(f"{path} is being written by {holder}; wait for it, or choose another --output") from None
-        if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
-            sync_folder(path.parent)
-            return fd
-        os.close(fd)  # it was replaced between the open and the lock
-
-
-def _lock_holder(inode: int) -> str:
-    """`process 1234`, as the kernel tells it (Linux only)."""
-    try:
-        locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return "another process"
-    for fields in (line.split() for line in locks):
-        if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}") and fields[4] != "0":
-            return f"process {fields[4]}"
-    return "another process"
 
 
 def _copy(source: int, target: int, start: int, end: int) -> None:

@@ -22,9 +22,9 @@ from ngym.collect import Limits, Recipe
 from ngym.collect.files import Files
 from ngym.collect.record import Source
 from ngym.errors import UsageError
+from ngym.held import FileLocked
 from ngym.jsonl import read
 from ngym.peers import Peers
-from ngym.rowlog import FileLocked
 from ngym.schema import Json
 
 LIMITS = Limits(retry_s=(0.0,), poll_s=0.05)

@@ -17,8 +17,9 @@ import pytest
 from machine import PATIENCE_S
 
 from ngym.errors import UsageError
+from ngym.held import FileLocked
 from ngym.jsonl import checked, read, write_whole
-from ngym.rowlog import COMMIT_ROWS, FileLocked, RowLog
+from ngym.rowlog import COMMIT_ROWS, RowLog
 from ngym.schema import Json
 
 

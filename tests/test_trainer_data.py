@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
+from ngym.held import held_folder
 
 config, conversations, model, packing, samples = map(
     trainer, ("config", "conversations", "model", "packing", "samples")
@@ -283,6 +285,23 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(main, ["sft.yaml"])
     assert result.exit_code == 2
     assert result.stderr == "runs/sft: holds an earlier run; choose another output=FOLDER, or pass --overwrite\n"
+
+
+@pytest.mark.parametrize("words", [["--overwrite"], ["--resume"], ["--overwrite", "--sweep", "seed=0,1"]])
+def test_a_run_that_another_process_trains_is_left_alone(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "sft"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text(CliRunner().invoke(main, ["sft.yaml", "--dry-run"]).stdout)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    with held_folder(run, "wait"):
+        there = sorted(run.iterdir())
+        result = CliRunner().invoke(main, ["sft.yaml", *words])
+        assert sorted(run.iterdir()) == there
+    said = f"runs/sft is being written by process {os.getpid()}; wait for it, or choose another output=FOLDER\n"
+    assert (result.exit_code, result.stderr) == (1, said)
 
 
 def test_a_dry_run_prints_the_recipe_with_its_overrides_and_writes_nothing(

@@ -6,8 +6,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from ngym import tracing
 from ngym.config import tracing_from_environment
 from ngym.errors import ConfigError, UsageError
+from ngym.held import held_folder
+from ngym.jsonl import write_whole
 from ngym.tree import Tree
 
 from . import arithmetic, offline, sinks
@@ -40,6 +42,7 @@ METRICS = "metrics.jsonl"
 SPOOL = "rollouts.jsonl"
 SPOOL_FAILURES = "rollouts_failures.jsonl"
 RESOLVED = "recipe.yaml"
+OTHERWISE = "choose another output=FOLDER"
 SKIPPED = "skipped"
 CURVE = "curve.png"
 
@@ -49,17 +52,15 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
 
     Raises:
         UsageError: the recipe, its data or the place of its output is wrong.
+        FileLocked: another process trains there.
     """
     recipe, tree = checked(files, overrides)
     launch = read_launch()
-    if launch.rank == 0:
-        resolved = as_yaml(recipe, tree)
-        if resume:
-            resumable(recipe.output, resolved)
-        else:
-            _claim(recipe.output, overwrite)
-        (recipe.output / RESOLVED).write_text(resolved, encoding="utf-8")
-    _run(recipe, launch, resume)
+    if launch.rank:
+        _run(recipe, launch, resume)
+    else:
+        with _claimed(recipe.output, as_yaml(recipe, tree), overwrite, resume):
+            _run(recipe, launch, resume)
     return recipe.output
 
 
@@ -237,14 +238,21 @@ def _draw(metrics: Metrics, image: Path) -> None:
         write_picture([Panel("", [Line(series) for series in shown])], image)
 
 
-def _claim(output: Path, overwrite: bool) -> None:
-    """The run's folder, without an earlier run's results."""
-    if holds_a_run(output) and not overwrite:
+@contextmanager
+def _claimed(output: Path, resolved: str, overwrite: bool, resume: bool) -> Iterator[None]:
+    """The run's folder is this process's alone; unless the run goes on, it is without an earlier one's results."""
+    if resume:
+        resumable(output, resolved)
+    elif holds_a_run(output) and not overwrite:
         raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
     output.mkdir(parents=True, exist_ok=True)
-    for old in (METRICS, SPOOL, SPOOL_FAILURES):
-        (output / old).unlink(missing_ok=True)
-    Checkpoints(output, CheckpointOptions()).clear()
+    with held_folder(output, OTHERWISE):
+        if not resume:
+            for old in (METRICS, SPOOL, SPOOL_FAILURES):
+                (output / old).unlink(missing_ok=True)
+            Checkpoints(output, CheckpointOptions()).clear()
+        write_whole(output / RESOLVED, resolved.encode())
+        yield
 
 
 def holds_a_run(output: Path) -> bool:

@@ -22,13 +22,14 @@ from types import FrameType
 from typing import NamedTuple
 
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.held import held_folder
 
 from . import child, outcomes
 from .checkpoints import FOLDER as CHECKPOINTS
 from .combinations import Axis, Combination, axes, combinations
 from .config import as_yaml, read_launch
 from .outcomes import Outcome
-from .program import METRICS, POLICY, RESOLVED, checked
+from .program import METRICS, OTHERWISE, POLICY, RESOLVED, checked
 
 INTERRUPTED = 130
 
@@ -51,9 +52,18 @@ def main(
 
     Raises:
         UsageError: one of them cannot run; none was started.
-        NgymError: some failed.
+        NgymError: some failed. FileLocked: another process sweeps there.
     """
     folder, runs = planned(files, overrides, sweeps)
+    folder.mkdir(parents=True, exist_ok=True)
+    with held_folder(folder, OTHERWISE):
+        _sweep(folder, runs, files, overrides, overwrite, resume)
+    return folder
+
+
+def _sweep(
+    folder: Path, runs: Sequence[Run], files: Sequence[str], overrides: Sequence[str], overwrite: bool, resume: bool
+) -> None:
     names = [run.combination.name for run in runs]
     earlier = outcomes.read(folder)
     others = [outcome for name, outcome in earlier.items() if name not in names]  # of other values in the same folder
@@ -61,7 +71,6 @@ def main(
     for run in runs:
         if run.combination.name in known:
             print(f"{run.folder}: finished already, skipped", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended, and the table is shown
         signal.signal(number, _leave)
     try:
@@ -79,7 +88,6 @@ def main(
     failed = sum(outcome.status == "failed" for outcome in ended)
     if failed:
         raise NgymError(f"{failed} of {len(runs)} runs failed; what they said is in {folder}/*.log")
-    return folder
 
 
 def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[Run]]:
