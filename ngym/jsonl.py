@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -113,6 +114,8 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         beside.rename(path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
         raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
     sync_folder(path.parent)
 

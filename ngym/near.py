@@ -24,9 +24,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def near_file(path: Path) -> str:
-    """` (did you mean 'global_config.yaml'?)`, of the files that lie where this one does not; of a folder, that it is one."""
+    """` (did you mean 'global_config.yaml'?)`, of the files that lie where this one does not; of what is there and no file, what it is."""
     if path.is_dir():
         return ", it is a folder"
+    if path.exists():
+        return ", it is a device or a pipe"
     try:
         near = difflib.get_close_matches(
             path.name, os.listdir(path.parent), n=1, cutoff=0.8

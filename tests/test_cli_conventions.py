@@ -161,6 +161,7 @@ MISTAKES = [
     ("collect_rollouts --input a", "ng collect_rollouts: missing option '--output'"),
     ("collect_rollouts --input rollout.jsonl --output o", "rollout.jsonl: no such file (--input) (did you mean 'roll"),
     ("collect_rollouts --input folder --output o", "folder: no such file (--input), it is a folder"),
+    ("collect_rollouts --input /dev/null --output o", "/dev/null: no such file (--input), it is a device or a pipe"),
     ("collect_rollouts --input garbage --output o --repeats 0", "ng collect_rollouts: invalid value for '--repeats'"),
     ("collect_rollouts --config global_config.yaml --input garbage --output o --dry-run", "garbage:1: not JSON"),
     ("collect_rollouts --config global_config.yaml --input rollouts.jsonl --output no/o --dry-run", "no/o: the folder"),

@@ -293,6 +293,12 @@ def test_what_cannot_work_is_one_line(tmp_path: Path, tasks: Path) -> None:
         Files(tmp_path / "none" / "out.jsonl", Source(tasks, Recipe("agent")))
     with pytest.raises(UsageError, match="is both --input and --output"):
         Files(tasks, Source(tasks, Recipe("agent")))
+    sent = tmp_path / "out_materialized_inputs.jsonl"
+    sent.write_bytes(tasks.read_bytes())
+    with pytest.raises(
+        UsageError, match=r"inputs\.jsonl is --input, and is written with --output .*/out\.jsonl; choose"
+    ):
+        Files(tmp_path / "out.jsonl", Source(sent, Recipe("agent")))
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\n\n")
     files = Files(tmp_path / "out.jsonl", Source(empty, Recipe("agent")))

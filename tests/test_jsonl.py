@@ -18,7 +18,7 @@ from machine import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.held import FileLocked
-from ngym.jsonl import checked, read, write_whole
+from ngym.jsonl import WriteFailed, checked, read, write_whole
 from ngym.rowlog import COMMIT_ROWS, RowLog
 from ngym.schema import Json
 
@@ -315,7 +315,10 @@ def test_a_small_file_is_replaced_entirely_or_not_at_all(tmp_path: Path) -> None
     path = tmp_path / "run.json"
     write_whole(path, b"one")
     write_whole(path, b"two")
-    assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(WriteFailed, match="folder: cannot be written: Is a directory"):
+        write_whole(tmp_path / "folder", b"three")
+    assert path.read_bytes() == b"two" and sorted(tmp_path.iterdir()) == [tmp_path / "folder", path]
 
 
 def test_an_open_log_is_locked_by_the_kernel(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_row_whose_segments_are_no_json_stands_in_the_table_alone(tmp_path: Pa
         (("--filter", "reward<1"), 2, "--filter is of a report"),
         (("--rows", "5"), 2, "--rows is of a report"),
         (("--export", "nowhere/report.html"), 1, "cannot be written"),
+        (("--export", "out.jsonl"), 2, "--export out.jsonl: a report is an .html file"),
     ],
 )
 def test_a_report_that_cannot_be_made_is_said_why(

@@ -68,9 +68,12 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tre
     """A recipe that can be run, as far as can be told without loading anything.
 
     Raises:
-        ConfigError: it cannot; one line for each mistake.
+        ConfigError: it cannot; one line for each mistake. UsageError: a file is where its output goes.
     """
     recipe, tree = read_recipe(files, overrides)
+    there = next((place for place in (recipe.output, *recipe.output.parents) if place.exists()), Path())
+    if not there.is_dir():
+        raise UsageError(f"{there} is no folder; {OTHERWISE}")
     if recipe.data is not None:
         offline.check(recipe.data, tree)
     impossible = arithmetic.impossible(recipe, read_launch())

@@ -78,6 +78,8 @@ def main(
         raise UsageError("--filter is of a report; name it with --export FILE, or filter in the page")
     if rows is not None and report is None:
         raise UsageError("--rows is of a report; name it with --export FILE; the page shows all rows")
+    if report is not None and report.suffix not in (".html", ".htm"):
+        raise UsageError(f"--export {report}: a report is an .html file")
     if tokenizer is not None:
         from ngym.view.tokens import check
 

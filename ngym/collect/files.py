@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
@@ -26,8 +27,7 @@ from ngym.schema import Json, RolloutKey
 TICK_S = 0.2
 
 
-@dataclass(frozen=True)
-class Paths:
+class Paths(NamedTuple):
     """Beside `out.jsonl`: out_failures.jsonl and so on."""
 
     output: Path
@@ -257,8 +257,14 @@ def check_places(output: Path, source: Path) -> None:
         )
     if output.is_dir():
         raise UsageError(f"{output} is a folder; name a file for --output")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError(f"{output} is both --input and --output; choose another --output")
+    for written in Paths.beside(output):
+        if written.exists() and source.exists() and written.samefile(source):
+            of = (
+                "is both --input and --output"
+                if written == output
+                else f"is --input, and is written with --output {output}"
+            )
+            raise UsageError(f"{written} {of}; choose another --output")
 
 
 class _Ticker:
