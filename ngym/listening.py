@@ -19,7 +19,7 @@ from typing import Any, Literal
 import orjson
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ngym.errors import NotReady, ServiceError
@@ -56,10 +56,11 @@ class Connection(HttpToolsProtocol):
         self._seconds = 0  # since it awaits that, or since the body last made progress
         self._bytes = 0
         self._unread_s = self._unwanted_s = 0
+        self._head: bytes | None = None  # of an answer whose body is about to be written
+        self._begun: RequestResponseCycle | None = None  # whose head was the last to be held so
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        self.write = transport.write
         if self._room is not None and len(self.connections) > self._room + TURNED_AWAY:
             transport.abort()
 
@@ -67,6 +68,7 @@ class Connection(HttpToolsProtocol):
         HttpToolsProtocol.connection_lost(self, exc)
         self._unset_keepalive_if_required()  # uvicorn's own leaves it where the client reset the connection
         self.pipeline.clear()
+        self._head = None
         self.app = self._served
         if self.cycle is not None:
             self.cycle.transport = self.transport  # what refers to itself stays until the garbage is collected
@@ -94,12 +96,36 @@ class Connection(HttpToolsProtocol):
         if self._room is not None and len(self.connections) > self._room:
             self.app = self._full
         HttpToolsProtocol.on_headers_complete(self)
-        self.cycle.transport = self  # type: ignore[assignment]  # of which it calls write, and these two
+        self.cycle.transport = self  # type: ignore[assignment]  # of which it calls these three
+
+    def write(self, data: bytes) -> None:
+        """A head goes out with its body: a system call of each answer, and two of its reader, less."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self.transport.writelines((head, data))
+        elif self._awaits == "end":
+            return  # the handler of a pipelined request before the one that was refused
+        elif (
+            (cycle := self.cycle) is not self._begun
+            and cycle.expected_content_length
+            and cycle.scope["method"] != "HEAD"
+        ):
+            self._begun = cycle
+            self._head = data
+        else:
+            self.transport.write(data)
+
+    def _write_head(self) -> None:
+        """Its body does not come."""
+        if self._head is not None:
+            self.transport.write(self._head)
+            self._head = None
 
     def is_closing(self) -> bool:
         return self._awaits == "end" or self.transport.is_closing()
 
     def close(self) -> None:
+        self._write_head()
         if self._awaits == "nothing":
             self.transport.close()
         else:
@@ -174,8 +200,8 @@ class Connection(HttpToolsProtocol):
         """
         if self.is_closing():
             return
+        self._write_head()
         self._awaits = "end"
-        self.write = _nowhere  # what the handler of a pipelined request before it still says
         self._seconds = 0
         self.pipeline.clear()
         self.flow.resume_reading()
@@ -222,10 +248,6 @@ class Server(uvicorn.Server):
                 if isinstance(connection, Connection):
                     connection.second()
         return await super().on_tick(counter)
-
-
-def _nowhere(data: bytes | bytearray | memoryview) -> None:
-    """Written after the end."""
 
 
 def room() -> int:
