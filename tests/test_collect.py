@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,41 @@ from stub_agents import head, problem, scored, serving, task, text_item
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import FailedAttempt, Gate, Limits, Outcome, Recipe, Rollout, collect
-from ngym.collect.outages import ServiceGone
+from ngym.collect.discovery import discover
+from ngym.collect.outages import Outages, ServiceGone
 from ngym.collect.run import FREE_OUTAGES
 from ngym.errors import UsageError
 from ngym.peers import Peers
-from ngym.schema import Json, task_id
+from ngym.schema import Failure, Json, task_id
 from ngym.services.loader import load
 
 ROOT = Path(__file__).parent.parent
 OURS = Recipe("agent")
 QUICK = Limits(retry_s=(0.0,), poll_s=0.02)
+
+
+LOST: Failure = {
+    "class": "verify_error",
+    "stage": "verify",
+    "service": "agent",
+    "http_status": 404,
+    "message": "no such session",
+    "retryable": False,
+}
+
+
+@asynccontextmanager
+async def answering(answer: Any) -> AsyncIterator[str]:
+    """A server that answers every GET so."""
+    app = web.Application()
+    app.router.add_get("/{any:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 class Task(VerifyRequest):
@@ -484,6 +509,46 @@ async def test_what_a_restarted_service_lost_spends_no_attempts() -> None:
         found = [o async for o in collect(map(task, range(9)), peers=peers, recipe=OURS, limits=Limits(max_attempts=1))]
         await peers.close()
     assert len(rows(found)) == 9 and not failures(found)
+
+
+async def test_the_restarts_of_a_locked_run_are_known_too() -> None:
+    """Its head and its services tell nothing to whoever shows no token."""
+    shown: set[tuple[str, str | None]] = set()
+
+    async def answer(request: web.Request) -> web.Response:
+        shown.add((request.path, request.headers.get("authorization")))
+        if request.headers.get("authorization") != "Bearer the-token-of-the-run":
+            return web.json_response({}, status=401)
+        return web.json_response([{"name": "agent", "kind": "agent", "url": url, "restarts": len(shown) - 1}])
+
+    async with answering(answer) as url:
+        peers = Peers({"agent": [url]}, url, "the-token-of-the-run")
+        outages = Outages(peers, Gate(), poll_s=0.02, give_up_s=0.1)
+        await outages.begin()
+        lost = await outages.explain(LOST, asyncio.get_running_loop().time())
+        await outages.close()
+        await peers.close()
+    assert lost and {path for path, _ in shown} == {"/servers", "/ready"}
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"null", b'{"a": 1}', b"[1]", b'[{"name": "agent"}]', b'[{"kind": []}]'])
+async def test_a_stranger_in_the_heads_place_is_not_believed(body: bytes) -> None:
+    """The head's process died, and its port is by now another program's."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    async with answering(answer) as url:
+        peers = Peers({"agent": ["http://127.0.0.1:9"]}, url)
+        await peers.refresh()
+        assert peers.urls == {"agent": ["http://127.0.0.1:9"]}
+        outages = Outages(peers, Gate(), poll_s=0.02, give_up_s=0.1)
+        await outages.begin()
+        with pytest.raises(ServiceGone, match="agent does not answer"):
+            await outages.explain(LOST, 0.0)
+        await peers.close()
+        with pytest.raises(UsageError, match="does not answer as a head does"):
+            await discover(url)
 
 
 async def test_a_rollout_that_kills_a_service_every_time_is_given_up() -> None:

@@ -106,10 +106,13 @@ async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured(
     assert b"ngym_captured_rollouts 0.0" in left.body
 
 
-async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls():
+@pytest.mark.parametrize("token", [None, "a-token-of-some-length"])
+async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls(token: str | None):
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
+        if token and request.headers.get("authorization") != f"Bearer {token}":
+            return web.json_response({}, status=401)
         match request.path.split("/")[1:]:
             case ["servers"]:
                 kinds = {"agent": "agent", "other": "agent", "env": "gym_server", "policy": "model", "judge": "model"}
@@ -126,7 +129,7 @@ async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls():
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    peers = Peers({name: [f"{url}/{name}"] for name in ("policy", "judge")}, head_url=url)
+    peers = Peers({name: [f"{url}/{name}"] for name in ("policy", "judge")}, url, token)
     try:
         pickup = Pickup(peers, None)
         await pickup.begin()

@@ -166,13 +166,13 @@ async def _scrape(url: str, token: str | None) -> Scrape | None:
 
 
 async def _ask(url: str, token: str | None) -> list[Server]:
+    from ngym.peers.heads import servers_in
     from ngym.supervise.probe import get
 
     try:
         reply = await get(f"{url}/servers", TIMEOUT_S, token)
         if reply.status == 401:
             raise NgymError(f"{url}: the run there is locked; put its token into the variable {RUN_TOKEN}")
-        servers: list[Server] = json.loads(reply.body)
+        return servers_in(reply.body)
     except (OSError, ValueError) as error:
         raise NgymError(f"{url}: no head of ng_run answers there ({error or type(error).__name__})") from None
-    return servers

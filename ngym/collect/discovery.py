@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 from ngym.errors import UsageError
 from ngym.locks import RUN_TOKEN
 from ngym.peers import Peers
+from ngym.peers.heads import servers_in
 from ngym.schema import Json
 
 TIMEOUT_S = 5.0
@@ -45,7 +46,7 @@ async def discover(head_url: str, token: str | None = None) -> Known:
     """
     peers = Peers({}, head_url, token, owner="ng_collect_rollouts")
     try:
-        servers = await _get(peers, head_url, "/servers")
+        servers = await _get(peers, head_url, "/servers", servers_in)
         if servers is not None:
             return _ours(head_url, servers, await _get(peers, head_url, "/config"))
         theirs = await _get(peers, head_url, "/global_config_dict_yaml")
@@ -56,21 +57,21 @@ async def discover(head_url: str, token: str | None = None) -> Known:
     return _nemo(yaml.safe_load(theirs))
 
 
-async def _get(peers: Peers, head_url: str, path: str) -> Any:
-    """The JSON at this path, or None for a 404."""
+async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], Any] = orjson.loads) -> Any:
+    """What is read from the JSON at this path, or None for a 404."""
     url = head_url.rstrip("/") + path
     try:
         reply = await peers.send("GET", url, None, peers.authorization(None), TIMEOUT_S)
         if reply.status == 401:
             raise UsageError(f"{head_url}: the run there is locked; put its token into the variable {RUN_TOKEN}")
-        return None if reply.status == 404 else reply.json()
-    except (OSError, TimeoutError):
+        return None if reply.status == 404 else read(reply.body)
+    except OSError:
         raise UsageError(
             f"nothing answers at {head_url}: start the services with ng_run in another terminal (then run this in the "
             "same folder, or give --head URL), or add --config FILE and they are started and stopped here"
         ) from None
-    except orjson.JSONDecodeError as error:
-        raise UsageError(f"{url} answered no JSON ({error}); is it a head?") from None
+    except ValueError as error:
+        raise UsageError(f"{url} does not answer as a head does ({error}); is it one?") from None
 
 
 def _ours(head_url: str, servers: list[Json], config: Json | None) -> Known:

@@ -100,10 +100,10 @@ class Outages:
 
     async def _not_ready(self, service: str) -> str | None:
         """Why no replica of the service can serve, or None."""
-        reason = None
+        reason, opener = None, self._peers.authorization(service)
         for url in self._peers.urls[service]:
             try:
-                reply = await self._peers.send("GET", f"{url}/ready", None, {}, READY_TIMEOUT_S)
+                reply = await self._peers.send("GET", f"{url}/ready", None, opener, READY_TIMEOUT_S)
             except (OSError, TimeoutError):
                 reason = f"{service} does not answer at {url}"
                 continue
@@ -114,14 +114,7 @@ class Outages:
 
     async def _restarts_now(self) -> dict[str, int]:
         """How often each service was started again, as the head tells it; nothing from a head that does not."""
-        if self._peers.head_url is None:
-            return {}
-        try:
-            reply = await self._peers.send("GET", f"{self._peers.head_url}/servers", None, {}, READY_TIMEOUT_S)
-            servers = reply.json() if reply.status == 200 else []
-        except (OSError, TimeoutError, orjson.JSONDecodeError):
-            return {}
-        return {server["name"]: server.get("restarts", 0) for server in servers}
+        return {server["name"]: server.get("restarts", 0) for server in await self._peers.servers()}
 
 
 def _told(body: bytes) -> str:

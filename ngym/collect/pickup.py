@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ngym.errors import Unreachable, UpstreamError
+from ngym.errors import Unreachable, UpstreamError, boundary
 from ngym.peers import Peers
 from ngym.schema import TOKEN_FIELDS, Json, Segment, Span
 
@@ -37,9 +37,7 @@ class Pickup:
         """Learn from the head which services are models, and which of them an agent's stanza names."""
         if self._given is not None or self._peers.head_url is None:
             return
-        servers, stanzas = await self._told("/servers"), await self._told("/config")
-        if not isinstance(servers, list):
-            return
+        servers, stanzas = await self._peers.servers(), await self._config()
         self._models = [server["name"] for server in servers if server.get("kind") == "model"]
         for server in servers:
             stanza = stanzas.get(server["name"]) if isinstance(stanzas, dict) else None
@@ -62,35 +60,37 @@ class Pickup:
         spans: list[Span] = []
         for model in self._of_agent.get(agent, self._models):
             for url in self._peers.urls.get(model, ()):
-                kept = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments")
-                if kept is not None:
-                    elapsed = time.perf_counter() - began
-                    segments += kept["segments"]
-                    spans += [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]
+                found, calls = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
+                segments += found
+                spans += calls
         if segments:
             trace = answer.setdefault("ng", {})
             trace["segments"] = segments
             trace.setdefault("spans", sorted(spans, key=itemgetter(1)))
 
-    async def _captured(self, model: str, url: str) -> Json | None:
-        where = {"service": model, "url": url, "status": None}
+    async def _captured(self, model: str, url: str, began: float) -> tuple[list[Segment], list[Span]]:
+        where, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
         try:
-            reply = await self._peers.send("GET", url, None, {}, TIMEOUT_S)
+            reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
+            elapsed = time.perf_counter() - began
             if reply.status in NOT_OURS:
-                return None
+                return [], []
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"
                 raise UpstreamError(detail, failure="model_error", upstream=where | {"status": reply.status})
-            await self._peers.send("DELETE", url, None, {}, TIMEOUT_S)
+            await self._peers.send("DELETE", url, None, opener, TIMEOUT_S)
         except OSError as error:
             detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
             raise Unreachable(detail, upstream=where) from None
-        kept: Json = reply.json()
-        return kept
+        with boundary("model_error", f"{model} answered GET {url} with no segments"):
+            kept: Json = reply.json()
+            found: list[Segment] = kept["segments"]
+            return found, [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]
 
-    async def _told(self, path: str) -> Any:
+    async def _config(self) -> Any:
+        url, opener = f"{self._peers.head_url}/config", self._peers.authorization(None)
         try:
-            reply = await self._peers.send("GET", f"{self._peers.head_url}{path}", None, {}, TIMEOUT_S)
+            reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
             return reply.json() if reply.status == 200 else None
         except (OSError, orjson.JSONDecodeError):
             return None

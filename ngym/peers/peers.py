@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound
+from ngym.peers.heads import servers_in
 from ngym.peers.peer import Peer
 from ngym.replicas import Replicas
 from ngym.retries import RetryBudget
+from ngym.schema import Json
 
 
 class Peers:
@@ -69,15 +71,19 @@ class Peers:
 
     async def refresh(self) -> None:
         """Ask the head where everybody is now; keeps what is known when the head does not answer."""
+        for server in await self.servers():
+            self.urls[server["name"]] = server.get("urls") or [server["url"]]
+
+    async def servers(self) -> list[Json]:
+        """What the head says of its services; nothing where none answers, or by now something else does."""
         if self.head_url is None:
-            return
+            return []
         try:
             opener = self.authorization(None)
             reply = await self.send("GET", f"{self.head_url}/servers", None, opener, CONNECT_TIMEOUT_S)
-        except (OSError, TimeoutError):
-            return
-        for server in reply.json() if reply.status == 200 else []:
-            self.urls[server["name"]] = server.get("urls") or [server["url"]]
+            return servers_in(reply.body) if reply.status == 200 else []
+        except (OSError, ValueError):
+            return []
 
     async def send(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
