@@ -56,7 +56,7 @@ def from_headers(headers: Mapping[str, str]) -> Correlation:
     """The correlation that a caller sent; a deadline that is no number is ignored."""
     deadline_ms = headers.get(DEADLINE_HEADER)
     deadline = None
-    if deadline_ms is not None and deadline_ms.isdigit() and len(deadline_ms) < 16:
+    if deadline_ms is not None and deadline_ms.isdecimal() and len(deadline_ms) < 16:
         deadline = time.monotonic() + int(deadline_ms) / 1000
     return Correlation(headers.get(ROLLOUT_HEADER), headers.get(TRACEPARENT), deadline)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import orjson
 
+from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import NgymError, UsageError
 from ngym.near import near_file
 from ngym.schema import Json
@@ -92,6 +93,8 @@ def _line(number: int, start: int, end: int, text: bytes, complete: bool) -> Lin
         )
     if not isinstance(row, dict):
         return Line(number, start, end, {}, f"not a JSON object but {type(row).__name__}: {_begin(text)}", complete)
+    if is_deep(text, row):
+        return Line(number, start, end, {}, f"nested deeper than {MAX_DEPTH} levels", complete)
     return Line(number, start, end, row, None, complete)
 
 

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
 from house import house
@@ -31,6 +32,7 @@ OURS = Recipe("agent")
 QUICK = Limits(retry_s=(0.0,), poll_s=0.02)
 
 
+DEEP = b'{"detail": ' + b"[" * 300 + b"]" * 300 + b', "response": {"output": []}, "reward": 1.0}'
 LOST: Failure = {
     "class": "verify_error",
     "stage": "verify",
@@ -362,6 +364,10 @@ async def test_a_failure_that_cannot_pass_is_tried_once() -> None:
         (lambda row: scored(row, ng=3), "agent_error", "an `ng` that is no record"),
         (lambda row: {**scored(row), "response": {"output": [], "usage": 3}}, "agent_error", "usage that is no record"),
         (lambda row: web.Response(status=500, text='"ValueError(\'bad\')"'), "agent_error", "ValueError('bad')"),
+        (lambda row: web.Response(body=DEEP), "agent_error", "nested deeper than 250 levels"),
+        (lambda row: web.Response(status=500, body=DEEP), "agent_error", "answered 500"),
+        (lambda row: web.Response(status=301, headers={"location": "/"}), "agent_error", "answered 301 to POST /run"),
+        (lambda row: problem(422, failure=["x"], upstream={"service": ["x"], "status": "x"}), "config", "it failed"),
         (lambda row: scored(row, 0.0, _ng_failure_class="judge_failed", _ng_failure_judge_error="no verdict"), "judge_error", "no verdict"),
     ],
 )  # fmt: skip
@@ -371,6 +377,15 @@ async def test_whatever_an_agent_answers_ends_as_a_row(answer: Any, kind: str, w
     assert last.final and not rows(found)
     assert last.failure["class"] == kind
     assert words in last.failure["message"]
+
+
+@pytest.mark.parametrize("waiting", ["\u00b2", "9" * 5000, "-1", "soon"])
+async def test_an_agents_queue_that_is_no_number_is_passed_over(waiting: str) -> None:
+    def answer(row: Json) -> web.Response:
+        body = orjson.dumps(scored(row)).decode()
+        return web.Response(text=body, headers={"x-ng-waiting": waiting})
+
+    assert len(rows(await collected(answer, [task(0)]))) == 1
 
 
 async def test_a_rollout_that_takes_too_long_is_a_timeout() -> None:

@@ -262,6 +262,10 @@ def bad_rows() -> Iterator[tuple[bytes, str]]:
     yield b'{"responses_create_params": {"input": "\\ud800"}}', "not JSON"
     yield b'{"responses_create_params": {"input": "a"}', "not JSON"
     yield b"[" * 5000 + b"]" * 5000, "not JSON"
+    yield (
+        b'{"responses_create_params": {"input": "a"}, "x": ' + b"[" * 300 + b"]" * 300 + b"}",
+        "deeper than 250 levels",
+    )
     yield b'{"input": "a"}', "no responses_create_params"
     yield b'{"responses_create_params": []}', "responses_create_params"
     yield b"3", "not a JSON object but int"

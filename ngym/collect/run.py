@@ -27,6 +27,7 @@ from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.together import Together
 from ngym.collect.window import Window
+from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import ServiceError, boundary
 from ngym.memory import fitted
 from ngym.peers import Peers
@@ -221,7 +222,7 @@ class Run:
             body = fitted(orjson.dumps(planned.row))
             reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
             waiting = reply.headers.get(WAITING_HEADER, "")
-            if waiting.isdigit():
+            if waiting.isdecimal() and len(waiting) < 10:
                 self._window(planned.agent).told(int(waiting))
             try:
                 answer = reply.json()
@@ -229,6 +230,11 @@ class Run:
                 raise ServiceError(
                     f"{planned.agent} answered /run with no JSON: {error}", failure="agent_error"
                 ) from None
+            if is_deep(reply.body, answer):
+                raise ServiceError(
+                    f"{planned.agent} answered /run with JSON nested deeper than {MAX_DEPTH} levels",
+                    failure="agent_error",
+                )
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
             with boundary("agent_error", f"{planned.agent} answered /run with a record that is none"):
                 return rollout(attempt, answer, time.perf_counter() - began, self._token_format)

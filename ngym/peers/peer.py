@@ -46,7 +46,7 @@ class Peer:
         """POST JSON, get JSON.
 
         Raises:
-            Unreachable: nobody answers. PeerTimeout: no answer in time. UpstreamError: an answer of 4xx or 5xx.
+            Unreachable: nobody answers. PeerTimeout: no answer in time. UpstreamError: an answer of 3xx, 4xx or 5xx.
         """
         return (await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)).json()
 
@@ -105,7 +105,7 @@ class Peer:
                 if attempt:
                     await self._peers.refresh()
             else:
-                if reply.status < 400:
+                if reply.status < 300:
                     budget.request()
                     return reply
                 answered = refusal(self.name, reply, method, url, path)

@@ -1,4 +1,4 @@
-"""What does an answer of 4xx or 5xx say? Whoever asked raises it as an error, in the words of the first that failed."""
+"""What does an answer that is no success say? Whoever asked raises it as an error, in the words of the first that failed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from ngym.client import Reply
+from ngym.depth import is_deep
 from ngym.errors import UpstreamError
 from ngym.peers.pauses import MAYBE_PROCESSED, NOT_PROCESSED
 
@@ -19,6 +20,8 @@ def refusal(service: str, reply: Reply, method: str, url: str, path: str) -> Ups
         problem = reply.json()
     except orjson.JSONDecodeError:
         problem = {}
+    if is_deep(reply.body, problem):
+        problem = {}
     if not isinstance(problem, dict):
         problem = {"detail": problem}
     detail = (
@@ -29,15 +32,15 @@ def refusal(service: str, reply: Reply, method: str, url: str, path: str) -> Ups
     )
     if not isinstance(detail, str):
         detail = orjson.dumps(detail)[:300].decode()
-    upstream = (
-        problem.get("upstream")
-        if isinstance(problem.get("upstream"), dict)
-        else upstream_of(service, url, reply.status)
-    )
+    match problem.get("upstream"):
+        case {"service": str(), "status": int() | None} as told:
+            upstream = told
+        case _:
+            upstream = upstream_of(service, url, reply.status)
     prefix = "" if problem.get("service") else f"{service} answered {reply.status} to {method} {path}: "
     return UpstreamError(
         prefix + detail,
-        failure=problem.get("failure"),
+        failure=problem["failure"] if isinstance(problem.get("failure"), str) else None,
         upstream=upstream,
         retryable=bool(problem.get("retryable", reply.status in NOT_PROCESSED | MAYBE_PROCESSED | {500})),
         status=reply.status if reply.status in KEPT_STATUSES else None,

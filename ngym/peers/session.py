@@ -51,7 +51,7 @@ class PeerSession:
             affinity=self._affinity,
             repeatable_s=0.0 if idempotent else self._repeatable_s,
         )
-        if (told := reply.headers.get(REPEATABLE_HEADER, "")).isdigit():
+        if (told := reply.headers.get(REPEATABLE_HEADER, "")).isdecimal():
             self._repeatable_s = float(told)
         self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
         return reply

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import reduce
 from http import HTTPStatus
 from typing import Any, get_args
 
@@ -18,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ngym import correlation
+from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import BadRequest, FailureClass, NotReady, ServiceError
 from ngym.memory import is_room_for, parsed_bytes
 from ngym.schema import Json, Kind
@@ -27,8 +27,6 @@ from ngym.services.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
 
-MAX_DEPTH = 250  # of JSON that comes in; there is something around it when it goes out again
-ORJSON_WRITES = 254
 FAILURES = frozenset(get_args(FailureClass))  # what a peer calls its failures is its own affair
 
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
@@ -176,22 +174,9 @@ async def json_body(request: Request) -> Json:
         raise BadRequest(f"the body of {request.url.path} is no JSON: {error}", status=400) from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body of {request.url.path} must be a JSON object, not {type(value).__name__}")
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value):
+    if is_deep(raw, value):
         raise BadRequest(f"the body of {request.url.path} is nested deeper than {MAX_DEPTH} levels")
     return value
-
-
-def _is_deep(value: Json) -> bool:
-    """Whether it is nested deeper than MAX_DEPTH. orjson reads 1024 levels and writes 254: so many less fit around it."""
-    try:
-        orjson.dumps(reduce(_in_a_list, range(ORJSON_WRITES - MAX_DEPTH), value))
-    except TypeError:
-        return True
-    return False
-
-
-def _in_a_list(value: Any, _: int) -> Any:
-    return [value]
 
 
 def validated(model: type[BaseModel], value: Json, what: str) -> Any:
