@@ -107,20 +107,37 @@ def _begin(text: bytes) -> str:
     return repr(shown + "..." if len(text) > 60 else shown)
 
 
+def check_output(path: Path) -> None:
+    """UsageError where no file can be put: its folder does not exist, or something that is none has its name."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: the folder {path.parent} does not exist; make it first: mkdir -p {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file for --output")
+    _check_regular(path)
+
+
+def _check_regular(path: Path) -> None:
+    """What is written aside and renamed takes the place of a device: root's `--output /dev/null` would be the machine's end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"{path} is no regular file, but a device or a pipe; name a file")
+
+
 def write_whole(path: Path, data: bytes) -> None:
-    """A small file, entirely or not at all: written aside, synced, renamed."""
-    beside = path.with_name(path.name + ".tmp")
+    """A small file, entirely or not at all: written aside, synced, renamed. A link to a file stays one."""
+    _check_regular(path)
+    there = Path(os.path.realpath(path))
+    beside = there.with_name(there.name + ".tmp")
     try:
         with beside.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.rename(path)
+        beside.rename(there)
     except OSError as error:
         with suppress(OSError):
             beside.unlink()
         raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
-    sync_folder(path.parent)
+    sync_folder(there.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,15 +24,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def near_file(path: Path) -> str:
-    """` (did you mean 'global_config.yaml'?)`, of the files that lie where this one does not; of what is there and no file, what it is."""
+    """` (did you mean 'global_config.yaml'?)`, of the files that lie where this one does not; of a folder or a pipe, that it is one."""
     if path.is_dir():
         return ", it is a folder"
     if path.exists():
-        return ", it is a device or a pipe"
+        return ", it is a device or a pipe; put what comes from it into a file"
     try:
-        near = difflib.get_close_matches(
-            path.name, os.listdir(path.parent), n=1, cutoff=0.8
-        )  # endings are alike anyway
+        others = [name for name in os.listdir(path.parent) if name != path.name]  # a link that leads nowhere
+        near = difflib.get_close_matches(path.name, others, n=1, cutoff=0.8)  # endings are alike anyway
     except OSError:
         return ""
     return f" (did you mean {str(path.with_name(near[0]))!r}?)" if near else ""

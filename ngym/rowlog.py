@@ -197,6 +197,8 @@ class RowLog:
         except OSError:
             os.ftruncate(self._fd, self._size)
             raise
+        if os.fstat(self._fd).st_nlink == 0:
+            raise WriteFailed(f"{self.path} was deleted while it was written, and its rows are gone; start again")
         self._size += len(data)
 
     def _key_of(self, line: Line) -> Hashable | None:

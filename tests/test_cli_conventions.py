@@ -161,7 +161,6 @@ MISTAKES = [
     ("collect_rollouts --input a", "ng collect_rollouts: missing option '--output'"),
     ("collect_rollouts --input rollout.jsonl --output o", "rollout.jsonl: no such file (--input) (did you mean 'roll"),
     ("collect_rollouts --input folder --output o", "folder: no such file (--input), it is a folder"),
-    ("collect_rollouts --input /dev/null --output o", "/dev/null: no such file (--input), it is a device or a pipe"),
     ("collect_rollouts --input garbage --output o --repeats 0", "ng collect_rollouts: invalid value for '--repeats'"),
     ("collect_rollouts --config global_config.yaml --input garbage --output o --dry-run", "garbage:1: not JSON"),
     ("collect_rollouts --config global_config.yaml --input rollouts.jsonl --output no/o --dry-run", "no/o: the folder"),
@@ -200,6 +199,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(here: Path, line: str, message: s
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr and result.stderr.count("\n") == 1
     assert everything(here) == before
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "collect_rollouts --dry-run --config global_config.yaml --agent my_env_agent --input rollouts.jsonl --output pipe",
+        "export --format rollouts --input rollouts.jsonl --output pipe --overwrite",
+        "profile rollouts.jsonl --output pipe",
+        "reverify --input rollouts.jsonl --output pipe --overwrite",
+    ],
+)
+def test_nothing_takes_the_place_of_a_device_or_a_pipe(here: Path, line: str) -> None:
+    """For root, `--output /dev/null` replaced the machine's /dev/null."""
+    os.mkfifo(here / "pipe")
+    result = said(*line.split())
+    assert result.exit_code == 2 and (here / "pipe").is_fifo()
+    assert result.stderr == "pipe is no regular file, but a device or a pipe; name a file\n"
+
+
+def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:
+    os.mkfifo(here / "pipe")
+    told = said("collect_rollouts", "--input", "pipe", "--output", "out.jsonl").stderr
+    assert told == "pipe: no such file (--input), it is a device or a pipe; put what comes from it into a file\n"
 
 
 def test_nothing_runs_here_is_a_failure(here: Path) -> None:

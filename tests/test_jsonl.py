@@ -221,6 +221,24 @@ def test_a_second_writer_is_told_the_first_ones_pid(tmp_path: Path) -> None:
     RowLog(path, key).close()
 
 
+async def test_a_file_that_is_deleted_while_it_is_written_takes_no_more_rows(tmp_path: Path) -> None:
+    """The rows would go to a file without a name, and be lost with the process."""
+    path = tmp_path / "out.jsonl"
+    log, _ = opened(path)
+    await log.append(line(0))
+    path.unlink()
+    with pytest.raises(WriteFailed, match=r"out\.jsonl was deleted while it was written, and its rows are gone"):
+        await log.append(line(1))
+    log.close()
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    write_whole(tmp_path / "link", b"first")
+    write_whole(tmp_path / "link", b"second")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there").read_bytes() == b"second"
+
+
 @pytest.mark.parametrize("where", ["folder", "file"])
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path, where: str) -> None:
     path = tmp_path / "none" / "out.jsonl" if where == "folder" else tmp_path

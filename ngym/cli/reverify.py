@@ -94,12 +94,9 @@ def main(
 
 
 def _check(source: Path, output: Path, overwrite: bool) -> None:
-    if not output.parent.is_dir():
-        raise UsageError(
-            f"{output}: the folder {output.parent} does not exist; make it first: mkdir -p {output.parent}"
-        )
-    if output.is_dir():
-        raise UsageError(f"{output} is a folder; name a file for --output")
+    from ngym.jsonl import check_output
+
+    check_output(output)
     if output.exists() and not overwrite:
         raise UsageError(f"{output} exists; choose another --output, or pass --overwrite")
     if output.exists() and source.exists() and output.samefile(source):

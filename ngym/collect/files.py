@@ -19,7 +19,7 @@ from ngym.collect.plan import PlannedRollout, input_rows, planned
 from ngym.collect.record import RunRecord, Source
 from ngym.collect.run import Limits, Run
 from ngym.errors import UsageError
-from ngym.jsonl import WriteFailed, write_whole
+from ngym.jsonl import WriteFailed, check_output, write_whole
 from ngym.peers import Peers
 from ngym.rowlog import RowLog
 from ngym.schema import Json, RolloutKey
@@ -251,12 +251,7 @@ class Files:
 
 def check_places(output: Path, source: Path) -> None:
     """UsageError where the output cannot be there."""
-    if not output.parent.is_dir():
-        raise UsageError(
-            f"{output}: the folder {output.parent} does not exist; make it first: mkdir -p {output.parent}"
-        )
-    if output.is_dir():
-        raise UsageError(f"{output} is a folder; name a file for --output")
+    check_output(output)
     for written in Paths.beside(output):
         if written.exists() and source.exists() and written.samefile(source):
             of = (

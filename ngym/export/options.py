@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ngym.errors import UsageError
+from ngym.jsonl import check_output
 from ngym.near import near_file
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
@@ -100,11 +101,7 @@ class Options:
                 raise UsageError(f"{self.output} is both --input and --output; choose another --output")
             if any(path.samefile(other) for other in self.inputs[:number]):
                 raise UsageError(f"{path}: given twice (--input)")
-        folder = self.output.parent
-        if not folder.is_dir():
-            raise UsageError(f"{self.output}: the folder {folder} does not exist; make it first: mkdir -p {folder}")
-        if self.output.is_dir():
-            raise UsageError(f"{self.output} is a folder; name a file for --output")
+        check_output(self.output)
         if self.output.exists() and not self.overwrite and not self.dry_run:
             raise UsageError(f"{self.output} exists; add --overwrite to replace it, or choose another --output")
 
