@@ -18,7 +18,7 @@ from ngym.collect import Recipe
 from ngym.collect.plan import planned
 from ngym.errors import UsageError
 
-curriculum, rl, tasks, turns = map(trainer, ("curriculum", "rl", "tasks", "turns"))
+curriculum, groups, rl, tasks, turns = map(trainer, ("curriculum", "groups", "rl", "tasks", "turns"))
 Values = dict[str, Any]
 
 
@@ -269,3 +269,19 @@ def test_of_several_environments_each_tells_its_reward(tmp_path: Path) -> None:
     assert values["reward/sums/mean"] == 0.5 and "reward/proofs/mean" not in values
     assert values["tasks/sums/unseen"] == pytest.approx(14 / 18) and values["tasks/proofs/unseen"] == 1
     assert "reward/sums/mean" not in source.metrics()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_no_group_is_trained_later_than_the_lag_allows_whichever_is_complete_first(
+    max_lag: int, size: int, draw: random.Random
+) -> None:
+    waiting: list[Any] = []
+    for step in range(12):
+        admitted = step * size + len(waiting)
+        for number in range(admitted, (max_lag + step + 1) * size):
+            waiting.append(groups.Group(tasks.Task("sums", 0, number, {}), step, running=1))
+        while not (batch := groups.next_batch(waiting, size, step, max_lag)):
+            draw.choice([group for group in waiting if not group.complete]).running = 0
+        assert len(batch) == size and all(group.complete and step - group.step <= max_lag for group in batch)
+        waiting = [group for group in waiting if group not in batch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ngym.schema import Json
@@ -52,3 +53,21 @@ class Taken:
     stale: int
     equal: int
     metrics: dict[str, float]
+
+
+def next_batch(groups: Iterable[Group], size: int, step: int, max_lag: int) -> list[Group]:
+    """The complete groups that came first, `size` of them; none yet if what stays behind could not all be trained in time.
+
+    A group may be trained after group.step + max_lag batches at the latest. Those that stay are trained in their order, `size`
+    a batch: so it is not enough to look at those for which this batch is the last one.
+
+    Args:
+        groups: all that wait for a batch, complete or not.
+        step: batches that were trained.
+    """
+    waiting = sorted(groups, key=lambda group: group.task.number)
+    chosen = [group for group in waiting if group.complete][:size]
+    numbers = {group.task.number for group in chosen}
+    staying = [group for group in waiting if group.task.number not in numbers]
+    in_time = all(step + 1 + place // size <= group.step + max_lag for place, group in enumerate(staying))
+    return chosen if len(chosen) == size and in_time else []

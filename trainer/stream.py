@@ -3,8 +3,9 @@
     tasks -> admitted -> attempts in flight -> complete -> taken by a step
 
 With `step` batches trained and published, (max_lag + step + 1) x tasks_per_step tasks may have been admitted. A step takes
-first what would be too old for the next one, and waits for it: then nothing is thrown away for its age. max_lag 0 is the
-plain loop: a step's tasks are admitted when its weights are served, and the step waits for all of them.
+what is complete in the order of its admission, and waits for as much as would be too old for the steps after it: then nothing
+is thrown away for its age. max_lag 0 is the plain loop: a step's tasks are admitted when its weights are served, and the
+step waits for all of them.
 
 A rollout that other weights had a part in than the recipe allows (a server died and came back with its first ones) is
 collected again, once the weights were pushed again.
@@ -29,7 +30,7 @@ from ngym.groups import is_pending, judged
 from ngym.peers import Peers
 from ngym.schema import Json
 
-from .groups import Group, Taken
+from .groups import Group, Taken, next_batch
 from .rl import RolloutOptions
 from .spool import OURS, Spool
 from .tasks import TaskSource
@@ -141,7 +142,8 @@ class Stream:
         """
         while not self._again:
             self._spool.check()
-            if chosen := self._ready():
+            options, waiting = self._options, self._groups.values()
+            if chosen := next_batch(waiting, options.tasks_per_step, self._step, options.max_lag):
                 return self._hand_over(chosen)
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())
@@ -272,16 +274,6 @@ class Stream:
             self._left_out += 1
             self._admit()
         self._changed.set()
-
-    def _ready(self) -> list[Group]:
-        """The groups of the next batch, or none yet."""
-        urgent = [group for group in self._groups.values() if group.step + self._options.max_lag <= self._step]
-        complete = [group for group in self._groups.values() if group.complete]
-        if len(complete) < self._options.tasks_per_step or not all(group.complete for group in urgent):
-            return []
-        numbers = {group.task.number for group in urgent}
-        complete.sort(key=lambda group: (group.task.number not in numbers, group.task.number))
-        return complete[: self._options.tasks_per_step]
 
     def _hand_over(self, chosen: Sequence[Group]) -> Taken:
         rows: list[Json] = []
