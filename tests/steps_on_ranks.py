@@ -1,6 +1,6 @@
 """A program for a launcher: `steps_on_ranks.py DATA OUTPUT OPTIONS...`: the same three steps under each of the engine's options.
 
-Rank 0 writes OUTPUT/<place>.json (losses and gradient norms) and OUTPUT/<place>.safetensors (the weights). With `--again`,
+Rank 0 writes OUTPUT/<place>.json (losses and gradient norms, and the loss on held-out samples at the end) and OUTPUT/<place>.safetensors (the weights). With `--again`,
 the last two steps are taken a second time, by a new engine that loads what was stored after the first.
 """
 
@@ -17,7 +17,9 @@ from transformers import AutoTokenizer
 from ngym.cli.train import trainer
 from ngym.shipped import shipped
 
-config, engine, loop, model, ranks, sft = map(trainer, ("config", "engine", "loop", "model", "ranks", "algorithms.sft"))
+config, engine, heldout, loop, model, ranks, sft = map(
+    trainer, ("config", "engine", "heldout", "loop", "model", "ranks", "algorithms.sft")
+)
 TOKENIZER = "data/tiny_policy/tokenizer"
 SHAPE = {
     "hidden_size": 32,
@@ -55,6 +57,7 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
             state.mkdir(exist_ok=True)
             told = learner.save_state(state) if again else None
             steps += take(learner, batches[1:])
+            held_out = heldout.HeldOutData(batches[0], sft.Sft(), learner, BUDGET, 1, print).means()["loss"]
             weights = learner.weights()
             if again:
                 ranks.wait_for_all()
@@ -62,7 +65,7 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
                 learner.load_state(state, told)
                 steps += take(learner, batches[1:])
             if launch.rank == 0:
-                (output / f"{place}.json").write_text(json.dumps(steps))
+                (output / f"{place}.json").write_text(json.dumps({"steps": steps, "held_out": held_out}))
                 whole = {name: tensor.detach().float().clone().contiguous() for name, tensor in weights.items()}
                 save_file(whole, output / f"{place}.safetensors")
 

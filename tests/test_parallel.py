@@ -42,9 +42,10 @@ TOGETHER: list[Options] = [
 
 
 class Taken(NamedTuple):
-    """steps: loss and gradient norm of each, the second and third twice: again from a stored state."""
+    """steps: loss and gradient norm of each, the second and third twice: again from a stored state. held_out: a loss after them."""
 
     steps: list[tuple[float, float]]
+    held_out: float
     weights: dict[str, torch.Tensor]
 
 
@@ -63,7 +64,7 @@ def taken(launcher: list[str], data: Path, folder: Path, every: list[Options]) -
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     files = [folder / str(place) for place in range(len(every))]
     return [
-        Taken(json.loads(file.with_suffix(".json").read_text()), load_file(file.with_suffix(".safetensors")))
+        Taken(**json.loads(file.with_suffix(".json").read_text()), weights=load_file(file.with_suffix(".safetensors")))
         for file in files
     ]
 
@@ -82,6 +83,7 @@ def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken
 def same(one: Taken, other: Taken) -> None:
     for got, expected in zip(one.steps, other.steps, strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
+    assert one.held_out == pytest.approx(other.held_out, rel=1e-5)
     names = set(one.weights) & set(other.weights)  # the tied head may or may not be named
     assert len(names) >= 24 and {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= names
     for name in names:
@@ -101,7 +103,7 @@ def test_what_lives_on_the_cpu_learns_the_same(alone: list[Taken], place: int) -
 
 
 @pytest.mark.parametrize("place", range(len(TOGETHER)), ids=lambda place: str(TOGETHER[place]))
-def test_two_ranks_together_learn_what_one_learns(alone: list[Taken], together: list[Taken], place: int) -> None:
+def test_two_ranks_together_learn_and_measure_what_one_does(alone: list[Taken], together: list[Taken], place: int) -> None:
     same(together[place], alone[0])
 
 

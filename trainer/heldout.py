@@ -17,7 +17,7 @@ import torch
 
 from .algorithms import Algorithm
 from .algorithms.sft import Sft
-from .packing import pack, plan
+from .packing import pack
 from .samples import Batch, Sample
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ class HeldOutData:
         self._note = note
 
     def evaluated(self, batches: Iterable[Batch], done: int) -> Iterator[Batch]:
-        """The batches after the first `done`; the policy is evaluated before the first of all, every so many, and at the end."""
-        if not done:
-            self._measure(0)
+        """The batches after the first `done`; the policy is evaluated before the first of all, every so many, and at the end.
+
+        A batch is measured after its checkpoint was saved, so a run that goes on from there has it still to do.
+        """
+        if done % self._every == 0:
+            self._measure(done)
         step = done
         for step, batch in enumerate(batches, done + 1):
             yield batch
@@ -87,7 +90,7 @@ class HeldOutData:
     def _add(self, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]) -> None:
         engine, algorithm = self._engine, self._algorithm
         algorithm.weight(samples)
-        for mine in plan(samples, self._budget, engine.ranks)[engine.rank :: engine.ranks]:
+        for mine in engine.micro_batches(samples, self._budget):
             # a rank without work computes something and counts none of it: the ranks' collectives must match
             packed = pack(mine or samples[:1], engine.device)
             loss = algorithm.loss(engine.scores(packed, algorithm.asks), packed)
