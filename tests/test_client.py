@@ -166,6 +166,27 @@ async def test_a_request_that_was_never_sent_says_so(url: str):
     await client.close()
 
 
+@pytest.mark.parametrize(
+    ("begins", "goes_on"),
+    [
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(1 << 20) + b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\n", b"x: " + b"a" * (1 << 20) + b"\r\n"),
+    ],
+    ids=["body", "head"],
+)
+async def test_an_answer_without_an_end_takes_no_memory_without_an_end(begins: bytes, goes_on: bytes):
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_head(reader)
+        writer.write(begins)
+        while True:
+            writer.write(goes_on)
+            await writer.drain()
+
+    async with server(talk) as (client, url, _):
+        with pytest.raises(ConnectionResetError, match="the answer does not end within 256 MiB"):
+            await client.request("GET", url, None, {}, DEADLINE_S)
+
+
 async def test_a_deadline_says_what_was_waited_for_and_its_late_answer_reaches_nobody():
     late = asyncio.Event()
 

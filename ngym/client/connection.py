@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import httptools
 import orjson
 
+MAX_ANSWER_BYTES = 256 << 20  # head and body of one that is held whole: as much as any of our services takes
 MAX_BUFFERED_BYTES = 1 << 16  # of a body that is read as it comes; then the server has to wait
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s and our own servers' 75 s, so that no connection is closed under a request
 
@@ -103,6 +104,7 @@ class Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Reply] | None = None
         self._head: asyncio.Future[Streamed] | None = None  # instead of `_answer`, where the body is read as it comes
         self._body: Body | None = None
+        self._received = 0  # bytes since the request was sent
         self.idle_since = 0.0
         self._begin()
 
@@ -114,12 +116,13 @@ class Connection(asyncio.Protocol):
         """Send a request (head and body), get its answer. The connection is given back as soon as the answer is whole.
 
         Raises:
-            ConnectionRefusedError: it was not sent. ConnectionResetError: the connection broke, or what came is no HTTP.
+            ConnectionRefusedError: it was not sent. ConnectionResetError: the connection broke, or what came is no HTTP, or
+            has no end.
         """
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
         answer: asyncio.Future[Reply] = self._loop.create_future()
-        self._answer = answer
+        self._answer, self._received = answer, 0
         self._transport.write(request)
         try:
             return await answer
@@ -133,7 +136,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
         head: asyncio.Future[Streamed] = self._loop.create_future()
-        self._head, self._body = head, Body(self)
+        self._head, self._body, self._received = head, Body(self), 0
         self._transport.write(request)
         try:
             return await head
@@ -161,6 +164,11 @@ class Connection(asyncio.Protocol):
         self._fail(f"the connection broke: {error}" if error else "the connection was closed before an answer")
 
     def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received > MAX_ANSWER_BYTES and (self._answer is not None or self._head is not None):
+            self._fail(f"the answer does not end within {MAX_ANSWER_BYTES >> 20} MiB")
+            self.close()
+            return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
