@@ -189,6 +189,15 @@ def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, sh
     playwright.expect(columns).to_have_count(2)
     playwright.expect(columns.first.locator("h2")).to_contain_text("yesterday")
     playwright.expect(columns.last.locator("h2")).to_contain_text("today")
+    go(page, shown, "#/compare/r1/r2/task/3/3")  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run tells why
+    playwright.expect(columns.first.locator("h2")).to_have_text("yesterday, rollout 1")
+    playwright.expect(columns.last.locator("h2")).to_have_text("today, rollout 0")
+
+
+def test_the_list_of_runs_says_which_is_better(page: Page, shown: Viewer) -> None:
+    go(page, shown)
+    mean = page.locator(".runs tbody tr", has_text="today").locator("td").nth(2)
+    playwright.expect(mean).to_have_text("0.458")
 
 
 def test_a_group_is_shown_side_by_side_with_its_differences(page: Page, shown: Viewer) -> None:
@@ -348,6 +357,12 @@ def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(page: Page, s
     playwright.expect(page.locator(".headline")).to_contain_text("0.6")
     playwright.expect(page.get_by_label("Columns")).to_be_visible()
     playwright.expect(first_row(filtered)).to_contain_text("What is 9 + 2?")
+
+
+def test_a_run_without_a_row_says_that_none_came_and_not_that_none_fits(page: Page, tmp_path: Path) -> None:
+    with viewer(write(tmp_path / "out.jsonl", []), cache=tmp_path / "cache") as empty:
+        go(page, empty)
+        playwright.expect(page.locator(".table-note")).to_contain_text("no rollout yet")
 
 
 def test_dark_and_light_are_chosen_and_kept(page: Page, shown: Viewer) -> None:

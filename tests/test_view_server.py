@@ -54,6 +54,8 @@ def test_runs_say_what_they_hold(shown: Viewer, folder: Path) -> None:
     assert after["bad"][0].startswith("after.jsonl:11: not JSON")
     assert (after["environments"], after["has_tokens"], after["fields"]) == (["math_agent"], True, ["level"])
     assert (after["run_id"], after["error"], after["note"]) == ("run-1", None, None)
+    assert before["mean_reward"] == pytest.approx(shown.get("/api/runs/r1/stats")["mean"])
+    assert after["mean_reward"] == pytest.approx(shown.get("/api/runs/r2/stats")["mean"])
 
 
 def test_a_row_is_the_files_own_bytes(shown: Viewer, folder: Path) -> None:
@@ -290,6 +292,20 @@ def test_what_cannot_be_shown_is_said_in_a_line(tmp_path: Path, name: str, conte
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.count("\n") == 1
     assert said in found.stderr
+
+
+def test_a_misspelt_file_is_told_with_the_nearest_one(folder: Path, tmp_path: Path) -> None:
+    found = run(folder / "befor.jsonl", cache=tmp_path)
+    assert found.stderr.endswith(f"there is no such file or folder (did you mean '{folder / 'before.jsonl'}'?)\n")
+
+
+def test_a_run_of_which_every_rollout_failed_is_shown_by_its_name(tmp_path: Path) -> None:
+    write(tmp_path / "out_failures.jsonl", [failure(0)])
+    with viewer(tmp_path / "out.jsonl", cache=tmp_path / "cache") as shown:
+        wait_until(lambda: shown.get("/api/runs")["runs"][0]["failures"] == 1)
+        (told,) = shown.get("/api/runs")["runs"]
+        assert (told["rows"], told["mean_reward"]) == (0, None)
+        assert shown.get("/api/runs/r1/rows")["rows"][0]["row"] == "f0"
 
 
 def test_a_folder_with_nothing_to_show_is_said_to_have_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NotFound, UsageError
+from ngym.near import near_file
 from ngym.schema import Json
 from ngym.view.extent import Extent
 from ngym.view.index import Index
@@ -76,15 +77,25 @@ class RolloutRun:
 
     def _facts(self, extent: Extent) -> Json:
         if extent.version < 0:
-            return {"bad_lines": 0, "bad": [], "run_id": None, "environments": [], "has_tokens": False, "fields": []}
+            return {
+                "bad_lines": 0,
+                "bad": [],
+                "run_id": None,
+                "mean_reward": None,
+                "environments": [],
+                "has_tokens": False,
+                "fields": [],
+            }
         with self.index.reading() as database:
             bad = database.execute("SELECT part, line, problem FROM bad_lines ORDER BY part, line LIMIT 20").fetchall()
             run_id = database.execute("SELECT run_id FROM texts ORDER BY seq LIMIT 1").fetchone()
             agents = database.execute("SELECT DISTINCT agent FROM groups WHERE agent IS NOT NULL ORDER BY agent")
+            (mean_reward,) = database.execute("SELECT sum(total) * 1.0 / sum(scored) FROM groups").fetchone()
             return {
                 "bad_lines": extent.bad,
                 "bad": [f"{said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
                 "run_id": run_id[0] if run_id else None,
+                "mean_reward": mean_reward,
                 "environments": [agent for (agent,) in agents],
                 "has_tokens": database.execute("SELECT 1 FROM rows WHERE tokens LIMIT 1").fetchone() is not None,
                 "fields": [name for (name,) in database.execute("SELECT name FROM fields ORDER BY name")],
@@ -172,7 +183,7 @@ def _in(path: Path) -> Iterator[tuple[str, Path]]:
     """("rollouts", file) and ("training", folder)."""
     if path.is_dir():
         yield from _in_folder(path.resolve(), path.resolve())
-    elif path.is_file():
+    elif path.is_file() or _failures(path).is_file():  # no rollout of a run was finished: its failures tell why
         if path.name == "metrics.jsonl":
             yield from _in_folder(path.resolve().parent, path.resolve().parent)
             return
@@ -181,7 +192,7 @@ def _in(path: Path) -> Iterator[tuple[str, Path]]:
             raise UsageError(f"{path}: its first line is no rollout; {REMEDY}")
         yield "rollouts", output
     else:
-        raise UsageError(f"{path}: there is no such file or folder")
+        raise UsageError(f"{path}: there is no such file or folder{near_file(path)}")
 
 
 def _in_folder(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:

@@ -23,7 +23,7 @@ export function comparePage(context, route) {
     sort,
     fetchPage: source(),
     hrefOf: href,
-    empty: "No task is in both runs.",
+    empty: () => "No task is in both runs.",
     onOpen: (row) => go(href(row)),
     onSort: (key) => to({ sort: sort === `-${key}` ? key : sort === key ? "" : `-${key}` }),
     onState: ({ answer, error }) =>
@@ -149,7 +149,7 @@ function columnsFor(left, right) {
     key,
     label: name,
     title: name,
-    width: "150px",
+    width: "minmax(104px, 150px)",
     sort: null,
     cell: (row) =>
       row[key]
@@ -157,7 +157,7 @@ function columnsFor(left, right) {
         : el("span", { class: "muted" }, "not in this run"),
   });
   const all = [
-    { key: "delta", label: "difference", width: "150px", sort: "delta", cell: (row) => deltaMark(row.delta) },
+    { key: "delta", label: "difference", width: "minmax(124px, 150px)", sort: "delta", cell: (row) => deltaMark(row.delta) },
     side("a", safeLine(left.name)),
     side("b", safeLine(right.name)),
     { key: "task", label: "task", width: "64px", class: "num", sort: "task", cell: (row) => formatNumber(row.task) },

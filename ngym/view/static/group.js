@@ -95,20 +95,29 @@ function sideBySide(context, route, groups) {
   };
 }
 
-/** The columns to show: those of the address; else the best and the worst of a group, or the first of each group. */
+/** The columns to show: those of the address; else the best and the worst of a group, or of two groups what makes their difference. */
 function chosen(all, groups, params) {
   const wanted = (params.get("cols") ?? "")
     .split(",")
     .map((key) => all.find((one) => one.key === key))
     .filter(Boolean);
   if (wanted.length) return wanted.slice(0, MOST_COLUMNS);
-  if (groups.length > 1) return groups.map(({ run }) => all.find((one) => one.run === run)).filter(Boolean);
+  if (groups.length > 1) return farthest(groups.map(({ run }) => all.filter((one) => one.run === run)));
   const first = all.find(({ row }) => row.row === params.get("first"));
   const scored = all.filter(({ row }) => row.reward !== null);
   const sorted = scored.length > 1 ? scored.sort((a, b) => b.row.reward - a.row.reward) : all;
   if (first) return [first, first === sorted[0] ? sorted.at(-1) : sorted[0]].filter((one, i, both) => both.indexOf(one) === i);
   const most = Math.max(2, Math.min(3, Math.floor(innerWidth / COLUMN_PX)));
   return sorted.length <= most ? sorted : [sorted[0], sorted.at(-1)];
+}
+
+/** The best of the group with the higher mean and the worst of the other; the first of each where there is no difference. */
+function farthest(groups) {
+  const scored = groups.map((group) => group.filter(({ row }) => isNumber(row.reward)));
+  const [a, b] = scored.map((group) => group.reduce((sum, { row }) => sum + row.reward, 0) / group.length);
+  if (!(a < b || a > b)) return groups.map(([first]) => first).filter(Boolean);
+  const end = (group, sign) => group.reduce((found, one) => (sign * one.row.reward > sign * found.row.reward ? one : found));
+  return [end(scored[0], Math.sign(a - b)), end(scored[1], Math.sign(b - a))];
 }
 
 function picker(context, groups, all, shown, select) {

@@ -12,6 +12,8 @@ import { Table } from "./table.js";
 import { fittingTaskColumns } from "./tasks.js";
 
 const GONE = "ng_view has this run no longer; go back to the list of runs.";
+const NONE_FITS = "No row fits this filter.";
+const NONE_YET = "This run has no rollout yet; what comes is shown here.";
 const places = new Map(); // the address -> where the reader stood in its table
 
 /** #/r/{id} and #/r/{id}/tasks, with ?q=&sort= */
@@ -52,6 +54,7 @@ class RunPage {
       onOpen: (row, index) => go(this.#rowHref(row, index)),
       onSort: (key, descends) => this.#to({ sort: this.#nextSort(descends ? [`-${key}`, key] : [key, `-${key}`]) }),
       onState: (pages) => this.#tell(pages),
+      empty: () => (this.q ? NONE_FITS : NONE_YET),
       keep: places.get(location.hash),
     });
     this.chooser = this.isTasks

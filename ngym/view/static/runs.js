@@ -1,6 +1,6 @@
 // Which runs are open? One line each; a single one is gone to at once.
 import { clear, columnTable, el, link } from "./dom.js";
-import { formatBytes, formatCount, formatPercent } from "./format.js";
+import { formatBytes, formatCount, formatNumber, formatPercent } from "./format.js";
 import { isIndexing } from "./live.js";
 import { go, hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";
@@ -97,13 +97,14 @@ function rolloutTable(runs, chosen, draw) {
         link(hrefOf(["r", run.id]), safeLine(run.name)),
         el("div", { class: "muted path", title: safeLine(run.path) }, el("bdi", null, safeLine(run.path))),
       ),
+      el("td", { class: "num" }, formatNumber(run.mean_reward)),
       el("td", { class: "num" }, formatCount(run.rows)),
       el("td", { class: `num ${run.failures ? "is-bad" : ""}` }, formatCount(run.failures)),
       el("td", { class: "wide" }, safeLine((run.environments ?? []).join(", "))),
       el("td", { class: "num wide" }, formatBytes(run.bytes)),
       el("td", null, stateOf(run)),
     );
-  const columns = { run: null, rollouts: "num", failed: "num", environments: "wide", size: "num wide", " ": null };
+  const columns = { run: null, "mean reward": "num", rollouts: "num", failed: "num", environments: "wide", size: "num wide", " ": null };
   return columnTable("runs", runs.length > 1 ? { "": null, ...columns } : columns, runs.map(line));
 }
 
@@ -124,8 +125,9 @@ function trainingTable(runs) {
         link(hrefOf(["training"], { runs: run.id }), safeLine(run.name)),
         el("div", { class: "muted path", title: safeLine(run.path) }, el("bdi", null, safeLine(run.path))),
       ),
+      el("td", { class: "num" }, formatNumber(run.last?.["reward/mean"])),
       el("td", { class: "num" }, formatCount(run.steps)),
       el("td", null, stateOf(run)),
     );
-  return columnTable("runs", { run: null, steps: "num", "": null }, runs.map(line));
+  return columnTable("runs", { run: null, "last reward": "num", steps: "num", "": null }, runs.map(line));
 }

@@ -14,7 +14,7 @@ const NOT_HERE = Symbol("a row that has not come yet");
  * A grid over pages of rows.
  * columns: [{key, label, width, cell(row) -> string|Node|array, sort, descends: the largest first, class, title, titleOf(row)}]
  * options: {label, columns, sort, fetchPage, hrefOf(row, index), onSort(key, descends), onOpen(row, index), onState(pages),
- *   empty: what is said of no rows, keep: a place}
+ *   empty() -> what is said of no rows, keep: a place}
  */
 export class Table {
   #options;
@@ -133,7 +133,7 @@ export class Table {
       this.element.scrollTop = keep.top;
     }
     const searching = this.#pages.answer?.searching;
-    this.#note.textContent = error ? "" : total === 0 && !searching ? (this.#options.empty ?? "No row fits this filter.") : "";
+    this.#note.textContent = error ? "" : total === 0 && !searching ? this.#options.empty() : "";
     for (const slot of this.#slots) slot.shows = null;
     this.#options.onState?.(this.#pages);
     if (!error) this.#soon(); // what was refused is asked for again when the reader moves, or when the file has grown
