@@ -16,9 +16,18 @@ NgymError
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal
+
+NOT_THE_AUTHORS = (
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 
 FailureClass = Literal[
     "config",  # the row, the config or the environment is not what it must be; trying again would not help
@@ -162,8 +171,12 @@ class UpstreamError(ServiceError):
 
 
 @contextmanager
-def boundary(failure: FailureClass, what: str) -> Iterator[None]:
-    """Give an error that passes here its failure class, once; a bug becomes a ServiceError with its cause kept."""
+def boundary(failure: FailureClass, what: str, *, places: bool = False) -> Iterator[None]:
+    """Give an error that passes here its failure class, once; a bug becomes a ServiceError with its cause kept.
+
+    Args:
+        places: say in which line of the author's own files the bug is; not where a model reads it.
+    """
     try:
         yield
     except ServiceError as error:
@@ -172,4 +185,12 @@ def boundary(failure: FailureClass, what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        raise ServiceError(f"{what}: {type(error).__name__}: {error}", failure=failure) from error
+        place = _place(error) if places else ""
+        raise ServiceError(f"{what}: {type(error).__name__}: {error}{place}", failure=failure) from error
+
+
+def _place(error: Exception) -> str:
+    """` (app.py:31)`: the innermost line that is neither ours nor a library's; nothing where there is none."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    own = [(file, number) for file, number in lines if not file.startswith(NOT_THE_AUTHORS)]
+    return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""

@@ -118,7 +118,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}") from None
+        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}{_remedy(error)}") from None
     except yaml.reader.ReaderError as error:
         line = _line(text.encode(), len(text[: error.position].encode()))
         raise ConfigError(f"{shown}:{line}: not valid YAML: {error.reason}") from None
@@ -131,6 +131,14 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     lines: dict[str, str] = {}
     _collect_lines(node, "", shown, lines)
     return data, lines
+
+
+def _remedy(error: yaml.MarkedYAMLError) -> str:
+    """How the two mistakes of indentation are mended, which YAML's own words do not say."""
+    said = error.problem or ""
+    if said.startswith("expected <block end>"):
+        return "; is this line indented as those beside it?"
+    return "; indent with spaces" if r"'\t'" in said else ""
 
 
 def _line(content: bytes, position: int) -> int:

@@ -281,6 +281,13 @@ def test_an_agent_that_does_not_exist_is_named(tasks: Path) -> None:
     assert not (tasks.parent / "out.jsonl").exists()
 
 
+async def test_an_agent_that_the_run_does_not_have_is_told_with_the_run(tasks: Path, tmp_path: Path) -> None:
+    async with head(lambda row: row) as url:
+        done = await ended("--head", url, "--agent", "agnt", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
+    assert done.code == 2
+    assert done.err.startswith(f"--agent: no agent named 'agnt' in the run at {url} (did you mean 'agent'?); ")
+
+
 def test_nemo_gyms_flags_in_our_spelling() -> None:
     theirs = [
         "+config_paths=[a.yaml,b.yaml]",

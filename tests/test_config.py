@@ -75,6 +75,11 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
         ("env:\n  app: gym_servers/env\n", "global_config.yaml:1: service 'env' has no kind"),
         ("env:\n  kind: model\n  url: ftp://x\n", "global_config.yaml:3: 'ftp://x' is no service URL"),
         ("env: [\n", "global_config.yaml:2: not valid YAML"),
+        ("env:\n  kind: gym_server\n app: gym_servers/env\n", "; is this line indented as those beside it?"),
+        (
+            "env:\n\tkind: gym_server\n",
+            "global_config.yaml:2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces",
+        ),
         (f"env:\n  {GYM}\nenv:\n  {GYM}\n", "global_config.yaml:4: 'env' stands twice in this file"),
         (f"env:\n  {GYM}\n  level: ${{nowhere.x}}\n", "global_config.yaml:4: env.level: "),
         (f"env:\n  {GYM}\n  level: ${{oc.env:NGYM_NOT_SET}}\n", "global_config.yaml:4: env.level: "),

@@ -218,6 +218,8 @@ async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_cal
     async with simple_house(model) as peers:
         with pytest.raises(UpstreamError, match=r"row 4: field 'target': Field required") as caught:
             await peers["agent"].post("/run", {key: value for key, value in ROW.items() if key != "target"})
+        with pytest.raises(UpstreamError, match=r"field 'target': Field required \(is 'traget' meant to be it\?\)$"):
+            await peers["gym"].post("/seed_session", {"traget" if key == "target" else key: ROW[key] for key in ROW})
     assert (caught.value.status, caught.value.failure, caught.value.retryable) == (422, "config", False)
     assert model.state.seen == []
 
@@ -391,9 +393,13 @@ async def test_verify_may_return_a_number_none_or_a_record():
     ("result", "message"),
     [
         (math.nan, "must be a finite number or None"),
-        ("1.0", "verify must return a number, None, or a record"),
+        ("1.0", "verify must return a number, None, or a record with 'reward'; it returned str"),
+        ({"score": 1.0, "why": ""}, "; it returned a record of score, why"),
         ({"reward": 1.0, "reward_components": {"a": 0.5}}, "reward_components sum to 0.5"),
-        (ZeroDivisionError("division by zero"), "verify failed: ZeroDivisionError: division by zero"),
+        (
+            ZeroDivisionError("division by zero"),
+            r"verify failed: ZeroDivisionError: division by zero \(test_services.py:\d+\)",
+        ),
     ],
 )
 async def test_a_verifier_that_fails_is_an_error_and_never_a_zero(result: Any, message: str):

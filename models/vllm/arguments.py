@@ -125,7 +125,8 @@ def _parsers(service: str, options: Options, model: Model) -> Parsers:
         found = detected(model.name, options.engine)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:600]
-        raise ConfigError(f"service {service!r}: model {options.model!r}: {reason}") from error
+        hub = "" if model.local else "there is no such folder beside the config file, and as a name on the hub: "
+        raise ConfigError(f"service {service!r}: model {options.model!r}: {hub}{reason}") from error
     parsers = Parsers(*(there if name == AUTO else name for name, there in zip(chosen, found, strict=True)))
     log.info("parsers: of tool calls %s, of reasoning %s", parsers.tools, parsers.reasoning)
     return parsers

@@ -28,6 +28,8 @@ from ngym.collect.record import Source
 from ngym.collect.report import as_json, files, tables
 from ngym.collect.run import Run
 from ngym.config import Config, load_config, tracing_of
+from ngym.errors import UsageError
+from ngym.near import did_you_mean
 from ngym.peers import Peers
 from ngym.rowlog import DiskFull
 from ngym.screen import clock, harmless, is_live
@@ -69,7 +71,15 @@ def _known(options: Options, config: Config | None) -> Known:
         return Known.of(shown_config(config))
     running = find_running(Path.cwd())
     url = options.head or (running.url if running else DEFAULT_HEAD)
-    return process.run(discover(url, token_of(url, Path.cwd())))
+    known = process.run(discover(url, token_of(url, Path.cwd())))
+    if not options.head and not running:
+        click.echo(f"note: nothing runs in this folder; the run at {url} is used", err=options.as_json)
+    if options.agent is not None and options.agent not in known.agents:
+        raise UsageError(
+            f"--agent: no agent named {options.agent!r} in the run at {url}{did_you_mean(options.agent, known.agents)}; "
+            "what that run does not have, ng_run --only NAME or --config FILE starts"
+        )
+    return known
 
 
 class Session:

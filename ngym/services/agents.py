@@ -200,7 +200,7 @@ def _params(row: Json, seeded: Json) -> Json:
 
 
 async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> Json:
-    with boundary("agent_error", "the agent failed"):
+    with boundary("agent_error", "the agent failed", places=True):
         rollout.declare(params.get("tools"))
         response = await respond(params, rollout)
     return await rollout.with_captured(response)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from http import HTTPStatus
 from typing import Any, get_args
@@ -13,6 +13,7 @@ import orjson
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, ProcessCollector, generate_latest
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -20,6 +21,7 @@ from ngym import correlation
 from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import BadRequest, FailureClass, NotReady, ServiceError
 from ngym.memory import is_room_for, parsed_bytes
+from ngym.near import nearest
 from ngym.schema import Json, Kind
 from ngym.services.caller import LARGE
 from ngym.services.edge import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
@@ -184,12 +186,19 @@ def validated(model: type[BaseModel], value: Json, what: str) -> Any:
     try:
         return model.model_validate(value)
     except ValidationError as error:
+        strangers = value.keys() - model.model_fields.keys()
         problems = [
-            {"field": ".".join(str(part) for part in item["loc"]), "message": item["msg"]}
+            {"field": ".".join(str(part) for part in item["loc"]), "message": item["msg"] + _meant(item, strangers)}
             for item in error.errors(include_url=False, include_input=False, include_context=False)
         ]
         text = "; ".join(f"field {p['field']!r}: {p['message']}" for p in problems[:8])
         raise BadRequest(f"{what}: {text}", extra={"errors": problems}) from None
+
+
+def _meant(item: ErrorDetails, strangers: Iterable[str]) -> str:
+    """` (is 'traget' meant to be it?)`: of a field that is missing, when the value has one of nearly that name."""
+    near = nearest(str(item["loc"][0]), strangers) if item["type"] == "missing" and len(item["loc"]) == 1 else None
+    return f" (is {near!r} meant to be it?)" if near else ""
 
 
 def context_of(request: Request) -> ServiceContext:

@@ -117,7 +117,7 @@ def gym_server(
         task = validated(app.state.verifier.body, raw, _row_name(raw))
         session = session_for(store, request)
         try:
-            with traced.verify() as span, boundary("verify_error", "verify failed"):
+            with traced.verify() as span, boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request))
                 traced.scored(span, outcome)
         finally:
@@ -183,7 +183,7 @@ def gym_server(
 def _add_group_route(app: FastAPI, author: Author) -> None:
     async def group_route(request: Request) -> Response:
         group = validated(author.body, await json_body(request), "the group")
-        with boundary("verify_error", "verify_group failed"):
+        with boundary("verify_error", "verify_group failed", places=True):
             outcomes = list(await author.run(group, Session(), request))
             if len(outcomes) != len(group.rollouts):
                 raise ServiceError(f"verify_group gave {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
@@ -208,7 +208,12 @@ def _reward_fields(outcome: Any) -> Json:
     elif isinstance(outcome, BaseModel):
         outcome = outcome.model_dump()
     if not isinstance(outcome, Mapping) or "reward" not in outcome:
-        raise ServiceError("verify must return a number, None, or a record with 'reward'", failure="verify_error")
+        wrong = (
+            f"a record of {', '.join(map(str, outcome))}" if isinstance(outcome, Mapping) else type(outcome).__name__
+        )
+        raise ServiceError(
+            f"verify must return a number, None, or a record with 'reward'; it returned {wrong}", failure="verify_error"
+        )
     fields = dict(outcome)
     fields["reward"] = _finite(fields["reward"], "reward")
     components = fields.get("reward_components")
