@@ -99,7 +99,8 @@ def test_the_perplexity_is_that_of_transformers_however_the_file_is_cut(
 
 
 @pytest.mark.parametrize(
-    ("count", "done", "measured"), [(5, 0, [0, 2, 4, 5]), (4, 0, [0, 2, 4]), (3, 2, [2, 4, 5]), (3, 1, [2, 4]), (0, 4, [4]), (0, 5, [5])]
+    ("count", "done", "measured"),
+    [(5, 0, [0, 2, 4, 5]), (4, 0, [0, 2, 4]), (3, 2, [2, 4, 5]), (3, 1, [2, 4]), (0, 4, [4]), (0, 5, [5])],
 )
 def test_it_is_measured_before_the_first_step_every_so_many_and_at_the_end(
     learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path, count: int, done: int, measured: list[int]

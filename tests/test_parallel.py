@@ -103,7 +103,9 @@ def test_what_lives_on_the_cpu_learns_the_same(alone: list[Taken], place: int) -
 
 
 @pytest.mark.parametrize("place", range(len(TOGETHER)), ids=lambda place: str(TOGETHER[place]))
-def test_two_ranks_together_learn_and_measure_what_one_does(alone: list[Taken], together: list[Taken], place: int) -> None:
+def test_two_ranks_together_learn_and_measure_what_one_does(
+    alone: list[Taken], together: list[Taken], place: int
+) -> None:
     same(together[place], alone[0])
 
 
