@@ -140,9 +140,11 @@ class Index:
                 self.catch_up()
                 self._stopped.wait(POLL_S if self.error is None else AFTER_ERROR_S)
         except BaseException as error:
-            self.error = f"the index ended: {error!r}"
-            if self._store.path is not None:
-                self._leave()  # another process may go on
+            try:
+                if self._store.path is not None:
+                    self._leave()  # another process may go on, as soon as the error is told
+            finally:
+                self.error = f"the index ended: {error!r}"
             raise
 
     def _write(self) -> bool:
