@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
 
-checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, samples, scoring = map(
+checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, samples, scoring, sources = map(
     trainer,
     (
         "checks",
@@ -32,6 +32,7 @@ checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, sampl
         "rollouts",
         "samples",
         "scoring",
+        "sources",
     ),
 )
 SHAPE = {
@@ -359,6 +360,25 @@ def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer:
     (step,) = run(own(read(rows()), trained))
     assert step.means["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
     assert step.means["probs_ratio"] == pytest.approx(1, abs=1e-5) and step.means["clip_ratio/region_mean"] == 0
+
+
+def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "out.jsonl", rows())  # of anybody's logprobs
+    words = [f"data.path={path}", "rollouts=null", "evaluation=null", "batch_size=7"]
+    words += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer"]
+    recipe, _ = config.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
+    trained = learner(tokenizer)
+    algorithm = grpo.Grpo(recipe.algorithm, None, None)
+    parts = sources.Parts(recipe, trained, algorithm, tokenizer)
+    source = sources.FileSource(parts, lambda text: None)
+    with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
+        next(source.batches(None, 0, None))
+    assert len(next(source.batches(None, 1, source.state())).updates[0]) == 7
+    write(path, rows()[1:])
+    with pytest.raises(UsageError, match=r"out\.jsonl: changed since the run began with it.*restore the file"):
+        sources.FileSource(parts, lambda text: None).batches(None, 1, source.state())
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -28,12 +28,12 @@ class CheckFailed(NgymError):
 
 
 def checked(
-    batches: Iterable[Batch], engine: Engine, budget: int, sampler_N: Callable[[Packed], Tensor], bound: float
+    batches: Iterable[Batch], engine: Engine, budget: int, sampler_N: Callable[[Packed], Tensor] | None, bound: float
 ) -> Iterator[Batch]:
     """The batches; the first one that trains anything is checked before and after. Every rank iterates.
 
     Args:
-        sampler_N: the sampler's logprobs of a micro-batch.
+        sampler_N: the sampler's logprobs of a micro-batch; None where the policy is not the one that sampled any more.
         bound: on the mean of exp |log p - log p of the sampler|.
 
     Raises:
@@ -47,7 +47,8 @@ def checked(
         first = False
         samples = batch.updates[0]
         _repeats_itself(engine, samples, budget)
-        _is_the_sampler(engine, samples, budget, sampler_N, bound)
+        if sampler_N is not None:
+            _is_the_sampler(engine, samples, budget, sampler_N, bound)
         with engine.gradients_seen() as seen:
             yield batch
         _all_learn(engine, seen)

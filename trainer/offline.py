@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def make(data: DataOptions, say: Say) -> None:
     done = subprocess.run(words, check=False)
     if done.returncode != 0:
         raise UsageError(f"data.made_by: {' '.join(data.made_by)} ended with exit code {done.returncode}")
+
+
+def digest(data: DataOptions) -> str:
+    """Of the file's content."""
+    with (find(data.path) or Path(data.path)).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prepared(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ngym.errors import NgymError
+from ngym.errors import NgymError, UsageError
 from ngym.schema import Json
 
 from . import arithmetic, offline
@@ -47,12 +47,13 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A finished file: what comes next depends on the seed and on how many batches there were."""
+    """A finished file: what comes next depends on the file, the seed and how many batches there were."""
 
     def __init__(self, parts: Parts, say: Say) -> None:
         recipe, learner, algorithm, tokenizer = parts
         assert recipe.data is not None
         self._parts = parts
+        self._digest = offline.digest(recipe.data)
         self._samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say)
         self.steps = offline.steps(self._samples, recipe)
         for line in arithmetic.of_file(recipe, self._samples, self.steps, read_launch()):
@@ -60,11 +61,21 @@ class FileSource:
         self._held_out = _held_out(parts, say)
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        """
+        Raises:
+            UsageError: the file is another one than that of the state.
+        """
         recipe, learner, algorithm, _ = self._parts
+        if state is not None and state["digest"] != self._digest:
+            assert recipe.data is not None
+            raise UsageError(
+                f"{recipe.data.path}: changed since the run began with it: sha256 {state['digest'][:12]} then, "
+                f"{self._digest[:12]} now; restore the file, or begin a new run"
+            )
         batches = offline.batches(self._samples, recipe, done)
         if algorithm.asks.values:
             batches = offline.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
-        batches = checked(self._parts, batches)
+        batches = checked(self._parts, batches, sampled=done == 0)
         if recipe.evaluation is None or not self._held_out:
             return batches
         from .heldout import HeldOutData
@@ -74,7 +85,7 @@ class FileSource:
         return held_out.evaluated(batches, done)
 
     def state(self) -> Json | None:
-        return None
+        return {"digest": self._digest}
 
 
 def _held_out(parts: Parts, say: Say) -> list[Sample]:
@@ -174,15 +185,19 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
     pusher.finish()
 
 
-def checked(parts: Parts, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence."""
+def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> Iterator[Batch]:
+    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence.
+
+    sampled: by the policy as it is now. A run that goes on with a file has left the policy that sampled it, on purpose.
+    """
     from . import checks
     from .algorithms.grpo import Grpo
 
     if not isinstance(parts.algorithm, Grpo) or not isinstance(parts.recipe.algorithm, GrpoOptions):
         return batches
     bound = parts.recipe.algorithm.max_mismatch
-    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, parts.algorithm.sampler_N, bound)
+    sampler_N = parts.algorithm.sampler_N if sampled else None
+    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
 
 
 def temperature(recipe: Recipe) -> float:
