@@ -17,7 +17,9 @@ from ngym.cli.train import trainer
 from ngym.config import load_config
 from ngym.errors import ConfigError
 
-services = trainer("services")
+config, engine, model, publish, push, services = map(
+    trainer, ("config", "engine", "model", "publish", "push", "services")
+)
 STEPS = 8
 Values = dict[str, Any]
 
@@ -75,6 +77,27 @@ def test_what_a_restarted_server_sampled_is_left_out_and_it_gets_the_weights_aga
         assert total == TASKS * GROUP
         assert row["lag"] == 0
     assert sorted(set(stub.pushes)) == list(range(1, STEPS + 2)) and stub.pushes.count(6) > 1
+
+
+def test_a_replica_that_came_back_gets_the_weights_again_also_when_another_has_them(
+    policy: Path, only_rank: None
+) -> None:
+    options = config.ModelOptions(path=str(policy))
+    tokenizer = model.load_tokenizer(options)
+    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    optimizing = config.OptimizerOptions(lr=1e-3)
+    learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, config.EngineOptions(), optimizing)
+    announced: list[int] = []
+    with serving(Stub(policy)) as stays, serving(Stub(policy)) as restarts:
+        pusher = push.Pusher([stays.url, restarts.url], "token")
+        publisher = publish.Publisher(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
+        for restarted in (False, False, True, False):
+            if restarted:
+                restarts._forget()
+            publisher.publish(announced.append)
+            assert stays._version == restarts._version == publisher.version
+        pusher.finish()
+    assert announced == [1, 2] and stays.pushes == restarts.pushes == announced
 
 
 def test_the_saved_policy_is_the_one_that_is_served(finished: tuple[Path, str, Stub]) -> None:

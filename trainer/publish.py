@@ -50,20 +50,21 @@ class Publisher:
         self._pushed_steps: int | None = None
 
     def publish(self, announce: Callable[[int], None]) -> None:
-        """Have the services sample with the engine's weights. A server that serves them already keeps them; one that came
-        back with others gets them again.
+        """Have the services sample with the engine's weights. Servers that serve them already keep them; when one came back
+        with others, they are pushed again, under a new version if a replica of it still has this one.
 
         announce: told the version before anything is pushed, for it is served before the push has ended.
 
         Raises:
             PushFailed: they cannot be served.
         """
-        served = self._engine.share(self._pusher.prepare() if self._pusher else 0)
-        if served == self.version and self._pushed_steps == self._engine.steps:
+        served = self._engine.share(self._pusher.versions() if self._pusher else [0])
+        learned = self._pushed_steps != self._engine.steps
+        if not learned and set(served) == {self.version}:
             self._have_them_sample()
             return
-        if self._pushed_steps != self._engine.steps or served > self.version:
-            self.version = max(served, self.version) + 1
+        if learned or max(served) >= self.version:
+            self.version = max(*served, self.version) + 1
         announce(self.version)
         if self._colocated:
             self._colocated.push()

@@ -89,7 +89,11 @@ class Pusher:
         self._transfer = None if transport in IN_FILES else self._new_transfer(transport)
 
     def prepare(self) -> int:
-        """Wait until every server is ready for a push; the highest policy version that one of them serves.
+        """Wait until every server is ready for a push; the highest policy version that one of them serves."""
+        return max(self.versions())
+
+    def versions(self) -> list[int]:
+        """The same, of each of them.
 
         Raises:
             PushFailed: a server does not take this token or transport, or is away for longer than the patience.
@@ -99,7 +103,7 @@ class Pusher:
             if self._transport not in weights["transport"]:
                 offered = ", ".join(weights["transport"]) or "no push at all"
                 raise PushFailed(f"{replica.url}: no transport {self._transport!r} there; it offers {offered}")
-        return max(int(weights["policy_version"]) for weights in served)
+        return [int(weights["policy_version"]) for weights in served]
 
     def sleep(self) -> None:
         """Have every server end what it generates and lend the memory of its GPU; PushFailed when one does not."""
