@@ -75,17 +75,20 @@ class Rewards:
         self.count = 0
         self.binary = True  # every reward is 0 or 1: then the best of k is pass@k
         self._total = 0.0
-        self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2
+        self._origin = 0.0  # the first reward: squares of what lies far from 0 would round away by what rewards differ
+        self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2; rewards less the origin
         self._sum_sn = 0.0
         self._sum_nn = 0
 
     def add(self, task: int, reward: float) -> None:
         rewards = self.by_task.setdefault(task, [])
-        n, total = len(rewards), sum(rewards)
+        if not self.count:
+            self._origin = reward
+        n, total, over = len(rewards), sum(each - self._origin for each in rewards), reward - self._origin
         rewards.append(reward)
         self.binary = self.binary and reward in (0.0, 1.0)
-        self._sum_ss += reward * (2 * total + reward)
-        self._sum_sn += total + reward * (n + 1)
+        self._sum_ss += over * (2 * total + over)
+        self._sum_sn += total + over * (n + 1)
         self._sum_nn += 2 * n + 1
         self.count += 1
         self._total += reward
@@ -106,7 +109,8 @@ class Rewards:
         if tasks < 2:
             return None
         mean = self._total / self.count
-        spread = max(0.0, self._sum_ss - 2 * mean * self._sum_sn + mean * mean * self._sum_nn)
+        over = mean - self._origin
+        spread = max(0.0, self._sum_ss - 2 * over * self._sum_sn + over * over * self._sum_nn)
         half = student_t(tasks - 1) * math.sqrt(tasks / (tasks - 1) * spread) / self.count
         low, high = mean - half, mean + half
         return Interval(max(0.0, low), min(1.0, high)) if self.binary else Interval(low, high)

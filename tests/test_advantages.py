@@ -108,6 +108,15 @@ def test_a_group_is_who_is_in_it(rewards: list[float], estimator: str, seed: int
             assert value == 0.0
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_advantages_know_no_scale(scale: float) -> None:
+    """What a verifier calls a reward may be any number."""
+    options = objective.Advantage(estimator="group_std", eps=0)
+    rewards = [1 * scale, 0.0, 0.0, 1 * scale, 0.0]
+    expected = [1.0954451, -0.7302967, -0.7302967, 1.0954451, -0.7302967]
+    assert advantages.advantages(options, rewards, [0] * 5) == pytest.approx(expected)
+
+
 def test_kl_can_be_taken_from_the_reward_before_the_baseline() -> None:
     rewards = advantages.less_kl([1.0, 0.0, None], [2.0, 1.0, 5.0], 0.1)
     assert rewards == [pytest.approx(0.8), pytest.approx(-0.1), None]

@@ -72,6 +72,17 @@ def test_the_running_interval_is_the_clustered_one() -> None:
     assert mean - rewards.interval.low == pytest.approx(student_t(6) * error)
 
 
+def test_the_interval_of_large_rewards_is_that_of_their_differences() -> None:
+    small, large = Rewards(), Rewards()
+    for task in range(10):
+        for _ in range(4):
+            small.add(task, task % 2 * 0.5)
+            large.add(task, 2.0**30 + task % 2 * 0.5)
+    assert small.interval is not None and large.interval is not None
+    widths = [each.interval.high - each.interval.low for each in (small, large) if each.interval]
+    assert widths[1] == pytest.approx(widths[0], rel=1e-5)
+
+
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     """Tasks of differing difficulty, 4 rollouts each: an interval that took rollouts as independent would cover 80 %."""
     draw = random.Random(2)

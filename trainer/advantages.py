@@ -114,7 +114,8 @@ def _leave_one_out_std(rewards: list[float], eps: float) -> list[float]:
 
 def _std(values: Sequence[float]) -> float:
     mean = fmean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    # not a sum of squares, which overflows where the deviation itself does not
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)
 
 
 _ESTIMATORS: dict[str, Callable[[list[float], float], list[float]]] = {
