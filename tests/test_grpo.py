@@ -328,6 +328,19 @@ def test_the_temperature_divides_the_logits_that_are_trained(tokenizer: PreTrain
     [
         ({"responses_create_params": {"top_p": 0.9}}, "top_p is 0.9: the sampler's logprobs would be those of another"),
         ({"responses_create_params": {"metadata": {"extra_body": '{"min_p": 0.1}'}}}, "min_p is 0.1"),
+        (  # the request's own field wins, as it does in the model servers
+            {"responses_create_params": {"top_p": 0.9, "metadata": {"extra_body": '{"top_p": 1}'}}},
+            "top_p is 0.9",
+        ),
+        ({"responses_create_params": {"metadata": {"extra_body": "{top_p"}}}, "must be a JSON object in a string"),
+        (
+            {"responses_create_params": {"metadata": {"extra_body": '{"logit_bias": {"7": 8}}'}}},
+            "logit_bias is {'7': 8}",
+        ),
+        ({"responses_create_params": {"structured_outputs": {"choice": ["a"]}}}, "structured_outputs is {'choice'"),
+        ({"responses_create_params": {"text": {"format": {"type": "json_schema"}}}}, "text.format is json_schema"),
+        ({"responses_create_params": {"tool_choice": "required"}}, "tool_choice is required"),
+        ({"responses_create_params": {"tool_choice": {"type": "function", "name": "f"}}}, "tool_choice is function"),
         ({"responses_create_params": {"temperature": 0.7}}, "temperature is 0.7, but the recipe trains at 1.0"),
         ({"ng": {"segments": []}}, "no token ids"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[0, 1]], "logprobs": [0.0]}]}}, "span [0, 1)"),
@@ -342,6 +355,18 @@ def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path,
     with pytest.raises(UsageError) as caught:
         rollouts.read_rollouts(path, 1.0)
     assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"tool_choice": "auto", "text": {"format": {"type": "text"}}, "logit_bias": {}, "top_k": -1},
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "text": {"verbosity": "low"}},
+        {"top_p": 1, "temperature": 1.0, "metadata": {"extra_body": '{"top_p": 0.5, "temperature": 0.5}'}},
+    ],
+)
+def test_what_leaves_the_distribution_as_it_is_can_be_trained(params: Row) -> None:
+    assert rollouts.bent_sampling(params, 1.0) is None
 
 
 def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,22 +14,29 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import orjson
-
 from ngym import jsonl
+from ngym.convert import extra_body
+from ngym.errors import BadRequest
 from ngym.schema import Json
 
 from .advantages import all_equal
 from .samples import Sample, Segment
 
 # name -> the values that leave the distribution as the model made it
-NEUTRAL: dict[str, tuple[float | None, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
     "min_p": (None, 0),
     "repetition_penalty": (None, 1),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "structured_outputs": (None, {}),
+    "text.format": (None, "text"),
+    "tool_choice": (None, "auto", "none"),
 }
 
 
@@ -127,12 +134,20 @@ def problem(row: Json, temperature: float) -> str | None:
 
 def bent_sampling(params: Json, temperature: float) -> str | None:
     """Why rollouts with these Responses create params are not samples of the policy at this temperature, or None."""
-    extra = (params.get("metadata") or {}).get("extra_body")
-    settings = {**params, **(orjson.loads(extra) if extra else {})}
+    try:
+        settings = {**params, **extra_body(params)}
+    except BadRequest as error:
+        return error.detail
+    match settings:
+        case {"text": {"format": {"type": kind}}}:
+            settings["text.format"] = kind
+    match settings:
+        case {"tool_choice": {"mode": kind}} | {"tool_choice": {"type": kind}}:  # of some tools, or of one to be called
+            settings["tool_choice"] = kind
     for name, neutral in NEUTRAL.items():
         if settings.get(name) not in neutral:
             return (
-                f"{name} is {settings[name]}: the sampler's logprobs would be those of another distribution than the one "
+                f"{name} is {settings[name]!s:.60}: the sampler's logprobs would be those of another distribution than the one "
                 f"that is trained; leave {name} out of training rollouts"
             )
     said = settings.get("temperature")
