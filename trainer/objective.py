@@ -40,7 +40,7 @@ class Advantage(_Record):
     estimator: what a reward is compared with. eps: added to a deviation before it divides.
     gamma, lam: discount and trace of GAE, by sampled token.
     whiten: subtract the mean and divide by the deviation over all tokens of the rollouts that are prepared together: those of a
-    live step, before it is cut into updates, or those of the whole file.
+    live step, before it is cut into updates, or those of the whole file; with a critic, of a batch of it.
     components: of several rewards per rollout, add them up, or first normalise each within its group (GDPO).
     """
 
