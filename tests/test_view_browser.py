@@ -397,6 +397,23 @@ def test_a_report_shows_the_same_from_a_file_and_says_what_it_lacks(page: Page, 
     assert "owned" not in page.title()
 
 
+def test_a_report_opens_the_task_on_which_two_runs_differ_most_in_full(page: Page, folder: Path) -> None:
+    for name, reward in (("before", 0.0), ("after", 1.0)):
+        rows = [attempt(task, index, reward if task == 7 else 0.5) for task in range(12) for index in range(4)]
+        write(folder / f"{name}.jsonl", rows[::-1])  # the last rollout of a task was done first
+    report = folder / "compared.html"
+    written = run(
+        folder / "before.jsonl", folder / "after.jsonl", "--export", report, "--rows", "8", cache=folder / "cache"
+    )
+    assert written.returncode == 0, written.stderr
+    page.goto(report.as_uri() + "#/compare/r1/r2")
+    first_row(page).click()
+    columns = page.locator(".group-column")
+    playwright.expect(columns.locator("h2")).to_have_text(["before, rollout 0", "after, rollout 0"])
+    playwright.expect(columns.first).to_contain_text("It is 9.")
+    playwright.expect(columns.last).to_contain_text("It is 9.")
+
+
 def test_a_hundred_thousand_rows_scroll_without_a_stutter(page: Page, folder: Path) -> None:
     made = rollout()
     made["ng"]["segments"] = []

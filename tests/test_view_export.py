@@ -99,6 +99,19 @@ def test_the_sample_in_a_report_is_of_the_whole_run(tmp_path: Path) -> None:
     assert max(sampled) >= 200
 
 
+def test_a_report_of_two_runs_holds_what_the_task_on_which_they_differ_most_opens_with(tmp_path: Path) -> None:
+    runs = {"before": [0.0, 1.0, 0.0, 1.0], "after": [1.0, 1.0, 1.0, 0.0]}  # of task 7; elsewhere half are right
+    for name, rewards in runs.items():
+        rows = [rollout(task, i, rewards[i] if task == 7 else float(i % 2)) for task in range(10) for i in range(4)]
+        write(tmp_path / f"{name}.jsonl", rows)
+    report = tmp_path / "report.html"
+    files = (tmp_path / "before.jsonl", tmp_path / "after.jsonl")
+    assert run(*files, "--export", report, "--rows", "8", cache=tmp_path / "c").returncode == 0
+    data = data_of(report.read_text())
+    assert data["compare"]["r1,r2"]["rows"][0]["task"] == 7
+    assert "28" in data["full"]["r1"] and "28" in data["full"]["r2"]
+
+
 def test_a_row_whose_segments_are_no_json_stands_in_the_table_alone(tmp_path: Path) -> None:
     damaged = [orjson.dumps(rollout(1)).replace(b"-0.25", value) for value in (b"NaN", b"-", b"1" * 5000)]
     write(tmp_path / "out.jsonl", [rollout(0), *damaged])

@@ -53,19 +53,21 @@ def export(
     room = Room(MOST_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
     of = full = listed = 0
-    for id, run in shown.rollouts.items():
+    for run in shown.rollouts.values():
         _wait(run, tick)
         of += _found(run, q, tick)
-        chosen = _chosen(run, q, rows)
+    packed["compare"] = {
+        f"{a.id},{b.id}": compare(a.rows, b.rows, q, "", 0, MOST_COMPARED)
+        for a, b in combinations(shown.rollouts.values(), 2)
+    }
+    contrasts = _contrasts(shown, packed["compare"], rows)
+    for id, run in shown.rollouts.items():
+        chosen = _chosen(run, q, rows, contrasts[id])
         rollouts = {row: orjson.Fragment(line) for row in chosen if (line := room.given(run.index.line(row_seq(row))))}
         table = _listed(run, q, chosen)
         full, listed = full + len(rollouts), listed + len(table)
         packed["full"][id], packed["rows"][id], packed["stats"][id] = rollouts, table, run.stats.of(q)
     packed["runs"] = shown.as_json()
-    packed["compare"] = {
-        f"{a.id},{b.id}": compare(a.rows, b.rows, q, "", 0, MOST_COMPARED)
-        for a, b in combinations(shown.rollouts.values(), 2)
-    }
     packed["training"] = _training(shown)
     page = bundle(STATIC, orjson.dumps(packed, option=orjson.OPT_NON_STR_KEYS), title)
     write_whole(output, page)
@@ -114,18 +116,37 @@ def _found(run: RolloutRun, q: str, tick: Callable[[str], None]) -> int:
         tick(f"{run.name}: looking for the text, {page.scanned:.0%}")
 
 
-def _chosen(run: RolloutRun, q: str, count: int) -> list[str]:
-    """The most telling rows: a failure of each class, then in turn the worst, the best, the ends of groups that differ, any."""
+def _contrasts(shown: Opened, compared: dict[str, Json], count: int) -> dict[str, list[str]]:
+    """Of the tasks on which two runs differ most, what their page opens with: the best of one and the worst of the other."""
+    found: dict[str, list[str]] = {id: [] for id in shown.rollouts}
+    for names, comparison in compared.items():
+        for pair in comparison["rows"][: -(-count // 4)]:
+            for id, side, sign in zip(names.split(","), (pair["a"], pair["b"]), (-1, 1), strict=True):
+                if not pair["delta"]:
+                    continue
+                end = max if sign * pair["delta"] > 0 else min
+                group = [row for row in shown.rollouts[id].rows.group(side["task"]) if row["row"] in side["rows"]]
+                scored = [row for row in group if row["reward"] is not None]
+                found[id] += [end(scored, key=_reward)["row"]] if scored else []
+    return found
+
+
+def _chosen(run: RolloutRun, q: str, count: int, contrasts: list[str]) -> list[str]:
+    """The most telling rows: a failure of each class, then in turn the worst, the best, the ends of groups that differ, what
+    differs from another run, any.
+    """
     stats = run.stats.of(q)
     failures = [each["example"] for each in stats["failures"]]
     share = -(-count // 4)
     worst = _rows(run, f"{q} -reward:null", "reward,advantage", share)
     best = _rows(run, f"{q} -reward:null", "-reward,-advantage", share)
     differing = _ends(run, q, share)
-    turns = chain.from_iterable(zip(*map(_endless, (worst, best, differing, _evenly(run, q, count))), strict=False))
+    turns = chain.from_iterable(
+        zip(*map(_endless, (worst, best, differing, contrasts, _evenly(run, q, count))), strict=False)
+    )
     allowed = set(run.rows.all(q))
     known = dict.fromkeys(failures)
-    for row in islice(turns, 8 * count + 8):
+    for row in islice(turns, 10 * count + 10):
         if row is not None and len(known) < max(count, len(failures)) and row_seq(row) in allowed:
             known.setdefault(row)
     return list(known)

@@ -19,7 +19,7 @@ export function packedApi(data) {
       segments: idsOnly(fullOf(run, row)),
       note: "an exported report holds no token texts; these are the ids",
     }),
-    group: async (run, task) => ({ task: Number(task), rows: rowsOf(run).filter((row) => String(row.task) === String(task)) }),
+    group: async (run, task) => ({ task: Number(task), rows: groupOf(rowsOf(run), task) }),
     tasks: async (run, query) => listed(taskRows(fitting(run, query.q)), query),
     stats: async (run) => data.stats?.[run] ?? null,
     compare: async (a, b, query) => {
@@ -60,6 +60,11 @@ function tokensOf({ token_ids: ids, mask, logprobs, policy_version: versions }) 
   }
   for (const [start, end, version] of versions) for (let at = start; at < end; at++) tokens[at].version = version;
   return tokens;
+}
+
+/** The rollouts of a task in the server's order: by their numbers. */
+function groupOf(rows, task) {
+  return rows.filter((row) => String(row.task) === String(task)).sort((a, b) => (a.rollout ?? Infinity) - (b.rollout ?? Infinity));
 }
 
 function taskRows(rows) {
