@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import Request
+from fastapi import Request, Response
 from house import house
 from machine import PATIENCE_S
 from pydantic import BaseModel
@@ -175,6 +175,33 @@ async def test_arguments_of_megabytes_are_the_tools_affair():
     async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert row["reward"] == 0.0 and "no JSON" in row["response"]["output"][1]["output"]
+    nested = '{"amount": ' + "[" * 300 + "]" * 300 + "}"  # orjson reads it, and does not write it
+    async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 0.0 and "deeper than 250 levels" in row["response"]["output"][1]["output"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"<html>", "model answered /v1/responses with no JSON .*; it begins '<html>'"),
+        (b"null", "model answered /v1/responses without an output that is a list of items: null"),
+        (b'{"error": "overloaded"}', "without an output that is a list of items: .*overloaded"),
+        (b'{"output": ["a"]}', "without an output that is a list of items"),
+        (b'{"output": ' + b"[" * 300 + b"]" * 300 + b"}", "model answered /v1/responses with JSON nested deeper"),
+    ],
+)
+async def test_a_model_whose_answer_is_none_is_named_with_what_it_said(body: bytes, words: str):
+    async def answers(request: Request):
+        return Response(body, media_type="application/json")
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", answers)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match=words) as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.failure == "model_error" and caught.value.upstream["service"] == "model"
 
 
 async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_shown_to_the_model():

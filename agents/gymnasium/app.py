@@ -38,7 +38,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dict[str, Any]:
     with boundary("tool_error", f"{path} failed"):
-        answer = (await rollout.gym.request(path, body, timeout=rollout.options.tool_timeout_s)).json()
+        answer = await rollout.gym.post(path, body, timeout=rollout.options.tool_timeout_s)
     wanted = {"observation"} if path == "/reset" else {"observation", "terminated", "truncated"}
     if not isinstance(answer, dict) or wanted - answer.keys():
         raise ServiceError(

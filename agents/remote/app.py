@@ -34,7 +34,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     }
     with boundary("agent_error", f"{options.remote} failed"):
         service = rollout.peers[options.remote].session(rollout.rollout_id)
-        answer = (await service.request(options.path, task, timeout=options.remote_timeout_s)).json()
+        answer = await service.post(options.path, task, timeout=options.remote_timeout_s)
     response = _response(answer, options.remote)
     output = without_tokens(response["output"])
     rollout.tool_calls = sum(item.get("type") == "function_call" for item in output)

@@ -27,10 +27,10 @@ from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.together import Together
 from ngym.collect.window import Window
-from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import ServiceError, boundary
 from ngym.memory import fitted
 from ngym.peers import Peers
+from ngym.peers.reading import json_of
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER
 
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
@@ -224,17 +224,7 @@ class Run:
             waiting = reply.headers.get(WAITING_HEADER, "")
             if waiting.isdecimal() and len(waiting) < 10:
                 self._window(planned.agent).told(int(waiting))
-            try:
-                answer = reply.json()
-            except orjson.JSONDecodeError as error:
-                raise ServiceError(
-                    f"{planned.agent} answered /run with no JSON: {error}", failure="agent_error"
-                ) from None
-            if is_deep(reply.body, answer):
-                raise ServiceError(
-                    f"{planned.agent} answered /run with JSON nested deeper than {MAX_DEPTH} levels",
-                    failure="agent_error",
-                )
+            answer = json_of(reply, planned.agent, "/run")
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
             with boundary("agent_error", f"{planned.agent} answered /run with a record that is none"):
                 return rollout(attempt, answer, time.perf_counter() - began, self._token_format)

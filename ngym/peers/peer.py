@@ -14,6 +14,7 @@ from ngym.client import Reply
 from ngym.errors import PeerTimeout, Unreachable
 from ngym.memory import fitted
 from ngym.peers.pauses import BROKEN_S, MAYBE_PROCESSED, NOT_PROCESSED, REFUSED_S, RETRY_RATIO, retry_after, spread
+from ngym.peers.reading import json_of
 from ngym.peers.refusals import refusal, upstream_of
 from ngym.peers.session import DEFAULT_TIMEOUT_S, PeerSession
 from ngym.replicas import Replicas, Sticky, rendezvous
@@ -40,15 +41,17 @@ class Peer:
         return PeerSession(self, secrets.token_hex(16), Sticky(beginning))
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
-        return (await self.request("GET", path, None, timeout=timeout, idempotent=True)).json()
+        return json_of(await self.request("GET", path, None, timeout=timeout, idempotent=True), self.name, path)
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         """POST JSON, get JSON.
 
         Raises:
-            Unreachable: nobody answers. PeerTimeout: no answer in time. UpstreamError: an answer of 3xx, 4xx or 5xx.
+            Unreachable: nobody answers. PeerTimeout: no answer in time. UpstreamError: an answer of 3xx, 4xx or 5xx, or
+                no JSON.
         """
-        return (await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)).json()
+        reply = await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)
+        return json_of(reply, self.name, path)
 
     async def request(
         self,

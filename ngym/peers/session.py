@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ngym.client import Reply
+from ngym.peers.reading import json_of
 from ngym.replicas import Sticky
 from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
 
@@ -57,4 +58,5 @@ class PeerSession:
         return reply
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
-        return (await self.request(path, body, timeout=timeout, idempotent=idempotent)).json()
+        reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
+        return json_of(reply, self.peer.name, path)

@@ -185,8 +185,7 @@ def _beginning(params: Any, context: ServiceContext) -> str:
 async def _seed(rollout: RolloutContext, row: Json) -> Json:
     started = time.perf_counter()
     with boundary("config", "the task could not be started"):
-        reply = await rollout.gym.request("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
-        seeded = reply.json()
+        seeded = await rollout.gym.post("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
     rollout.took("seed", started)
     return seeded if isinstance(seeded, dict) else {}
 
@@ -216,7 +215,7 @@ async def _end_session(rollout: RolloutContext) -> None:
 async def _verify(rollout: RolloutContext, body: Json) -> Json:
     started = time.perf_counter()
     with boundary("verify_error", "the rollout could not be verified"):
-        scored: Json = (await rollout.gym.request("/verify", body, timeout=rollout.options.verify_timeout_s)).json()
+        scored: Json = await rollout.gym.post("/verify", body, timeout=rollout.options.verify_timeout_s)
     if not isinstance(scored, dict) or "reward" not in scored:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
     rollout.took("verify", started, "verify_s")

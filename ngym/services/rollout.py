@@ -12,7 +12,9 @@ from typing import Any
 import orjson
 
 from ngym.convert import message_item, new_response, output_text
+from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import ServiceError, boundary
+from ngym.peers.reading import SHOWN_BYTES
 from ngym.schema import SCHEMA_VERSION, Json, Segment, Span, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in
 from ngym.services.options import ServiceContext
@@ -84,10 +86,10 @@ class RolloutContext:
         if self.turns == 0:
             self.declare(request.get("tools"))
         with boundary("model_error", "the model call failed"):
-            reply = await self.model.request(
-                "/v1/responses", request, timeout=self.options.model_timeout_s, idempotent=True
+            timeout_s = self.options.model_timeout_s
+            response = self._checked(
+                await self.model.post("/v1/responses", request, timeout=timeout_s, idempotent=True)
             )
-            response: Json = reply.json()
             call = tokens_of(response)
         if call is not None:
             extend(self.segments, call)
@@ -95,6 +97,18 @@ class RolloutContext:
         self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
         self.took("model", started, "model_s")
         return response
+
+    def _checked(self, answer: Any) -> Json:
+        """A Response that one can go on with."""
+        match answer:
+            case {"output": list(items)} if all(isinstance(item, dict) for item in items):
+                return dict(answer)
+        name = self.model.peer.name
+        told = orjson.dumps(answer)[:SHOWN_BYTES].decode("utf-8", "replace")
+        raise ServiceError(
+            f"{name} answered /v1/responses without an output that is a list of items: {told}",
+            upstream={"service": name, "url": None, "status": None},
+        )
 
     async def call_tool(self, call: Json) -> Json:
         """One function_call item -> its function_call_output item. What goes wrong becomes a text that the model sees."""
@@ -119,10 +133,13 @@ class RolloutContext:
         name = call.get("name")
         if not self._is_declared(call):  # checked before a name that the model wrote becomes a path
             return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(self._declared)) or 'none'}.", True
+        text = call.get("arguments") or "{}"
         try:
-            arguments = orjson.loads(call.get("arguments") or "{}")
+            arguments = orjson.loads(text)
         except orjson.JSONDecodeError as error:
             return f"Error: the arguments of {name} are no JSON: {error}", True
+        if is_deep(text.encode(), arguments):
+            return f"Error: the arguments of {name} are nested deeper than {MAX_DEPTH} levels.", True
         if not isinstance(arguments, dict):
             return f"Error: the arguments of {name} must be a JSON object, not {type(arguments).__name__}.", True
         try:
