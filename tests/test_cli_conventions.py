@@ -260,6 +260,7 @@ def fails(raised: BaseException) -> Result:
         (OSError(errno.ENOSPC, "No space left on device"), 75, "ng_fails: No space left on device; make room"),
         (PermissionError(errno.EACCES, "Permission denied", "out.jsonl"), 2, "out.jsonl: Permission denied\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+        (MemoryError(), 1, "ng_fails: out of memory: give it more"),
     ],
 )
 def test_an_error_ends_a_command_with_its_code(raised: BaseException, code: int, line: str) -> None:

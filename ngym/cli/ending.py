@@ -40,6 +40,10 @@ def ended(run: Callable[[], object], name: str) -> int:
         return _say(str(error), _code(error))
     except OSError as error:
         return _of_system(error, name)
+    except MemoryError:
+        return _say(
+            f"{name}: out of memory: give it more (ulimit -v, the container's limit), or less to read", EXIT_FAILED
+        )
     except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
         return _unexpected(error, name)
     return result if isinstance(result, int) else EXIT_DONE
