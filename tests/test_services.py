@@ -204,6 +204,26 @@ async def test_a_model_whose_answer_is_none_is_named_with_what_it_said(body: byt
     assert caught.value.failure == "model_error" and caught.value.upstream["service"] == "model"
 
 
+async def test_a_tool_that_is_broken_is_no_fault_of_the_agents():
+    """A gym server of another make: its 500 is a page, without a failure class."""
+    gym = service_app("gym_server", options=ServiceOptions)
+
+    async def begins(request: Request):
+        return JsonResponse({"tools": [{"type": "function", "name": "add"}]})
+
+    async def broken(request: Request):
+        return Response("<html>Internal Server Error", status_code=500)
+
+    add_route(gym, "POST", "/seed_session", begins)
+    add_route(gym, "POST", "/add", broken)
+    options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
+    model = scripted(calls("add", '{"amount": 7}'), says("done"))
+    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match="gym answered 500 to POST /add: <html>") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.failure == "tool_error" and caught.value.retryable
+
+
 async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_shown_to_the_model():
     gym = counter()
 

@@ -146,6 +146,7 @@ class RolloutContext:
             reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
         except ServiceError as error:
             if not error.is_for_the_model:
+                error.failure = error.failure or "tool_error"
                 raise
             return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
         return reply.body.decode("utf-8", "replace"), False
