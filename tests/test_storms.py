@@ -165,6 +165,18 @@ async def test_work_is_stopped_at_its_callers_deadline_and_not_begun_after_it() 
         assert (slow.begun, slow.stopped) == (1, 1)
 
 
+@pytest.mark.parametrize("deadline", [b"\xb2", b"soon", b"-1", b"9" * 5000])
+async def test_a_deadline_that_is_no_number_is_passed_over(deadline: bytes) -> None:
+    async def work(request: Request) -> Response:
+        return JsonResponse({})
+
+    app = service_app("model", options=ServiceOptions)
+    add_route(app, "POST", "/work", work)
+    async with house(quick=app) as peers, httpx.AsyncClient(base_url=peers.urls["quick"][0]) as client:
+        done = await client.post("/work", headers={b"x-ng-deadline-ms": deadline})
+    assert done.status_code == 200
+
+
 async def test_a_rollouts_deadline_reaches_its_model_and_its_session_ends_with_it() -> None:
     slow = Slow()
 
