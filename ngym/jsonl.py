@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import orjson
 
@@ -22,6 +23,7 @@ from ngym.schema import Json
 
 REPORTED_LINES = 20
 READ_BYTES = 1 << 20
+MAX_LINE_BYTES = 256 << 20  # as much as any of our services takes or answers
 BOM = b"\xef\xbb\xbf"
 
 
@@ -49,8 +51,14 @@ def read(path: Path) -> Iterator[Line]:
     try:
         with path.open("rb", buffering=READ_BYTES) as file:
             start = 0
-            for number, raw in enumerate(file, 1):
+            for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
                 end = start + len(raw)
+                if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                    complete = _skip_line(file)
+                    end = file.tell()
+                    yield Line(number, start, end, {}, f"longer than {MAX_LINE_BYTES >> 20} MiB", complete)
+                    start = end
+                    continue
                 text = raw.removeprefix(BOM).strip() if number == 1 else raw.strip()
                 if text:
                     yield _line(number, start, end, text, raw.endswith(b"\n"))
@@ -58,6 +66,14 @@ def read(path: Path) -> Iterator[Line]:
     except OSError as error:
         near = near_file(path) if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"{path}: cannot be read: {error.strerror}{near}") from None
+
+
+def _skip_line(file: BinaryIO) -> bool:
+    """Whether it has an end."""
+    while part := file.readline(READ_BYTES):
+        if part.endswith(b"\n"):
+            return True
+    return False
 
 
 def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:

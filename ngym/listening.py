@@ -76,11 +76,11 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._awaits == "end":
             return
-        HttpToolsProtocol.data_received(self, data)
-        if self._awaits == "head":
+        if self._awaits == "head":  # one that begins further on in this data is counted from the next on
             self._bytes += len(data)
-            if self._bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB")
+        HttpToolsProtocol.data_received(self, data)
+        if self._awaits == "head" and self._bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB")
 
     # Each of these is called for every request: they are written to cost next to nothing.
 
@@ -138,6 +138,9 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         HttpToolsProtocol.on_message_complete(self)
         self._awaits = "nothing"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade that is asked for is passed over (RFC 9110, 7.8); uvicorn's log would have packages installed for it."""
 
     def second(self) -> None:
         """Another second has passed."""

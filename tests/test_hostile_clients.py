@@ -262,6 +262,18 @@ async def test_a_refusal_after_pipelined_requests_leaves_no_traceback(caplog: py
     assert not caplog.records, caplog.text
 
 
+async def test_requests_that_come_in_one_piece_are_all_answered() -> None:
+    one = b"GET /health HTTP/1.1\r\nhost: shop\r\n\r\n"
+    count = 4 * MAX_HEAD_BYTES // len(one)
+    async with shop() as at:
+        reader, writer = await asyncio.open_connection(*at.address)
+        writer.write(one * count + one[:-2])
+        for _ in range(count):
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n{"), PATIENCE_S)
+            assert b"HTTP/1.1 200 OK" in answer
+        writer.close()
+
+
 WRONG = {
     "no HTTP": (b"\x16\x03\x01 hello\r\n\r\n", 400),
     "two lengths": (HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400),

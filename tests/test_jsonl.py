@@ -75,6 +75,19 @@ def test_only_the_lines_that_are_used_are_checked(tmp_path: Path) -> None:
     assert [found.row["n"] for found in checked(path, lambda row: None, limit=2)] == [1, 2]
 
 
+def test_a_line_that_is_too_long_is_not_read_whole_and_those_after_it_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngym.jsonl.MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(line(1) + b"\n" + line(2, 3 << 20) + b"\n" + line(3) + b"\n" + line(4, 1 << 20))
+    found = [(each.number, each.row.get("n"), each.problem, each.complete) for each in read(path)]
+    long = "longer than 1 MiB"
+    assert found == [(1, 1, None, True), (2, None, long, True), (3, 3, None, True), (4, None, long, False)]
+    starts = [each.start for each in read(path)]
+    assert [path.read_bytes()[start:].startswith(line(n)[:8]) for n, start in enumerate(starts, 1)] == [True] * 4
+
+
 def test_utf_16_is_recognised(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"n": 1}\n', encoding="utf-16")

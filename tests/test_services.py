@@ -204,6 +204,23 @@ async def test_a_model_whose_answer_is_none_is_named_with_what_it_said(body: byt
     assert caught.value.failure == "model_error" and caught.value.upstream["service"] == "model"
 
 
+@pytest.mark.parametrize("tools", ["add", ["add"], [{"type": "function", "name": ["add"]}], {"name": "add"}])
+async def test_a_gym_server_whose_tools_are_none_is_named(tools: Any):
+    gym = service_app("gym_server", options=ServiceOptions)
+
+    async def begins(request: Request):
+        return JsonResponse({"tools": tools})
+
+    add_route(gym, "POST", "/seed_session", begins)
+    options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
+    async with house(options, gym=gym, model=scripted(says("done")), agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(
+            UpstreamError, match="gym answered /seed_session with tools that are no list of objects"
+        ) as caught:
+            await peers["agent"].post("/run", ROW)
+    assert (caught.value.failure, caught.value.retryable) == ("config", False)
+
+
 async def test_a_tool_that_is_broken_is_no_fault_of_the_agents():
     """A gym server of another make: its 500 is a page, without a failure class."""
     gym = service_app("gym_server", options=ServiceOptions)

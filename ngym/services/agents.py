@@ -151,11 +151,15 @@ def _checked(params: Any, where: str = "") -> Any:
     asked, tools = params.get("input"), params.get("tools") or []
     if not (isinstance(asked, str | None) or _are_objects(asked)):
         raise BadRequest(f"field '{where}input': must be a string or a list of items")
-    if not (_are_objects(tools) and all(isinstance(tool.get("name", ""), str) for tool in tools)):
+    if not _are_tools(tools):
         raise BadRequest(f"field '{where}tools': must be a list of objects, each with its name")
     if params.get("stream"):
         raise BadRequest(f"field '{where}stream': an agent answers when all is done; leave it out")
     return params
+
+
+def _are_tools(value: Any) -> bool:
+    return _are_objects(value) and all(isinstance(tool.get("name", ""), str) for tool in value)
 
 
 def _are_objects(value: Any) -> bool:
@@ -187,7 +191,14 @@ async def _seed(rollout: RolloutContext, row: Json) -> Json:
     with boundary("config", "the task could not be started"):
         seeded = await rollout.gym.post("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
     rollout.took("seed", started)
-    return seeded if isinstance(seeded, dict) else {}
+    if not isinstance(seeded, dict):
+        return {}
+    if not _are_tools(seeded.get("tools") or []):
+        gym = rollout.options.gym
+        raise ServiceError(
+            f"{gym} answered /seed_session with tools that are no list of objects, each with its name", failure="config"
+        )
+    return seeded
 
 
 def _params(row: Json, seeded: Json) -> Json:
