@@ -10,7 +10,6 @@ All but scores are collective: every rank calls them, in the same order.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor, distributed, nn
 
 from ngym.schema import Json
 
-from . import lora, optimizer, optimizer_state, tensor_parallel, zero
+from . import lora, optimizer, optimizer_state, randomness, tensor_parallel, zero
 from .activations import checkpoint_layers
 from .checkpoint import committed
 from .compiling import compile_layers
@@ -236,12 +235,10 @@ class Engine:
         """
         tensors = optimizer_state.gather(self._deepspeed, self.policy)
         optimizer_state.write(folder if self.rank == 0 else None, tensors)
-        generator = base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
         return {
             "steps": self.steps,
             "optimizer_steps": optimizer_state.steps_of(self._deepspeed, self.policy),
-            "random": self.everyones(generator),
-        }
+        } | {name: self.everyones(state) for name, state in randomness.states(self.device).items()}
 
     def load_state(self, folder: Path, told: Json) -> None:
         """Go on from what `save_state` wrote; every rank reads it. ZeRO stage, ranks and precision may be others.
@@ -251,9 +248,7 @@ class Engine:
         """
         optimizer_state.load(self._deepspeed, self.policy, folder, told["optimizer_steps"])
         self.steps = told["steps"]
-        if self.rank < len(told["random"]):
-            generator = bytearray(base64.b64decode(told["random"][self.rank]))
-            torch.set_rng_state(torch.frombuffer(generator, dtype=torch.uint8))
+        randomness.restore(self.device, told, self.rank)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into copies.
