@@ -33,6 +33,8 @@ def load(file: Path) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, ImportError):
             raise ConfigError(f"{file}: {error}; install what it needs (its README names the extra)") from error
+        if isinstance(error, SyntaxError):
+            raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         raise
     if not hasattr(module, "app") and not hasattr(module, "serve"):
         raise ConfigError(

@@ -174,8 +174,10 @@ class Process(Watched):
             code, was_ready = await self._live(restarts, python)
             await self._log.drained()
             if code == EXIT_CONFIG:
-                self.change(status="failed", detail="wrong options", pid=None)
-                raise ConfigError("\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: wrong options")
+                self.change(status="failed", detail="cannot be started as it is", pid=None)
+                raise ConfigError(
+                    "\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: cannot be started as it is"
+                )
             self._deaths.count(was_ready)
             how = describe_exit(code)
             if why := self._deaths.too_many(self._limits.max_deaths):

@@ -1,0 +1,31 @@
+"""A service's file that cannot be loaded: one line says which file, which line, and what is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ngym.errors import ConfigError
+from ngym.services.loader import load
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("import json\ndef verify(row)\n    return 1\n", "app.py:2: expected ':': def verify(row)"),
+        ("verify = '\n", "app.py:1: unterminated string literal (detected at line 1): verify = '"),
+        ("import no_such_module\n", "app.py: No module named 'no_such_module'; install what it needs"),
+        ("verify = 1\n", "app.py: defines neither `app = gym_server"),
+    ],
+)
+def test_what_is_wrong_with_an_authors_file_is_one_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "app.py").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load(tmp_path / "app.py")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_may_pass_is_no_mistake_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("raise TimeoutError('the data server is slow')\n")
+    with pytest.raises(TimeoutError):
+        load(tmp_path / "app.py")
