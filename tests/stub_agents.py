@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,13 @@ async def serving(answer: Answer, *, port: int = 0, ready: Callable[[], int] = l
 
 @asynccontextmanager
 async def head(
-    answer: Answer = scored, *, nemo: bool = False, restarts: Callable[[], int] = lambda: 0
+    answer: Answer = scored, *, nemo: bool = False, restarts: Callable[[], int] = lambda: 0, others: Sequence[Json] = ()
 ) -> AsyncIterator[str]:
-    """A head that knows one agent; ours, or one that answers as NeMo Gym's does. restarts: of the agent."""
+    """A head that knows one agent, and others; ours, or one that answers as NeMo Gym's does. restarts: of the agent."""
 
     async def servers(request: web.Request) -> web.Response:
-        return web.json_response([{"name": "agent", "kind": "agent", "url": url, "restarts": restarts()}])
+        agent = {"name": "agent", "kind": "agent", "url": url, "restarts": restarts()}
+        return web.json_response([agent, *others])
 
     async def config(request: web.Request) -> web.Response:
         return web.json_response({"agent": {"kind": "agent", "app": "agents/simple"}})

@@ -66,6 +66,24 @@ async def test_rollouts_from_a_running_head(tasks: Path, tmp_path: Path) -> None
     assert "out_run.json" in done.out and "out_failures.jsonl" not in done.out
 
 
+async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: Path, tmp_path: Path) -> None:
+    async def late(row: Json) -> Json:
+        await asyncio.sleep(1.5)
+        return scored(row)
+
+    loading = {
+        "name": "env",
+        "kind": "gym_server",
+        "url": "http://127.0.0.1:1",
+        "status": "starting",
+        "detail": "loading",
+    }
+    async with head(late, others=[loading]) as url:
+        run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
+        done = await ended(*run, cwd=tmp_path)
+    assert done.code == 0 and done.out.count("not ready yet: env (loading)\n") == 1
+
+
 async def test_json_is_all_that_stands_on_standard_output(tasks: Path, tmp_path: Path) -> None:
     async with head() as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--json")

@@ -42,6 +42,7 @@ from ngym.supervise.supervisor import Supervisor
 
 DEFAULT_HEAD = "http://127.0.0.1:11000"
 FLUSH_S = 4.0
+NOT_READY_S = 2.0  # how often the head is asked who is not ready
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -221,15 +222,16 @@ class Session:
             ends = [asyncio.create_task(self._consume(run, plan, show))]
             if self._supervisor:
                 ends.append(asyncio.create_task(self._supervisor.failure()))
+            beside = asyncio.create_task(_say_who_is_not_ready(store, peers, show))
             began = time.monotonic()
             try:
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._seconds = time.monotonic() - began
                 self._on_state = lambda state: None
-                for end in ends:
-                    end.cancel()
-                await asyncio.gather(*ends, return_exceptions=True)
+                for each in (beside, *ends):
+                    each.cancel()
+                await asyncio.gather(beside, *ends, return_exceptions=True)
             for end in done:
                 end.result()
 
@@ -266,3 +268,15 @@ class Session:
 
     def _echo(self, text: str, nl: bool = True) -> None:
         click.echo(text, self.stream, nl=nl)
+
+
+async def _say_who_is_not_ready(store: Files, peers: Peers, show: Show) -> None:
+    """Until a first rollout has ended: a model may load for minutes, in which nothing else is to be seen."""
+    said = ""
+    while not (store.aggregates.done or store.aggregates.given_up):
+        waiting = [server for server in await peers.servers() if server.get("status", "ready") != "ready"]
+        names = ", ".join(f"{server['name']} ({server.get('detail') or server['status']})" for server in waiting)
+        if names and names != said:
+            show.say(f"not ready yet: {names}")
+        said = names
+        await asyncio.sleep(NOT_READY_S)

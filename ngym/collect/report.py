@@ -58,7 +58,7 @@ def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seco
         "given_up": aggregates.given_up,
         "seconds": round(seconds, 3),
         "agents": [tally.summary() for tally in aggregates.by_agent.values()],
-        "files": {name: str(path) for name, path in vars(paths).items() if _holds(path)},
+        "files": {name: str(path) for name, path in paths._asdict().items() if _holds(path)},
     }
 
 
