@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from ngym.schema import Json
+from ngym.schema import Json, value_of
 
 Verdict = Literal["always", "never", "mixed", "unscored"]
 """always, never: all rewards are at or above, or all below, what counts as solved, and a group of them may still differ."""
@@ -59,7 +59,7 @@ def profile(rows: Iterable[Json], by: str | None = None) -> list[Task]:
     for row in rows:
         key = (row["agent_ref"]["name"], str((row.get("ng") or {}).get("task_id", "")), row["_ng_task_index"])
         if key not in tasks:
-            tasks[key] = Task(*key, None if by is None else str(row.get(by, "(none)")))
+            tasks[key] = Task(*key, None if by is None else value_of(row, by))
         task = tasks[key]
         if row["reward"] is None:
             task.unscored += 1

@@ -112,3 +112,8 @@ def task_id(row: Json) -> str:
     """The task's identity: sha256 over the row without our own indices, 16 hex digits."""
     content = {key: value for key, value in row.items() if not key.startswith("_ng_")}
     return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+def value_of(row: Json, name: str) -> str:
+    """What a field of a row says, as the name of a subset; a misspelt one shows itself."""
+    return str(row.get(name, f"(no {name!r})"))

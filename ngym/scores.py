@@ -9,7 +9,7 @@ from statistics import fmean
 
 from ngym.majority import Votes
 from ngym.metrics import BestOfK, Rewards, bootstrap, spread_of_k
-from ngym.schema import Json
+from ngym.schema import Json, value_of
 
 ANSWER = "extracted_answer"  # where a verifier says which answer it found; null: none
 MOST_VALUES = 100  # of a field by which rollouts are told apart; the rest are one
@@ -72,7 +72,7 @@ class Subsets:
         self.scores: dict[str, Scores] = {}
 
     def add(self, task: int, row: Json) -> None:
-        value = str(row.get(self.name, "(none)"))
+        value = value_of(row, self.name)
         if value not in self.scores and len(self.scores) >= MOST_VALUES:
             value = OTHER
         self.scores.setdefault(value, Scores()).add(task, row)
@@ -94,5 +94,5 @@ def means_by(rows: Iterable[Json], name: str, value: str = "reward") -> dict[str
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if isinstance(row.get(value), int | float):
-            found[str(row.get(name, "(none)"))].append(row[value])
+            found[value_of(row, name)].append(row[value])
     return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(found.items())}

@@ -104,7 +104,7 @@ def test_the_scores_are_told_for_each_value_of_a_field() -> None:
     metrics = aggregate(GROUP, by="level")["key_metrics"]
     assert (metrics["easy/mean/reward"], metrics["hard/mean/reward"]) == (pytest.approx(2 / 3), 0.0)
     assert metrics["easy/majority@3/reward"] == 1.0
-    assert aggregate(GROUP, by="nothing")["key_metrics"]["(none)/mean/reward"] == 0.5
+    assert aggregate(GROUP, by="nothing")["key_metrics"]["(no 'nothing')/mean/reward"] == 0.5
 
 
 def test_a_field_with_too_many_values_does_not_grow_without_end() -> None:
