@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -32,6 +32,16 @@ async def until(condition: Callable[[], object]) -> None:
 def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended. One that has ended stays a zombie until it is reaped, which orphans may never be."""
     return [process for process in processes if not _has_ended(process)]
+
+
+def descendants(process: psutil.Process, such_that: Callable[[psutil.Process], object]) -> list[psutil.Process]:
+    """Those of its descendants for which it holds. One that ends while it is looked at is none of them."""
+    found = []
+    for each in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if such_that(each):
+                found.append(each)
+    return found
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -21,6 +21,7 @@ from typing import IO
 import orjson
 import psutil
 import pytest
+from machine import descendants
 from rich.text import Text
 from stub_agents import head, scored, task
 from terminals import Terminal, terminal
@@ -313,8 +314,8 @@ def test_ng_run_shows_its_services_through_resizes_a_death_and_ctrl_c(tmp_path: 
         seen.until(lambda: "…" not in seen.text and re.search(r"one-1 +ready +:\d+", seen.text))
         assert all(len(line) < 40 for line in seen.lines) and seen.text.count("one-0") == 1
         seen.resize(120, 24)
-        services = [each for each in psutil.Process(pid).children(recursive=True) if each.name() == "ng:one-1"]
-        services[0].kill()
+        [service] = descendants(psutil.Process(pid), lambda each: each.name() == "ng:one-1")
+        service.kill()
         seen.until(lambda: "1 restart" in seen.text and "one-1: ready" in seen.text)
         assert re.match(r"\d\d:\d\d:\d\d  one-1: restarting, killed by SIGKILL", seen.lines[0])
         assert seen.text.count("ready in") == 1

@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fastapi import Request
 from house import bound_socket, house
-from machine import PATIENCE_S
+from machine import PATIENCE_S, descendants, until
 from pydantic import ValidationError
 from shipped import ROOT, calls, made_again, questions, rollout, rows, says
 
@@ -53,17 +53,12 @@ async def failing(session, tool, arguments=None):
 
 
 def servers_alive():
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            found += [one.pid for part in ("rough_mcp", "example_server") if part in " ".join(one.cmdline())]
-    return found
+    servers = ("rough_mcp", "example_server")
+    return descendants(psutil.Process(), lambda each: any(one in " ".join(each.cmdline()) for one in servers))
 
 
 async def until_no_server_is_alive():
-    async with asyncio.timeout(PATIENCE_S):
-        while servers_alive():
-            await asyncio.sleep(0.05)
+    await until(lambda: not servers_alive())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from house import house
+from machine import descendants, until
 
 from ngym.errors import ServiceError
 from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSandbox, seccomp
@@ -162,19 +163,22 @@ async def test_nothing_of_a_run_is_there_in_the_next(sandbox):
 
 async def test_a_zygote_that_dies_is_replaced_and_its_run_made_again(sandbox):
     runs = [asyncio.create_task(sandbox.run("sum(range(20_000_000))\nprint('done')")) for _ in range(2)]
-    zygotes: list[psutil.Process] = []
-    while len(zygotes) < 2:
-        await asyncio.sleep(0.01)
-        zygotes = [p for p in psutil.Process().children() if "ngym.sandbox.zygote" in " ".join(p.cmdline())]
-    for zygote in zygotes:
+
+    def zygotes():
+        return descendants(
+            psutil.Process(),
+            lambda each: each.ppid() == os.getpid() and "ngym.sandbox.zygote" in " ".join(each.cmdline()),
+        )
+
+    await until(lambda: len(zygotes()) == 2)
+    for zygote in zygotes():
         zygote.kill()
     assert {run.stdout for run in await asyncio.gather(*runs)} == {"done\n"}
 
 
 async def test_a_cancelled_run_ends_and_its_place_is_free_again(sandbox):
     runs = [asyncio.create_task(sandbox.run("while True: pass", limits=Limits(cpu_s=3000))) for _ in range(4)]
-    while not any(p.cpu_times().user > 0.1 for p in psutil.Process().children(recursive=True)):
-        await asyncio.sleep(0.01)
+    await until(lambda: descendants(psutil.Process(), lambda each: each.cpu_times().user > 0.1))
     for run in runs:
         run.cancel()
     await asyncio.wait(runs)
@@ -185,8 +189,7 @@ async def test_a_cancelled_run_ends_and_its_place_is_free_again(sandbox):
 async def test_closing_ends_what_is_under_way_and_what_waits():
     sandbox = LocalSandbox(slots=1)
     runs = [asyncio.create_task(sandbox.run("while True: pass", limits=Limits(cpu_s=3000))) for _ in range(3)]
-    while not any(p.cpu_times().user > 0.5 for p in psutil.Process().children(recursive=True)):
-        await asyncio.sleep(0.01)
+    await until(lambda: descendants(psutil.Process(), lambda each: each.cpu_times().user > 0.5))
     await sandbox.aclose()
     assert {run.verdict for run in await asyncio.gather(*runs)} == {"infra_error"}
     assert (await sandbox.run("print(1)")).verdict == "infra_error"
