@@ -15,7 +15,6 @@ from ngym.convert import (
     check_chat_request,
     check_create_params,
     create_params,
-    is_context_overflow,
     items_from_messages,
     join_think,
     messages_from_items,
@@ -28,6 +27,7 @@ from ngym.convert import (
     without_allowed_tools,
 )
 from ngym.errors import BadRequest, UpstreamError
+from ngym.refused import is_context_overflow
 from ngym.schema import TOKEN_FIELDS, Json
 
 USER = {"role": "user", "content": "hi"}

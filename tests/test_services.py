@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from house import house
 from machine import PATIENCE_S
 from pydantic import BaseModel
@@ -310,6 +311,43 @@ async def test_an_error_of_the_model_server_is_a_model_error_with_its_words():
         with pytest.raises(UpstreamError, match="401 from upstream: set OPENAI_API_KEY") as caught:
             await peers["agent"].post("/run", ROW)
     assert (caught.value.failure, caught.value.retryable) == ("model_error", False)
+
+
+def refusing(status: int, error: Any) -> FastAPI:
+    """An endpoint of somebody else's, that says no as OpenAI does."""
+
+    async def refuse(request: Request):
+        return Response(orjson.dumps({"error": error}), status, media_type="application/json")
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", refuse)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, {"message": "too many tokens", "type": "invalid_request_error", "code": "context_length_exceeded"}),
+        (
+            400,
+            {"message": "This model's maximum context length is 40960 tokens.", "type": "BadRequestError", "code": 400},
+        ),
+        (413, "prompt is too long: 210000 tokens > 200000 maximum"),
+    ],
+)
+async def test_what_does_not_fit_a_foreign_models_context_ends_the_rollout_and_it_is_scored(status: int, error: Any):
+    async with simple_house(refusing(status, error)) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert (row["ng"]["stop_reason"], row["ng"]["status"], row["reward"]) == ("context", "truncated", 0.0)
+
+
+async def test_another_refusal_of_a_foreign_model_is_told_in_its_own_words():
+    error = {"message": "Invalid value: 'frequency_penalty'.", "type": "invalid_request_error", "code": None}
+    async with simple_house(refusing(400, error)) as peers:
+        with pytest.raises(UpstreamError) as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.failure == "model_error"
+    assert caught.value.detail == "model answered 400 to POST /v1/responses: Invalid value: 'frequency_penalty'."
 
 
 async def test_token_data_becomes_segments_and_verifiers_never_see_it():

@@ -9,7 +9,7 @@ Each row says in `_ng_train` which task it was an attempt at, and how many batch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,13 +34,13 @@ class Spool:
 
     Args:
         file: rollouts.jsonl; the failures stand beside it.
-        first: rows of tasks from this number on may be asked for.
+        wanted: whether rows of the task of this number may be asked for.
 
     Raises:
         FileLocked: another trainer writes them. UsageError: a line is bad.
     """
 
-    def __init__(self, file: Path, first: int) -> None:
+    def __init__(self, file: Path, wanted: Callable[[int], bool]) -> None:
         self._finished = RowLog(file, _identity)
         self._failed = RowLog(file.with_name(f"{file.stem}_failures{file.suffix}"), _identity)
         self._known: dict[tuple[int, int], tuple[str, Place]] = {}
@@ -49,7 +49,7 @@ class Spool:
             for line in log.rows():
                 ours = line.row[OURS]
                 number, index = line.row["_ng_task_index"], line.row["_ng_rollout_index"]
-                if number >= first:
+                if wanted(number):
                     self._known[number, index] = (ours["task"], Place(log.path, line.start, line.end))
 
     def __len__(self) -> int:

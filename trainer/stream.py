@@ -98,8 +98,8 @@ class Stream:
             self._tasks.restore(state["tasks"])
             self._step, self._admitted, self._left_out = state["step"], state["admitted"], state["left_out"]
             groups = [Group(self._tasks.again(*each["task"]), each["step"]) for each in state["groups"]]
-        first = min([self._admitted, *(group.task.number for group in groups)])
-        self._spool = Spool(self._file, first)
+        numbers = {group.task.number for group in groups}
+        self._spool = Spool(self._file, lambda number: number in numbers or number >= self._admitted)
         at_hand = len(self._spool)
         for group in groups:
             self._begin(group)

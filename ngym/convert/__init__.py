@@ -46,7 +46,6 @@ from ngym.convert.requests import MaxTokensField, chat_request, create_params, e
 from ngym.convert.response_stream import ResponseStream
 from ngym.convert.responses import (
     chat_from_response,
-    is_context_overflow,
     new_response,
     overflow_response,
     response_from_chat,
@@ -76,7 +75,6 @@ __all__ = [
     "create_params",
     "create_params_from_messages_api",
     "extra_body",
-    "is_context_overflow",
     "items_from_messages",
     "join_think",
     "last_user_text",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Literal
 
@@ -43,12 +42,6 @@ _ECHOED: Json = {  # the request's fields that a Response repeats, and what they
     "top_p": 1,
     "truncation": "disabled",
 }
-
-_OVERFLOW = re.compile(
-    r"context[ _](length|window|size)|maximum (model|input) length|max_model_len|(prompt|input) is too long"
-    r"|max_(completion_)?tokens.{0,40}(too large|greater|exceed)",
-    re.IGNORECASE,
-)
 
 
 def new_response(
@@ -91,13 +84,6 @@ def overflow_response(params: Json, *, response_id: str, model: str) -> Json:
     return new_response(
         params, output, response_id=response_id, model=model, usage=usage, incomplete="max_output_tokens"
     )
-
-
-def is_context_overflow(status: int, code: str | None, message: str) -> bool:
-    """Whether a back end's error says that the input, with what was asked for, does not fit its context."""
-    if status not in (400, 413, 422):
-        return False
-    return code == "context_length_exceeded" or bool(_OVERFLOW.search(message))
 
 
 def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle = "field") -> Json:

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from ngym.convert import is_context_overflow
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError
+from ngym.refused import is_context_overflow, words
 from ngym.remote.budget import UsedUp
 from ngym.schema import Json
 
@@ -27,13 +27,6 @@ class NotOffered(UpstreamError):
 
 class ContextOverflow(BadRequest):
     """The input does not fit the model's context."""
-
-
-class Words(NamedTuple):
-    """An error's own message, in one line, and its code or type."""
-
-    message: str
-    code: str | None
 
 
 class Site(NamedTuple):
@@ -98,23 +91,8 @@ def problem_in_stream(site: Site, event: Json) -> ServiceError | None:
     return kind(detail, failure="model_error", upstream=site.peer(200), retryable=True)
 
 
-def words(body: object) -> Words:
-    """An error body's message and code, in any of the shapes that servers use."""
-    if isinstance(body, dict):
-        inner = body.get("error", body)
-        inner = inner if isinstance(inner, dict) else {"message": inner}
-        text = inner.get("message") or inner.get("detail") or "no reason given"
-        code = inner.get("code") or inner.get("type")
-        return Words(_line(str(text)), str(code) if code else None)
-    return Words(_line(str(body or "no reason given")), None)
-
-
 def _json(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return body.decode(errors="replace")
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from ngym.convert import message_item, new_response, output_text
+from ngym.convert import message_item, new_response, output_text, overflow_response
 from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import ServiceError, boundary
 from ngym.peers.reading import SHOWN_BYTES
@@ -86,10 +86,7 @@ class RolloutContext:
         if self.turns == 0:
             self.declare(request.get("tools"))
         with boundary("model_error", "the model call failed"):
-            timeout_s = self.options.model_timeout_s
-            response = self._checked(
-                await self.model.post("/v1/responses", request, timeout=timeout_s, idempotent=True)
-            )
+            response = self._checked(await self._asked(request))
             call = tokens_of(response)
         if call is not None:
             extend(self.segments, call)
@@ -97,6 +94,16 @@ class RolloutContext:
         self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
         self.took("model", started, "model_s")
         return response
+
+    async def _asked(self, request: Json) -> Any:
+        timeout_s = self.options.model_timeout_s
+        try:
+            return await self.model.post("/v1/responses", request, timeout=timeout_s, idempotent=True)
+        except ServiceError as error:
+            if error.failure != "context_length":
+                raise
+            # An endpoint of somebody else's refuses what does not fit; ours answer that nothing could be said.
+            return overflow_response({}, response_id=f"resp_{secrets.token_hex(12)}", model=self.options.model)
 
     def _checked(self, answer: Any) -> Json:
         """A Response that one can go on with."""
