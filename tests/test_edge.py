@@ -65,9 +65,13 @@ async def test_an_exception_that_nobody_foresaw_is_a_problem_without_its_text():
 
 
 async def test_what_nobody_serves_is_a_problem_document():
-    for method, path, status in (("POST", "/nowhere", 404), ("GET", "/buy", 405), ("POST", "/buy/", 404)):
+    for method, path, status, detail in (
+        ("POST", "/nowhere", 404, "POST /nowhere: Not Found"),
+        ("POST", "/buy/", 404, "POST /buy/: Not Found (did you mean '/buy'?)"),
+        ("GET", "/buy", 405, "GET /buy: Method Not Allowed (POST)"),
+    ):
         answer = await asked(method, path)
-        assert answer.status_code == status, (method, path)
+        assert (answer.status_code, answer.json()["detail"]) == (status, detail)
         assert answer.headers["content-type"] == "application/problem+json"
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ngym import correlation
 from ngym.depth import MAX_DEPTH, is_deep
@@ -234,11 +235,22 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    told = ServiceError(
+        f"{request.method} {request.url.path}: {error.detail}{_instead(request, error)}", status=error.status_code
+    )
     told.title = HTTPStatus(error.status_code).phrase
     response = _problem(request, told)
     response.headers.update(error.headers or {})  # which methods are allowed
     return response
+
+
+def _instead(request: Request, error: HTTPException) -> str:
+    """` (did you mean '/verify'?)` of a path that is none; ` (POST)` of one that is asked in another way."""
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow")
+        return f" ({allowed})" if allowed else ""
+    near = nearest(request.url.path, {route.path for route in request.app.routes if isinstance(route, Route)})
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 async def _no_memory(request: Request, error: Exception) -> Response:
