@@ -26,6 +26,12 @@ EVIL = (
 JOINED = "\u2764\ufe0f \U0001f468\u200d\U0001f469\u200d\U0001f467 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
 FRAME_CPU_S = 0.05  # a frame is 0.016 s; it takes about 0.009 s here
 ROWS = 100_000
+RECORD = """() => {
+    window.said = "";
+    const header = document.querySelector("header");
+    const noted = new MutationObserver(() => (window.said += header.textContent));
+    noted.observe(header, { childList: true, characterData: true, subtree: true });
+}"""
 
 Page = Any
 Json = dict[str, Any]
@@ -38,7 +44,7 @@ def browser() -> Iterator[Any]:
     if found is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed, and CHROMIUM names none")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=2 * LONG_MS)
         yield chromium
         chromium.close()
 
@@ -61,6 +67,8 @@ def shown(folder: Path) -> Iterator[Viewer]:
         write(folder / "growing.jsonl", [attempt(0, index, 1.0) for index in range(3)]),
     ]
     write(folder / "yesterday_failures.jsonl", [failure(3, 2)])
+    for file in folder.glob("*.jsonl"):
+        os.utime(file, (0, 0))  # none is growing, but for what a test adds
     with viewer(*files, cache=folder / "cache") as served:
         yield served
 
@@ -247,8 +255,9 @@ def test_a_server_that_is_away_is_told_and_what_it_owed_comes_when_it_is_back(br
         first_row(page).click()
         playwright.expect(page.locator(".problem")).to_contain_text("ng_view does not answer")
         playwright.expect(page.locator("header")).to_contain_text("No answer")
+        page.evaluate(RECORD)  # what comes next is shown for a few seconds only
         page.unroute("**/api/**")
-        playwright.expect(page.locator("header")).to_contain_text("It answers again")
+        eventually(page, lambda: "It answers again" in page.evaluate("said"))
         playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 2.")
 
 
@@ -357,6 +366,25 @@ def test_a_growing_file_is_followed_and_its_torn_line_is_not_shown(page: Page, s
     playwright.expect(page.locator(".headline")).to_contain_text("0.6")
     playwright.expect(page.get_by_label("Columns")).to_be_visible()
     playwright.expect(first_row(filtered)).to_contain_text("What is 9 + 2?")
+
+
+@pytest.mark.parametrize("pressed", ["#row-0", ".figures .pick:has(.tick)"])
+def test_what_is_pressed_while_the_file_grows_is_clicked(page: Page, tmp_path: Path, pressed: str) -> None:
+    file = write(tmp_path / "out.jsonl", [attempt(0, index, 1.0) for index in range(3)])
+    with viewer(file, cache=tmp_path / "cache") as growing:
+        other = page.context.new_page()
+        go(other, growing)
+        go(page, growing)
+        box = page.locator(pressed).bounding_box()
+        page.mouse.move(box["x"] + 9, box["y"] + box["height"] - 3)
+        page.mouse.down()
+        with file.open("ab") as more:
+            more.writelines(orjson.dumps(attempt(task, index, 1.0)) + b"\n" for task in (1, 2) for index in range(3))
+        playwright.expect(other.locator(".status-line")).to_contain_text("9 rollouts")
+        page.wait_for_timeout(3000)  # in which this one is drawn anew, too, if it is not held
+        before = page.url
+        page.mouse.up()
+        page.wait_for_url(lambda url: url != before)
 
 
 def test_a_run_without_a_row_says_that_none_came_and_not_that_none_fits(page: Page, tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import resource
 import shutil
+import sqlite3
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
 from ngym.rowlog import RowLog
+from ngym.view.extent import extent_of
 from ngym.view.index import Index
 from ngym.view.places import row_seq
 from ngym.view.rows import Rows
 from ngym.view.scan import Job, scan
+from ngym.view.store import Store
 
 
 def assistant(content: Any) -> dict[str, Any]:
@@ -328,6 +333,21 @@ def test_two_viewers_of_one_file_share_its_index_and_either_goes_on_alone(tmp_pa
         write(path, [rollout(0), rollout(1), rollout(2)])
         second.catch_up()
         assert len(rows_of(second)) == 3
+
+
+def test_an_index_is_begun_when_others_have_seen_that_it_is_empty(tmp_path: Path) -> None:
+    store = Store(tmp_path / "index.sqlite")
+    with ThreadPoolExecutor(1) as thread:
+        with closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+            other.execute("BEGIN")
+            other.execute("SELECT * FROM sqlite_master").fetchall()
+            beginning = thread.submit(store.may_write)
+            assert extent_of(store, {}).version == -1
+            time.sleep(0.1)
+            other.rollback()
+        assert beginning.result()
+    assert extent_of(store, {}).version >= 0
+    store.close()
 
 
 def test_a_viewer_has_caught_up_when_the_one_that_writes_the_index_has(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ngym.view.reading import status
 from ngym.view.record import FIRST_TEXT, Record
 
 BUSY_S = 10.0
+BUSY_LOOK_S = 0.005
 KEPT_S = 30 * 86400.0  # since it was opened
 BROKEN = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 PLAIN, TEXTS = Record._fields[1:FIRST_TEXT], Record._fields[FIRST_TEXT:]
@@ -71,6 +72,7 @@ class Store:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._writer = _connected(str(self.path))
+            _keep_reading_while_writing(self._writer)
             self._writer.executescript(SCHEMA)
             os.utime(self.path)
             self._file = _identity(self.path)
@@ -167,7 +169,20 @@ def _remove(path: Path) -> None:
 
 def _connected(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-    database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("PRAGMA temp_store = MEMORY")
     return database
+
+
+def _keep_reading_while_writing(database: sqlite3.Connection) -> None:
+    """The file has a write-ahead log from now on. SQLite itself does not wait here for those who read the empty file."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(BUSY_LOOK_S)
+        else:
+            return

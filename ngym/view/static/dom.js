@@ -1,6 +1,7 @@
 // How is an element made? `el(tag, attributes, ...children)`; a string only ever becomes a text node.
 
 const SVG_SPACE = "http://www.w3.org/2000/svg";
+const RELEASED_MS = 50;
 
 /** An HTML element. attributes: `class`, `on: {event: f}`, `vars: {"--name": value}`, any attribute; null and false are left out. */
 export function el(tag, attributes, ...children) {
@@ -24,6 +25,11 @@ export function link(href, text, attributes) {
 
 export function button(text, onClick, attributes) {
   return el("button", { type: "button", class: "button", on: { click: onClick }, ...attributes }, text);
+}
+
+/** When no pointer is down on it: what is replaced under one cannot be clicked. */
+export async function released(node) {
+  while (node.matches(":active")) await new Promise((done) => setTimeout(done, RELEASED_MS));
 }
 
 /** A table of finished rows. columns: {heading: class or null}. */

@@ -1,6 +1,6 @@
 // Which figures stand beside the table? Those of the filtered rows, asked for anew when there is enough that is new.
 import { isSilence } from "./data.js";
-import { clear, el, folded } from "./dom.js";
+import { clear, el, folded, released } from "./dom.js";
 import { formatCount, formatNumber, plural } from "./format.js";
 import { packedShare } from "./packed.js";
 import { go, hrefOf } from "./router.js";
@@ -59,7 +59,10 @@ export class Figures {
     this.#error = null;
     const asked = this.run;
     try {
-      this.#draw(await this.api.stats(asked.id, this.q, control.signal));
+      const stats = await this.api.stats(asked.id, this.q, control.signal);
+      await released(this.#column);
+      if (control.signal.aborted) return;
+      this.#draw(stats);
       this.#underway = false;
       if (this.run !== asked) this.grown(this.run); // it grew meanwhile
     } catch (error) {

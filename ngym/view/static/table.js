@@ -1,6 +1,6 @@
 // How are 100,000 rows shown? Only those in sight are elements; they are used again as one scrolls.
 import { isSilence } from "./data.js";
-import { clear, el } from "./dom.js";
+import { clear, el, released } from "./dom.js";
 import { Pages } from "./pages.js";
 
 const ROW_PX = 30;
@@ -145,6 +145,10 @@ export class Table {
   }
 
   #draw() {
+    if (this.#box.matches(":active")) {
+      released(this.#box).then(() => this.#soon());
+      return;
+    }
     const total = this.total ?? 0;
     const top = this.#virtualTop();
     const first = Math.max(0, Math.floor(top / ROW_PX) - SPARE_ROWS);

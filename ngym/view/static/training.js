@@ -1,5 +1,5 @@
 // How do the runs go? Their curves while they grow, their last values, what their recipes differ in, and rollouts of a step.
-import { clear, el } from "./dom.js";
+import { clear, el, released } from "./dom.js";
 import { plural } from "./format.js";
 import { safeLine } from "./safetext.js";
 import { TrainingBoard } from "./training_board.js";
@@ -72,6 +72,10 @@ class TrainingPage {
     const { tab, picked } = this.settings;
     if (tab === "charts") this.#showBoard();
     else this.#showTable();
+    if (this.step.matches(":active")) {
+      released(this.step).then(() => this.#show());
+      return;
+    }
     const shows = picked !== null && (tab === "charts" || tab === "samples");
     this.step.hidden = !shows;
     if (shows) trainingStepBar(this.step, this.#shown, picked, (step) => this.controls.change("draw", { picked: step }));

@@ -1,5 +1,5 @@
 // What does the reader choose? Which runs, which charts, and how they are drawn; kept in the address, so that it can be shared.
-import { button, el } from "./dom.js";
+import { button, el, released } from "./dom.js";
 import { formatNumber } from "./format.js";
 import { hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";
@@ -100,6 +100,10 @@ export function trainingControls(settings, changed) {
 
 /** A chip for each run; a click switches it, a double click leaves it alone. */
 function syncRuns(chips, runs, settings, change) {
+  if (chips.matches(":active")) {
+    released(chips).then(() => syncRuns(chips, runs, settings, change));
+    return;
+  }
   const shown = runs.filter((run, place) => settings.shows(run, place)).map((run) => run.id);
   const said = JSON.stringify([shown, runs.map((run) => [run.id, run.name, run.growing, run.data.lastStep ?? run.steps])]);
   if (chips.dataset.said === said) return;
