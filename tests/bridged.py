@@ -33,5 +33,5 @@ def alone(name: str, folder: Path, venvs: Path) -> Path:
     (folder / ".ngym" / "venvs").symlink_to(venvs)
     stanza = yaml.safe_load((ROOT / "bridges.yaml").read_text())[name]
     config = folder / "global_config.yaml"
-    config.write_text(yaml.safe_dump({"ngym": {"head": {"port": 0}}, name: stanza}))
+    config.write_text(yaml.safe_dump({"ngym": {"head": {"port": 0}, "ready_timeout_s": 600}, name: stanza}))
     return config

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 from fastapi import Request
-from house import bound_socket, house
-from machine import PATIENCE_S, descendants, until
+from house import house
+from machine import PATIENCE_S, descendants, reserved_port, until
 from pydantic import ValidationError
 from shipped import ROOT, calls, made_again, questions, rollout, rows, says
 
@@ -64,14 +64,13 @@ async def until_no_server_is_alive():
 @contextmanager
 def served(transport):
     """The URL of the same server, over HTTP."""
-    with bound_socket() as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, ROUGH, transport, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}/{'sse' if transport == 'sse' else 'mcp'}", process
-    finally:
-        process.kill()
-        process.wait()
+    with reserved_port() as port:
+        process = subprocess.Popen([sys.executable, ROUGH, transport, str(port)], stderr=subprocess.DEVNULL)
+        try:
+            yield f"http://127.0.0.1:{port}/{'sse' if transport == 'sse' else 'mcp'}", process
+        finally:
+            process.kill()
+            process.wait()
 
 
 async def until_it_listens(url):

@@ -122,7 +122,8 @@ class Connection:
         """
         try:
             async with self._used_by_a_call():
-                return await (await self._ready()).call_tool(tool, arguments or {})
+                client = await self._ready()
+                return await client.call_tool(tool, arguments or {}, read_timeout_seconds=self._options.timeout_s)
         except MCPError as error:
             raise self._failure(error, tool) from error
         except (RuntimeError, ValidationError) as error:
@@ -231,10 +232,11 @@ async def _client(options: Options, root: Path) -> AsyncIterator[Client]:
         elif options.transport == "sse":
             transport = sse_client(options.server, headers=options.headers)
         else:
-            http = httpx2.AsyncClient(headers=options.headers, timeout=httpx2.Timeout(30, read=options.timeout_s))
+            read_s = max(options.start_timeout_s, options.timeout_s)
+            http = httpx2.AsyncClient(headers=options.headers, timeout=httpx2.Timeout(30, read=read_s))
             transport = streamable_http_client(options.server, http_client=await stack.enter_async_context(http))
         yield await stack.enter_async_context(
-            Client(transport, read_timeout_seconds=options.timeout_s, cache=None)  # each call is asked anew
+            Client(transport, read_timeout_seconds=options.start_timeout_s, cache=None)  # each call is asked anew
         )
 
 
