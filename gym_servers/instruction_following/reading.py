@@ -1,6 +1,7 @@
 """What are the words, sentences and paragraphs of a text? Own splitters: nothing is downloaded, all is linear in time."""
 
 import re
+from functools import lru_cache
 
 _WORD = re.compile(r"\w+")
 _SPOKEN = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
@@ -24,6 +25,11 @@ def spoken(text: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """Ended by `.`, `!` or `?` and a space, abbreviations and initials aside; a rest without an end is one, too."""
+    return list(_sentences(text))
+
+
+@lru_cache(maxsize=4)  # a text's instructions ask for them again and again
+def _sentences(text: str) -> tuple[str, ...]:
     found, begin = [], 0
     for stop in _STOP.finditer(text):
         marks = stop.group().rstrip()
@@ -32,7 +38,7 @@ def sentences(text: str) -> list[str]:
             continue
         found.append(text[begin : stop.end()].strip())
         begin = stop.end()
-    return [sentence for sentence in (*found, text[begin:].strip()) if _WORD.search(sentence)]
+    return tuple(sentence for sentence in (*found, text[begin:].strip()) if _WORD.search(sentence))
 
 
 def lines(text: str) -> list[str]:

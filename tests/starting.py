@@ -1,0 +1,15 @@
+"""How long does a Python take to start here? By so much, whatever computes may take longer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+USUAL_START_S = 0.1  # of CPU, on the machine for which the limits of the tests were chosen
+
+
+def slowness() -> float:
+    """How many times longer than usual a Python that imports click computes until it has started, at least 1."""
+    code = "import click.testing, time; print(time.process_time())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return max(1.0, float(shown.stdout) / USUAL_START_S)
