@@ -431,5 +431,7 @@ def test_a_rank_that_hangs_ends_the_run_but_a_straggler_is_waited_for(root: Path
         before = steps_of(tmp_path)
         ranks[victim].send_signal(signal.SIGCONT)
         wait_until(lambda: steps_of(tmp_path) >= before + 10)
+        time.sleep(60)  # by now those who had lost one another for good would have ended
+        assert all(rank.poll() is None for rank in ranks)
         ranks[victim].send_signal(signal.SIGSTOP)
         ends_naming(ranks[1 - victim], victim, "given no sign of life for 45 s")

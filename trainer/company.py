@@ -2,7 +2,8 @@
 
 A rank whose process dies breaks the others' next collective (gloo at once, NCCL never); one that hangs breaks nothing.
 The signs go through the store where the ranks meet (rank 0, or torchrun's agent, has it), over connections of their own.
-Time is counted in this rank's own looks at the others: if all were stopped together, none has missed anything.
+Time is counted in this rank's own looks at the others: if all were stopped together, none has missed anything. A store that
+did not answer in time is met anew: a rank that was stopped for a while, or a network that was away, ends no run.
 """
 
 from __future__ import annotations
@@ -50,17 +51,20 @@ class Company:
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._others = [other for other in range(ranks) if other != rank]
-        self._store = self._meet()
+        self._store = self._meet()  # rank 0 has it for as long as it has this
         self._seen = dict.fromkeys(self._others, Seen(FIRST, 0))
         self._looks = 0
-        self._reachable = True
         self._parted = threading.Event()
-        self._watch = threading.Thread(target=self._look, name="signs of life", daemon=True)
+        self._last = FAILED
+        # In two threads: whoever asks the store of a rank that was stopped waits for as long as that is.
+        self._watch = threading.Thread(target=self._look, name="look for the others", daemon=True)
+        self._talk = threading.Thread(target=self._exchange, name="signs of life", daemon=True)
         self._watch.start()
+        self._talk.start()
 
     def _meet(self) -> distributed.TCPStore:
         """The store, once each rank's first sign is there."""
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = _address()
         has_it = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
             store = _in_time(
@@ -100,11 +104,10 @@ class Company:
 
     def part(self, last: bytes) -> None:
         """This rank does nothing more with the others: it is DONE, or has FAILED."""
+        self._last = last
         self._parted.set()
         self._watch.join()
-        if self._reachable:
-            with suppress(RuntimeError):
-                self._store.set(_key(self._rank), last)
+        self._talk.join(STORE_S)
 
     def gone(self) -> str | None:
         """Who has given no sign since a collective failed, or None if all of them do: a few looks later."""
@@ -118,23 +121,29 @@ class Company:
     def _look(self) -> None:
         while not self._parted.wait(LOOK_S):
             self._looks += 1
-            if self._reachable:
-                self._exchange()
             if missing := self._missing(SILENT):
                 # the main thread may be in a collective that never ends
                 print(f"ng_train: {missing}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _exchange(self) -> None:
-        try:
-            self._store.set(_key(self._rank), str(self._looks))
-            signs = self._store.multi_get(list(map(_key, self._others)))
-        except RuntimeError:
-            self._reachable = False  # it has gone with its rank, and the others' last signs grow old
-            return
-        for other, sign in zip(self._others, signs, strict=True):
-            if sign != self._seen[other].sign:
-                self._seen[other] = Seen(sign, self._looks)
+        store: distributed.TCPStore | None = self._store
+        while not self._parted.wait(LOOK_S):
+            try:
+                store = store or _met_again()
+                store.set(_key(self._rank), str(self._looks))
+                signs = store.multi_get(list(map(_key, self._others)))
+            except (
+                RuntimeError
+            ):  # it has gone with its rank, and the others' last signs grow old; or it is out of reach
+                store = None  # what comes late over this connection would answer another question
+                continue
+            for other, sign in zip(self._others, signs, strict=True):
+                if sign != self._seen[other].sign:
+                    self._seen[other] = Seen(sign, self._looks)
+        if store is not None:
+            with suppress(RuntimeError):
+                store.set(_key(self._rank), self._last)
 
     def _missing(self, looks: int) -> str | None:
         working = {rank: seen for rank, seen in self._seen.items() if seen.sign != DONE}
@@ -168,6 +177,19 @@ def _in_time(meet: Callable[[], distributed.TCPStore]) -> distributed.TCPStore:
         return met.result(MEET_S + STORE_S)
     except TimeoutError:
         raise RuntimeError("nothing answers there") from None
+
+
+def _met_again() -> distributed.TCPStore:
+    """A new connection to the store. RuntimeError: nobody is there."""
+    store = distributed.TCPStore(
+        *_address(), is_master=False, timeout=timedelta(seconds=LOOK_S), wait_for_workers=False
+    )
+    store.set_timeout(timedelta(seconds=STORE_S))
+    return store
+
+
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 @contextmanager
