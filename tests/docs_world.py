@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 from documents import ROOT
-from machine import wait_until
+from machine import PATIENCE_S, wait_until
 
 from ngym.cli.init import project
 
@@ -58,7 +58,7 @@ def world(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 def ngym(*words: str) -> list[str]:
@@ -115,7 +115,7 @@ def _ready(folder: Path) -> bool:
 
 def _servers(folder: Path) -> list[dict[str, Any]]:
     head = json.loads((folder / ".ngym" / "head.json").read_text())["url"]
-    servers: list[dict[str, Any]] = httpx.get(f"{head}/servers", trust_env=False).json()
+    servers: list[dict[str, Any]] = httpx.get(f"{head}/servers", trust_env=False, timeout=PATIENCE_S).json()
     return servers
 
 

@@ -6,6 +6,7 @@ import sys
 import httpx
 import pytest
 from house import house
+from machine import PATIENCE_S
 from shipped import ROOT, calls, says
 
 from ngym.errors import ServiceError
@@ -124,7 +125,7 @@ def somebody_elses(do):
 async def their_work(task):
     """Samples once where it is told to, calls a tool of the gym, claims a reward."""
     ng = task["ng"]
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         request = {"model": "policy", "input": task["responses_create_params"]["input"]}
         sampled = (await client.post(f"{ng['model_base_url']}/responses", json=request)).json()
         header = {SESSION_HEADER: ng["gym_session"]}

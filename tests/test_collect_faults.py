@@ -106,7 +106,7 @@ async def test_a_full_disk_is_waited_out_and_nothing_is_lost(mounting: list[str]
     full = Full()
     async with head(full.answer) as url:
         await full.begin(mounting, tasks, url)
-        assert len((full.disk / "out.jsonl").read_bytes()) < 500_000
+        assert len((full.disk / "out.jsonl").read_bytes()) < 600_000, "all the room there was"
         (full.disk / "filler").unlink()
         code, out, err = await ended(full.process)
     assert (code, err) == (0, ""), out

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from machine import PATIENCE_S
 
 from ngym.config import Config, load_config
 from ngym.supervise.supervisor import Supervisor
@@ -158,6 +159,7 @@ async def test_the_health_check_opens_a_locked_service(
     async with Supervisor(load_config([root / "global_config.yaml"], ["ngym.head.port=0"]).only(["counter"])) as stack:
         probe = program.replace("http://127.0.0.1:8000", stack.urls["counter"][0])
         assert probe != program
+        probe = probe.replace("timeout=4", f"timeout={PATIENCE_S}")
         for token, code in (("the-token-of-this-run", 0), ("the-token-of-that-run", 1)):
             check = [sys.executable, "-c", probe]
             ran = await asyncio.create_subprocess_exec(*check, env={"NGYM_TOKEN": token}, stderr=subprocess.DEVNULL)

@@ -8,9 +8,11 @@ import re
 import httpx
 from fastapi import Request
 from house import house
+from machine import PATIENCE_S
 from starlette.responses import Response
 
 from ngym import ModelCall, ServiceOptions, model_server
+from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.app import JsonResponse, add_route, json_body, service_app
 from ngym.services.edge import CALL_BYTES
@@ -48,8 +50,12 @@ def shop():
     return app
 
 
+def caller(peers: Peers) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=peers.urls["shop"][0], timeout=PATIENCE_S)
+
+
 async def asked(method: str, path: str, **request: object) -> httpx.Response:
-    async with house(shop=shop()) as peers, httpx.AsyncClient(base_url=peers.urls["shop"][0]) as client:
+    async with house(shop=shop()) as peers, caller(peers) as client:
         return await client.request(method, path, **request)  # type: ignore[arg-type]
 
 
@@ -76,7 +82,7 @@ async def test_what_nobody_serves_is_a_problem_document():
 
 
 async def test_a_body_that_announces_too_much_is_refused_before_all_of_it_came():
-    async with house(shop=shop()) as peers, asyncio.timeout(60):
+    async with house(shop=shop()) as peers, asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(peers.urls["shop"][0].rpartition(":")[2]))
         writer.write(f"POST /buy HTTP/1.1\r\nhost: shop\r\ncontent-length: {CALL_BYTES + 1}\r\n\r\n{{".encode())
         head = await reader.readuntil(b"\r\n\r\n")
@@ -85,7 +91,7 @@ async def test_a_body_that_announces_too_much_is_refused_before_all_of_it_came()
 
 
 async def test_requests_are_counted_by_route_and_status():
-    async with house(shop=shop()) as peers, httpx.AsyncClient(base_url=peers.urls["shop"][0]) as client:
+    async with house(shop=shop()) as peers, caller(peers) as client:
         await client.post("/buy", json={})
         await client.post("/nowhere", json={})
         metrics = (await client.get("/metrics")).text

@@ -179,7 +179,7 @@ async def test_a_bomb_is_never_a_verdict_and_holds_nobody_up():
     async def score(answer: str) -> dict[str, Any]:
         return await peers["math"].post("/verify", rollout(says(f"so \\boxed{{{answer}}}"), expected_answer="5"))
 
-    async with serving("math", deadline_s=0.4) as peers:
+    async with serving("math", deadline_s=0.8) as peers:
         watcher = asyncio.create_task(watch())
         bombs = asyncio.gather(*(score(bomb) for bomb in BOMBS.values()))
         good: list[dict[str, Any]] = []
@@ -191,7 +191,7 @@ async def test_a_bomb_is_never_a_verdict_and_holds_nobody_up():
         BOMBS, (None, "unverifiable")
     )
     assert [answer["reward"] for answer in good] == [1.0, 1.0, 1.0, 0.0] * 25
-    assert longest < 0.2, "a bomb in the loop itself would have held it for 0.4 s"
+    assert longest < 0.4, "a bomb in the loop itself would have held it for 0.8 s"
 
 
 async def test_the_calculator_answers_a_bare_number_or_says_what_is_wrong():

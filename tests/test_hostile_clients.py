@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from house import bound_socket, house
-from machine import PATIENCE_S
+from machine import PATIENCE_S, until
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -82,12 +82,12 @@ def wares(sold: asyncio.Event) -> FastAPI:
 
 
 @asynccontextmanager
-async def shop(room: int | None = None) -> AsyncIterator[Shop]:
+async def shop(room: int | None = None, kind: type[Server] = Hasty) -> AsyncIterator[Shop]:
     listener, sold = bound_socket(), asyncio.Event()
     app = wares(sold)
     app.state.context = ServiceContext("shop", "gym_server", ServiceOptions(), Peers({}), [listener])
     config = uvicorn.Config(app, http=Connection, ws="none", limit_concurrency=room, log_level="critical")
-    server = Hasty(config)
+    server = kind(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()
     try:
@@ -218,7 +218,7 @@ STILL_COMING = {
 async def test_who_reads_only_when_all_is_sent_still_gets_the_refusal(what: str) -> None:
     """A server that hung up at once would have the client's system throw the answer away."""
     begun, status = STILL_COMING[what]
-    async with shop() as at:
+    async with shop(kind=Server) as at:  # a slow machine needs some tenths of a second to send it all
         reader, writer = await asyncio.open_connection(*at.address)
         writer.write(begun)
         for _ in range(24):
@@ -304,7 +304,7 @@ async def test_a_request_that_is_none_gets_a_problem_document() -> None:
 
 
 async def test_when_there_is_no_room_for_more_connections_those_who_come_are_told_so() -> None:
-    async with shop(room=4) as at, httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
+    async with shop(room=4, kind=Server) as at, httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
         held = [await asyncio.open_connection(*at.address) for _ in range(4)]
         while len(at.server.server_state.connections) < len(held):
             await asyncio.sleep(0.01)
@@ -430,11 +430,11 @@ async def test_what_blocks_the_event_loop_is_counted_and_named(caplog: pytest.Lo
 
     registry = CollectorRegistry()
     with Watchdog(registry) as watchdog:
-        await asyncio.sleep(0.2)
-        blocks_it()
         async with asyncio.timeout(PATIENCE_S):
-            while "blocks_it" not in caplog.text:
-                await asyncio.sleep(0.01)
+            while "blocks_it" not in caplog.text:  # where the machine itself stood still, nobody could look
+                await asyncio.sleep(0.2)
+                blocks_it()
+                await asyncio.sleep(0.2)
         assert registry.get_sample_value("ngym_loop_stalls_total") >= 1  # type: ignore[operator]
         assert registry.get_sample_value("ngym_loop_stalled_seconds_total") > 0.3  # type: ignore[operator]
         began = time.thread_time()
@@ -510,10 +510,10 @@ async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_goes_on(r
         held = [await asyncio.open_connection(*address) for _ in range(400)]
         refused = [asyncio.create_task(told(reader)) for reader, _ in held]
         await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        await until(lambda: process.num_fds() < 200)
         began = sum(process.cpu_times()[:2])
         await asyncio.sleep(1)
         assert sum(process.cpu_times()[:2]) - began < 0.5, "who cannot accept does not spin"
-        assert process.num_fds() < 200
         for _, writer in held:
             writer.close()
         await asyncio.gather(*refused)

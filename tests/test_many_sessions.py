@@ -74,7 +74,7 @@ async def test_sessions_over_two_replicas_do_not_touch_one_another_and_leave_not
             await until(lambda replica=replica, files=files: replica.num_fds() <= files + SPARE_FILES)
             if sessions >= 1000:  # of few, a page more is a tenth
                 assert replica.memory_info().rss < GROWTH * bytes_before
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             metrics = [(await client.get(f"{url}/metrics")).text for url in stack.urls["counter"]]
     answers = [line for text in metrics for line in text.splitlines() if line.startswith("ngym_requests_total")]
     assert not [line for line in answers if 'status="5' in line or 'status="4' in line]
@@ -85,7 +85,7 @@ async def test_sessions_over_two_replicas_do_not_touch_one_another_and_leave_not
 async def test_a_session_is_found_only_by_its_id_and_never_after_its_end() -> None:
     async with house(counter=module("counter").app) as peers:
         url = peers.urls["counter"][0]
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             seeded = await client.post("/seed_session", json=row(3))
             mine = seeded.headers["x-ng-session"]
             assert len(mine) == 32 and int(mine, 16)

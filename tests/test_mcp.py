@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from house import house
+from machine import PATIENCE_S
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
@@ -68,7 +69,7 @@ async def test_a_client_that_names_no_session_has_one_of_its_own(mode):
 
 
 async def test_the_mcp_session_id_is_the_session():
-    async with serving("counter") as peers, httpx.AsyncClient() as http:
+    async with serving("counter") as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         url = url_of(peers, "counter")
         session_id = (await begin(http, url)).headers["mcp-session-id"]
         call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call"}
@@ -132,7 +133,7 @@ async def test_sessions_of_mcp_clients_are_bounded_and_expire():
     app = gym_server(verify=verify)
     store = app.state.sessions
     store.limit = 2
-    async with house(gym=app) as peers, httpx.AsyncClient() as http:
+    async with house(gym=app) as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         begun = [(await begin(http, url_of(peers, "gym"))).status_code for _ in range(3)]
         assert begun == [200, 200, 429]
         store.ttl_s = 0
@@ -190,7 +191,7 @@ async def test_a_game_is_played_over_mcp_and_scored():
 
 
 async def test_a_page_of_elsewhere_may_not_call_and_there_is_nothing_to_stream():
-    async with serving("counter") as peers, httpx.AsyncClient() as http:
+    async with serving("counter") as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         url = url_of(peers, "counter")
         ping = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
         assert (await http.post(url, json=ping, headers={"origin": "https://evil.example"})).status_code == 403
@@ -201,4 +202,4 @@ async def test_a_page_of_elsewhere_may_not_call_and_there_is_nothing_to_stream()
 
 def test_a_gym_server_costs_no_import_of_the_sdk_before_it_is_asked():
     code = "import sys; from ngym.services import gym_server; assert 'mcp' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -133,7 +133,7 @@ def test_answers_of_every_kind_at_once_carry_each_its_own_tokens(policy: Server,
     more = {"ignore_eos": True, "temperature": 1.0}
 
     async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=policy.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=policy.url, timeout=PATIENCE_S) as client:
             bodies = [{"input": f"hello {i}", "max_output_tokens": 30 + i, **more, **kinds[i % 4]} for i in range(24)]
             return await asyncio.gather(*(client.post("/v1/responses", json=body) for body in bodies))
 
@@ -522,7 +522,8 @@ def test_the_official_client_speaks_to_it(policy: Server) -> None:
     assert response.usage.output_tokens == len(response.output[-1].generation_token_ids)
     chat = client.chat.completions.create(model="policy", messages=[user("hello")], max_tokens=4)
     assert chat.usage.completion_tokens <= 4
-    events = list(client.responses.create(model="policy", input="hello", max_output_tokens=6, stream=True))
+    body = {"model": "policy", "input": "hello", "max_output_tokens": 6, "extra_body": {"ignore_eos": True}}
+    events = list(client.responses.create(**body, stream=True))
     assert events[-1].type == "response.incomplete"
     streamed = events[-1].response.output[-1]
     assert len(streamed.generation_token_ids) == len(streamed.generation_log_probs) == 6
@@ -532,7 +533,7 @@ def test_the_official_client_speaks_to_it(policy: Server) -> None:
 def test_a_caller_who_hangs_up_frees_its_place(thinker: Server) -> None:
     before = metric(thinker, "generation_tokens_total")
     with endless(thinker):
-        assert metric(thinker, "num_requests_running") == 1
+        wait_until(lambda: metric(thinker, "num_requests_running") == 1)  # it is told every few tokens
     wait_until(lambda: not metric(thinker, "num_requests_running"))
     assert metric(thinker, "generation_tokens_total") - before < ENDLESS
 
@@ -554,14 +555,14 @@ def test_a_caller_who_hangs_up_frees_its_place_without_a_stream_too(thinker: Ser
     assert thinker.get("/rollouts/gone/segments").status_code == 404
 
 
-def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(thinker: Server) -> None:
+def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(policy: Server, thinker: Server) -> None:
     [engine] = psutil.Process(thinker.process.pid).children(recursive=True)
     with endless(thinker):
         began = time.monotonic()
         thinker.process.send_signal(signal.SIGTERM)
         assert thinker.process.wait(PATIENCE_S) == 0
-        # What loads no faster than this does not end faster either: the machine is slow, or busy.
-        assert time.monotonic() - began < max(5, thinker.load_s)
+        # Loading takes ten times as long as ending, on any machine. Both were loaded together, and the policy was waited for.
+        assert time.monotonic() - began < max(5, policy.load_s / 4)
     wait_until(lambda: not running([engine]))
 
 

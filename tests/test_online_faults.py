@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from machine import descendants
 from trainer_service import metrics_of, train
 
 pytestmark = [
@@ -32,25 +32,16 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run" / "policy"
 
 
-def descendants(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
 def kill(trainer_pid: int, name: str) -> None:
     """One process of this name below the trainer: a service (`ng:NAME`), or vLLM's engine."""
-    for pid in descendants(trainer_pid):
-        try:
-            said = Path(f"/proc/{pid}/comm").read_text().strip(), Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:
-            continue
-        if said[0] == f"ng:{name}"[:15] or (name == "engine" and "EngineCore" in said[1]):
-            os.kill(pid, signal.SIGKILL)
-            return
-    raise AssertionError(f"no process of {name}")
+
+    def is_it(process: psutil.Process) -> bool:
+        is_engine = name == "engine" and "EngineCore" in " ".join(process.cmdline())
+        return is_engine or process.name() == f"ng:{name}"[:15]
+
+    found = descendants(psutil.Process(trainer_pid), is_it)
+    assert found, f"no process of {name}"
+    found[0].kill()
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from house import bound_socket
-from machine import until
+from machine import reserved_port, wait_until
 from shipped import ROOT, calls, rollout, says
 
 from ngym.config import load_config
@@ -42,11 +41,6 @@ def environment(python: Path, name: str, port: int) -> Iterator[subprocess.Popen
         process.wait()
 
 
-def free_port() -> int:
-    with bound_socket() as listener:
-        return int(listener.getsockname()[1])
-
-
 def answers(port: int) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health").is_success
@@ -59,21 +53,21 @@ async def served(folder: Path, venvs: Path, name: str, **more: Any) -> AsyncIter
     """The environment's server, and ours in front of it."""
     (folder / ".ngym").mkdir()
     (folder / ".ngym" / "venvs").symlink_to(venvs)
-    port = free_port()
-    bridge = {**BRIDGE, "server": f"http://127.0.0.1:{port}", "episodes": 2}
-    (folder / "global_config.yaml").write_text(
-        json.dumps({"ngym": {"head": {"port": 0}, "ready_timeout_s": 600}, name: bridge, **more})
-    )
-    config = load_config([folder / "global_config.yaml"])
-    venv = venv_of(config, config.stanza(name))
-    assert venv is not None
-    python = await make(venv, print, find_uv())
-    with environment(python, name, port):
-        await until(lambda: answers(port))
-        async with Supervisor(config) as stack:
-            known = Peers(stack.urls, owner="the test")
-            yield known
-            await known.close()
+    with reserved_port() as port:
+        bridge = {**BRIDGE, "server": f"http://127.0.0.1:{port}", "episodes": 2}
+        (folder / "global_config.yaml").write_text(
+            json.dumps({"ngym": {"head": {"port": 0}, "ready_timeout_s": 600}, name: bridge, **more})
+        )
+        config = load_config([folder / "global_config.yaml"])
+        venv = venv_of(config, config.stanza(name))
+        assert venv is not None
+        python = await make(venv, print, find_uv())
+        with environment(python, name, port):
+            await asyncio.to_thread(wait_until, lambda: answers(port), 600)  # its first start compiles its packages
+            async with Supervisor(config) as stack:
+                known = Peers(stack.urls, owner="the test")
+                yield known
+                await known.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -151,10 +145,11 @@ async def test_a_row_can_not_say_which_server_is_played(peers: Peers) -> None:
 async def test_a_server_that_does_not_answer_stops_the_run_in_one_line(tmp_path: Path, shared_venvs: Path) -> None:
     (tmp_path / ".ngym").mkdir()
     (tmp_path / ".ngym" / "venvs").symlink_to(shared_venvs)
-    stanza = {**BRIDGE, "server": f"http://127.0.0.1:{free_port()}"}
-    (tmp_path / "global_config.yaml").write_text(
-        json.dumps({"ngym": {"head": {"port": 0}, "ready_timeout_s": 600}, "gone": stanza})
-    )
-    with pytest.raises(NgymError, match="no OpenEnv server answers"):
-        async with Supervisor(load_config([tmp_path / "global_config.yaml"])):
-            pass
+    with reserved_port() as port:
+        stanza = {**BRIDGE, "server": f"http://127.0.0.1:{port}"}
+        (tmp_path / "global_config.yaml").write_text(
+            json.dumps({"ngym": {"head": {"port": 0}, "ready_timeout_s": 600}, "gone": stanza})
+        )
+        with pytest.raises(NgymError, match="no OpenEnv server answers"):
+            async with Supervisor(load_config([tmp_path / "global_config.yaml"])):
+                pass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +240,12 @@ def make(checkout: Path, target: str, **environment: str) -> subprocess.Complete
     )
 
 
+def computed_s() -> float:
+    """By the processes of this one that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_make_install_starts_again_after_it_was_killed_and_is_done_once(checkout: Path) -> None:
     stamp = checkout / ".venv" / "installed"
     killed = subprocess.Popen(["make", "install"], cwd=checkout, start_new_session=True, stdout=subprocess.DEVNULL)
@@ -248,19 +254,19 @@ def test_make_install_starts_again_after_it_was_killed_and_is_done_once(checkout
     killed.wait()
     assert not stamp.exists()
 
-    began = time.monotonic()
+    began_s = computed_s()
     first = make(checkout, "install")
     assert first.returncode == 0, first.stderr
-    first_s = time.monotonic() - began
+    first_s = computed_s() - began_s
     command = [checkout / ".venv" / "bin" / "python", "-P", "-c", "import ngym; print(ngym.__file__)"]
     imported = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout.strip()
     assert imported == str(checkout / "ngym" / "__init__.py")
 
     written = stamp.stat().st_mtime_ns
-    began = time.monotonic()
+    began_s = computed_s()
     second = make(checkout, "install")
     assert (second.returncode, second.stdout) == (0, "")
-    assert time.monotonic() - began < first_s / 2
+    assert computed_s() - began_s < first_s / 2
     assert stamp.stat().st_mtime_ns == written
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from machine import reserved_port
 from shipped import says, serving
 
 from ngym.cli.prepare import main
@@ -524,8 +525,10 @@ def test_what_a_host_refuses_is_told_in_one_line(web: Web, tmp_path: Path, statu
 
 def test_without_a_network_it_says_where_to_put_the_file(tmp_path: Path) -> None:
     web = Web()
-    web.server.server_close()  # nobody listens at this address now
-    result = run(web, tmp_path, "gsm8k")
+    web.server.server_close()
+    with reserved_port() as port:
+        web.url = f"http://127.0.0.1:{port}"
+        result = run(web, tmp_path, "gsm8k")
     assert result.exit_code == 1 and "cannot be reached" in result.output and "test.jsonl" not in result.output
     assert str(tmp_path / "cache") in result.output
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from machine import PATIENCE_S, reserved_port
 from safetensors.torch import save
+from trainer_service import free_port
 from vllm_service import Server, endless, generating, start, tokens_of, wait_until_ready, write_checkpoint
 
 from ngym.cli.train import trainer
@@ -208,7 +209,7 @@ def test_half_a_push_of_an_adapter_leaves_the_old_one(server: Server, policy: Po
     with pytest.raises(push.PushFailed, match="401"):
         push.Pusher([server.url], "another token", transport="lora", adapter=push.AdapterShape(RANK, ALPHA)).prepare()
     with reserved_port() as nobody:
-        away = adapters(server, f"http://127.0.0.1:{nobody}", patience_s=1)
+        away = adapters(f"http://127.0.0.1:{nobody}", server, patience_s=1)  # of equal errors the first is told
         with pytest.raises(push.PushFailed, match="ConnectionRefusedError"):
             away.push(version + 1, policy.adapter(), proof)
         away.finish()
@@ -286,7 +287,7 @@ def gloo(server: Server, root: Path) -> Iterator[Any]:
 
     gloo_transfer.register()
     trainer("push.transfer").INTRODUCTIONS["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
-        rank=0, master_address=address, master_port=trainer("push.transfer")._free_port(address), world_size=world
+        rank=0, master_address=address, master_port=int(free_port()), world_size=world
     )
     pusher = push.Pusher([server.url], TOKEN, transport="gloo", patience_s=PATIENCE_S)
     yield pusher

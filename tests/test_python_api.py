@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 import psutil
 import pytest
-from machine import PATIENCE_S, until, wait_until
+from machine import PATIENCE_S, running, until, wait_until
 from stub_agents import head, scored, task, text_item
 
 import ngym
@@ -80,11 +80,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def services(folder: Path) -> Iterator[RunningServices]:
     before = _handlers()
-    with ngym.run(folder / "global_config.yaml", only=["counter_agent", "longest"], progress=False) as running:
-        yield running
+    with ngym.run(folder / "global_config.yaml", only=["counter_agent", "longest"], progress=False) as up:
+        yield up
     assert _handlers() == before
     with pytest.raises(ngym.NgymError, match="services are stopped"):
-        ngym.verify(_rollout(1.0), server="counter", head=running)
+        ngym.verify(_rollout(1.0), server="counter", head=up)
 
 
 @pytest.fixture(scope="module")
@@ -367,12 +367,12 @@ async def test_a_cancelled_task_stops_its_call() -> None:
 
 def test_services_that_nobody_has_any_more_end(folder: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    running = ngym.run(folder / "global_config.yaml", only=["longest"], progress=False)
+    held = ngym.run(folder / "global_config.yaml", only=["longest"], progress=False)
     started = set(psutil.Process().children(recursive=True)) - before
-    assert started and "1 of 1 services ready" in repr(running) and "longest" in running._repr_html_()
-    del running
+    assert started and "1 of 1 services ready" in repr(held) and "longest" in held._repr_html_()
+    del held
     gc.collect()
-    wait_until(lambda: not [each for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
+    wait_until(lambda: not running(started))
 
 
 async def test_a_verification_without_room_is_refused_before_anything_starts(folder: Path) -> None:

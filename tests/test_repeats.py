@@ -159,7 +159,10 @@ async def counted(repeats: Repeats) -> AsyncIterator[tuple[httpx.AsyncClient, li
 
     app = service_app("gym_server", options=ServiceOptions)
     add_route(app, "POST", "/count", repeats.once(count))
-    async with house(one=app) as peers, httpx.AsyncClient(base_url=peers.urls["one"][0]) as client:
+    async with (
+        house(one=app) as peers,
+        httpx.AsyncClient(base_url=peers.urls["one"][0], timeout=PATIENCE_S) as client,
+    ):
         yield client, times
 
 

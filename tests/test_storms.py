@@ -156,10 +156,13 @@ class Slow:
 
 async def test_work_is_stopped_at_its_callers_deadline_and_not_begun_after_it() -> None:
     slow = Slow()
-    async with house(slow=slow.app()) as peers, httpx.AsyncClient(base_url=peers.urls["slow"][0]) as client:
+    async with (
+        house(slow=slow.app()) as peers,
+        httpx.AsyncClient(base_url=peers.urls["slow"][0], timeout=PATIENCE_S) as client,
+    ):
         late = await client.post("/work", headers={"x-ng-deadline-ms": "0"})
         assert (late.status_code, late.json()["failure"], slow.begun) == (504, "timeout", 0)
-        over = await client.post("/work", headers={"x-ng-deadline-ms": "500"}, timeout=PATIENCE_S)
+        over = await client.post("/work", headers={"x-ng-deadline-ms": "500"})
         assert (over.status_code, over.json()["failure"], over.json()["retryable"]) == (504, "timeout", True)
         assert "its caller's time was over" in over.json()["detail"]
         assert (slow.begun, slow.stopped) == (1, 1)
@@ -172,7 +175,10 @@ async def test_a_deadline_that_is_no_number_is_passed_over(deadline: bytes) -> N
 
     app = service_app("model", options=ServiceOptions)
     add_route(app, "POST", "/work", work)
-    async with house(quick=app) as peers, httpx.AsyncClient(base_url=peers.urls["quick"][0]) as client:
+    async with (
+        house(quick=app) as peers,
+        httpx.AsyncClient(base_url=peers.urls["quick"][0], timeout=PATIENCE_S) as client,
+    ):
         done = await client.post("/work", headers={b"x-ng-deadline-ms": deadline})
     assert done.status_code == 200
 

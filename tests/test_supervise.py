@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ class Project:
         return Supervisor(load_config([self.folder / "global_config.yaml"], ()), on_event or self.events.append)
 
     def statuses(self, label: str) -> list[str]:
-        return [event.status for event in self.events if event.label == label]
+        """One after the other; how long it was in each does not count."""
+        return [status for status, _ in groupby(event.status for event in self.events if event.label == label)]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from machine import PATIENCE_S
 
 from ngym.config import Config, load_config
 from ngym.errors import ConfigError, Unreachable
@@ -84,7 +85,7 @@ async def test_every_address_of_the_run_speaks_https_and_nothing_else(folder: Pa
         finally:
             await peers.close()
         strangers = ssl.create_default_context()
-        async with httpx.AsyncClient(verify=strangers) as client:
+        async with httpx.AsyncClient(verify=strangers, timeout=PATIENCE_S) as client:
             for url in urls:
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                     await client.get(f"{url}/health")
@@ -94,7 +95,10 @@ async def test_every_address_of_the_run_speaks_https_and_nothing_else(folder: Pa
 
 async def test_who_begins_no_handshake_or_half_of_one_is_hung_up_on(folder: Path) -> None:
     half_a_hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
-    async with Supervisor(config_in(folder)) as stack, httpx.AsyncClient(verify=client_context()) as client:
+    async with (
+        Supervisor(config_in(folder)) as stack,
+        httpx.AsyncClient(verify=client_context(), timeout=PATIENCE_S) as client,
+    ):
         urls = [stack.urls["counter"][0], stack.head_url]
         held = []
         for url, begun in itertools.product(urls, [b"", half_a_hello]):

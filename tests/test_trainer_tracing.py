@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from machine import wait_until
 from otlp_receiver import receiver
 from trainer_service import SHAPE
 from transformers import AutoTokenizer
@@ -40,6 +41,7 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
             )
         finally:
             tracing.end()
+        wait_until(lambda: len(received.named("train step")) >= 2)  # it does not wait for a slow receiver
     steps = received.named("train step")
     assert [(span.service, span.parent, span.failed) for span in steps] == [("ng_train", "", False)] * 2
     assert [span.attributes["ngym.step"] for span in steps] == [1, 2]

@@ -289,7 +289,8 @@ def test_a_server_sleeps_takes_weights_half_awake_and_goes_on_with_them(
     version = pusher.prepare() + 1
     with generating(server, 100) as answer:
         pusher.sleep()
-        assert answer.done() and len(tokens_of(answer.result().json())[1]) == 100, "what was in flight ends first"
+        said = answer.result(PATIENCE_S)  # though nobody wakes it
+        assert len(tokens_of(said.json())[1]) == 100, "what was in flight ends first"
     assert server.get("/weights").json()["asleep"] == ["kv_cache", "weights"]
     assert server.get("/ready").status_code == 503 and "asleep" in server.get("/ready").json()["detail"]
     with ThreadPoolExecutor(1) as client:
@@ -314,8 +315,9 @@ def test_after_a_sleep_that_drops_the_weights_nothing_is_generated_before_a_push
 ) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
     version = pusher.prepare() + 1
-    assert httpx.post(server.url + "/weights/sleep", json={"level": 3}, headers=headers).status_code == 422
-    httpx.post(server.url + "/weights/sleep", json={"level": 2}, headers=headers, timeout=60).raise_for_status()
+    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as client:
+        assert client.post("/weights/sleep", json={"level": 3}).status_code == 422
+        client.post("/weights/sleep", json={"level": 2}).raise_for_status()
     pusher.wake("weights")
     with pytest.raises(push.PushFailed, match="push first"):
         pusher.wake("kv_cache")
