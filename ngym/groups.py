@@ -73,5 +73,7 @@ def _shown(row: Json) -> Json:
 def _is_outcome(outcome: Any) -> bool:
     if not isinstance(outcome, dict) or "reward" not in outcome:
         return False
+    if not isinstance(outcome.get("reward_components") or {}, dict):
+        return False
     reward = outcome["reward"]
     return reward is None or (isinstance(reward, int | float) and math.isfinite(reward))

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
@@ -64,6 +65,8 @@ class RowLog:
         self._wake = asyncio.Event()
         self._many = asyncio.Event()
         self._committer: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"write {path.name}")
+        self._writing: Future[None] | None = None
         self._fd = open_held(path, path, OTHERWISE)
         self._size = os.fstat(self._fd).st_size
 
@@ -133,7 +136,11 @@ class RowLog:
             await self._committer
 
     def close(self) -> None:
-        """Let go of the file; an empty one is removed."""
+        """Let go of the file; an empty one is removed. A write that hangs keeps it until it ends."""
+        self._thread.shutdown(wait=False)
+        if self._writing is not None and not self._writing.done():
+            self._writing.add_done_callback(lambda _: os.close(self._fd))
+            return
         if self.empty:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
@@ -172,7 +179,8 @@ class RowLog:
         full_since: float | None = None
         while True:
             try:
-                await loop.run_in_executor(None, self._write, data)
+                self._writing = self._thread.submit(self._write, data)
+                await asyncio.wrap_future(self._writing)
             except OSError as error:
                 if error.errno not in FULL_DISK:
                     raise WriteFailed(f"{self.path}: cannot be written: {error.strerror}") from error

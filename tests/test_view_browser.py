@@ -385,6 +385,8 @@ def test_what_is_pressed_while_the_file_grows_is_clicked(page: Page, tmp_path: P
         before = page.url
         page.mouse.up()
         page.wait_for_url(lambda url: url != before)
+        other.close()
+        page.goto("about:blank")  # while there is a server
 
 
 def test_a_run_without_a_row_says_that_none_came_and_not_that_none_fits(page: Page, tmp_path: Path) -> None:

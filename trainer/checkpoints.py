@@ -16,6 +16,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,13 +93,13 @@ class Checkpoints:
     def tidy(self, history: Iterable[Mapping[str, float]]) -> None:
         """Remove those that are not wanted any more, and what killed writers left. history: the metrics of the run."""
         for left_behind in self._folder.glob(".step-*"):
-            shutil.rmtree(left_behind)
+            shutil.rmtree(left_behind, ignore_errors=True)
         found = self._found()
         kept = set(sorted(found)[-self._options.keep :])
         best = self.best(history)
         for step, folder in found.items():
             if step not in kept and step != best:
-                shutil.rmtree(folder)
+                _remove(folder)
 
     def best(self, history: Iterable[Mapping[str, float]]) -> int | None:
         """The step of the best checkpoint that there is, if that is asked for and known."""
@@ -142,6 +143,12 @@ class Checkpoints:
         others = [step for step in sorted(found) if found[step] != folder]
         remedy = f"the one before is of step {others[-1]}" if others else "there is none before it"
         return f"{folder}: damaged: {problem}; {remedy}: remove this folder to go on from there"
+
+
+def _remove(folder: Path) -> None:
+    """Whole or not at all, for who looks; somebody may be at work in its `policy/`, which is no reason to end a training."""
+    with suppress(OSError):
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")), ignore_errors=True)
 
 
 def _problem(folder: Path) -> str | None:

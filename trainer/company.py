@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import distributed
 
@@ -28,6 +28,8 @@ STORE_S = 5  # for an answer of the store
 GONE = 5  # looks without a sign, once a collective has failed
 SILENT = 45  # looks without a sign while nothing has failed: a straggler is waited for
 FIRST, DONE, FAILED = b"0", b"done", b"failed"
+
+Told = TypeVar("Told")
 
 
 class RankGone(NgymError):
@@ -75,7 +77,8 @@ class Company:
                     timeout=timedelta(seconds=MEET_S),
                     wait_for_workers=False,
                     multi_tenant=True,
-                )
+                ),
+                MEET_S,
             )
         except RuntimeError as error:
             if has_it:
@@ -86,12 +89,12 @@ class Company:
             raise RankGone(self._alone([0])) from error
         try:
             store.set(_key(self._rank), FIRST)
-            store.wait(list(map(_key, self._others)), timedelta(seconds=MEET_S))
+            _in_time(lambda: store.wait(list(map(_key, self._others)), timedelta(seconds=MEET_S)), MEET_S)
             store.set_timeout(timedelta(seconds=STORE_S))
         except RuntimeError as error:
             missing = [0]  # unless it answers
             with suppress(RuntimeError):
-                missing = [other for other in self._others if not store.check([_key(other)])]
+                missing = _in_time(lambda: [other for other in self._others if not store.check([_key(other)])], STORE_S)
             raise RankGone(self._alone(missing)) from error
         return store
 
@@ -158,23 +161,23 @@ class Company:
         return f"{named} {how}, so rank {self._rank} ends, too; the output of the former says why; go on with --resume"
 
 
-def _in_time(meet: Callable[[], distributed.TCPStore]) -> distributed.TCPStore:
-    """Its own timeout does not hold where something else listens at the address and says nothing: the thread is left behind then.
+def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
+    """What the store is asked. Its own timeout does not hold where somebody listens and says nothing: the thread is left behind then.
 
     Raises:
-        RuntimeError: nobody was met.
+        RuntimeError: nobody answered.
     """
-    met: Future[distributed.TCPStore] = Future()
+    told: Future[Told] = Future()
 
     def run() -> None:
         try:
-            met.set_result(meet())
+            told.set_result(ask())
         except BaseException as error:  # noqa: BLE001 (whoever waits is told)
-            met.set_exception(error)
+            told.set_exception(error)
 
     threading.Thread(target=run, name="meet", daemon=True).start()
     try:
-        return met.result(MEET_S + STORE_S)
+        return told.result(within_s + STORE_S)
     except TimeoutError:
         raise RuntimeError("nothing answers there") from None
 

@@ -119,7 +119,7 @@ class Live:
     async def _open(self, services: Services, state: Json | None) -> int:
         run = self._run
         assert self._tasks is not None
-        self._stream = Stream(
+        stream = Stream(
             services.reached.peers,
             self._tasks,
             run.options,
@@ -129,7 +129,9 @@ class Live:
             run.output / SPOOL,
             _teaches_by_component if run.by_component else _teaches,
         )
-        return await self._stream.open(state["stream"] if state else None)
+        at_hand = await stream.open(state["stream"] if state else None)
+        self._stream = stream
+        return at_hand
 
     @staticmethod
     async def _state_of(stream: Stream) -> Json:

@@ -76,7 +76,7 @@ class Publisher:
         if self._pusher:
             with tracing.span("push weights", "client") as span:
                 span.set("ngym.policy_version", self.version)
-                self._pusher.push(self.version, weights, proof, self._have_them_sample)
+                self._pusher.push(self.version, weights, proof, self._colocated.sample if self._colocated else None)
         else:
             self._have_them_sample()
         self._pushed_steps = self._engine.steps

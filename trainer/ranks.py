@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import distributed
 
 from .company import watched
 from .config import Launch
+
+# Ranks wait while the first one collects, evaluates, or sits an outage out; one that is lost is found by its signs of life.
+PATIENCE = timedelta(days=7)
 
 
 @contextmanager
@@ -26,9 +30,11 @@ def joined(launch: Launch) -> Iterator[None]:
     try:
         with watched(launch.rank, launch.ranks):
             if launch.launched:
-                distributed.init_process_group(backend)
+                distributed.init_process_group(backend, timeout=PATIENCE)
             else:
-                distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+                distributed.init_process_group(
+                    backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=PATIENCE
+                )
             yield
     finally:
         _leave()

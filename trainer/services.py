@@ -63,7 +63,12 @@ class Services:
         self._reached: Reached | None = None
 
     def __enter__(self) -> Self:
-        self._life = self._thread.submit(lambda: process.run(self._live()))
+        try:
+            self._life = self._thread.submit(lambda: process.run(self._live()))
+            self._life.add_done_callback(self._nothing_comes)
+        except BaseException:  # a signal
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,6 +77,11 @@ class Services:
         if self._task is not None and not self._task.done():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         self._thread.shutdown()
+
+    def _nothing_comes(self, _: object) -> None:
+        """Also where no event loop could be made."""
+        self._begun.set()
+        self._known.set()
 
     @property
     def reached(self) -> Reached:

@@ -142,6 +142,9 @@ class Stream:
         """
         while not self._again:
             self._spool.check()
+            for judging in self._judging:
+                if judging.done():
+                    judging.result()
             options, waiting = self._options, self._groups.values()
             if chosen := next_batch(waiting, options.tasks_per_step, self._step, options.max_lag):
                 return self._hand_over(chosen)
@@ -239,7 +242,7 @@ class Stream:
                 group.running += 1
                 judging = asyncio.create_task(self._judge(group), name="judge a group")
                 self._judging.add(judging)
-                judging.add_done_callback(self._judging.discard)
+                judging.add_done_callback(self._judged)
             elif group.complete:
                 self._finish(group)
         self._changed.set()
@@ -253,6 +256,11 @@ class Stream:
         group.rows = [row for row in group.rows if not is_pending(row)] + scored
         group.running -= 1
         self._finish(group)
+
+    def _judged(self, judging: asyncio.Task[None]) -> None:
+        if judging.cancelled() or judging.exception() is None:
+            self._judging.discard(judging)  # a failed one stays, for `take`
+        self._changed.set()
 
     def _note_stale(self, group: Group, row: Json) -> None:
         self._stale += 1

@@ -72,7 +72,8 @@ def _sweep(
         if run.combination.name in known:
             print(f"{run.folder}: finished already, skipped", flush=True)
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended, and the table is shown
-        signal.signal(number, _leave)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
+            signal.signal(number, _leave)
     try:
         for place, run in enumerate(runs, 1):
             if run.combination.name not in known:

@@ -29,6 +29,7 @@ from .options import Options
 log = logging.getLogger("ngym.mcp")
 
 MOST_TOOLS = 1000
+WRITE_S = 1.0  # to send a call; the SDK's clock begins behind it
 # The server is broken, or gone; other errors (unknown tool, wrong arguments, its own codes) are answers that the model sees.
 BROKEN = (types.INTERNAL_ERROR, types.INVALID_REQUEST, types.PARSE_ERROR, types.CONNECTION_CLOSED)
 
@@ -120,10 +121,15 @@ class Connection:
         Raises:
             ServiceError: is_for_the_model for a refusal of the server's; else it is dead, hangs or talks nonsense.
         """
+        timeout_s = self._options.timeout_s
         try:
             async with self._used_by_a_call():
                 client = await self._ready()
-                return await client.call_tool(tool, arguments or {}, read_timeout_seconds=self._options.timeout_s)
+                async with asyncio.timeout(timeout_s + WRITE_S):
+                    return await client.call_tool(tool, arguments or {}, read_timeout_seconds=timeout_s)
+        except TimeoutError:  # its pipe is full, for it reads nothing any more
+            self.end()
+            raise PeerTimeout(f"{tool}: the MCP server read nothing within {timeout_s + WRITE_S:g} s") from None
         except MCPError as error:
             raise self._failure(error, tool) from error
         except (RuntimeError, ValidationError) as error:

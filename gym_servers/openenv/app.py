@@ -57,8 +57,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 
 
 async def reset(task: Task, session: Session) -> str:
-    session["beginning"] = asyncio.create_task(begin(task.reset, session))
-    observation = shown(await session["beginning"])
+    observation = shown(await beginning(task.reset, session))
     server: Server = app.state.server
     return observation if server.tools else f"{server.manual}\n\n{observation}"
 
@@ -84,7 +83,7 @@ async def call_tool(name: str, arguments: Json, session: Session, request: Reque
 async def called(name: str, arguments: Json, session: Session) -> str:
     """A tool's answer, as the text that the model sees."""
     if "beginning" not in session:
-        session["beginning"] = asyncio.create_task(begin(session["task"].get("reset") or {}, session))
+        beginning(session["task"].get("reset") or {}, session)
     await asyncio.shield(session["beginning"])  # the first calls may come several at once
     episode: Episode = session["episode"]
     stay(session)
@@ -134,13 +133,21 @@ async def replay(task: Task, session: Session) -> None:
         await step(task.model_copy(update={"response": {"output": turn}}), session)
 
 
+def beginning(arguments: Json, session: Session) -> asyncio.Task[Json]:
+    """`begin`, which the end of the session ends, too."""
+    session.over()  # one that was begun before ends here
+    task = session["beginning"] = asyncio.create_task(begin(arguments, session))
+    session.when_over(task.cancel)
+    return task
+
+
 async def begin(arguments: Json, session: Session) -> Json:
     """An episode of the session's own, as soon as there is a place -> the first observation. Overloaded if none came free."""
     options: Options = app.state.context.options
     places: asyncio.Semaphore = app.state.places
-    session.over()  # one that was begun before ends here
     try:
-        await asyncio.wait_for(places.acquire(), options.wait_s)
+        async with asyncio.timeout(options.wait_s):
+            await places.acquire()
     except TimeoutError:
         raise Overloaded(
             f"no place became free within {options.wait_s:g} s; `episodes` is {options.episodes}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ngym.errors import ConfigError, UpstreamError
 from ngym.remote import Headers
 
+log = logging.getLogger("ngym.access")
+
 SCOPE = "https://cognitiveservices.azure.com/.default"
+COMMAND_S = 60.0
+AGAIN_S = 30.0  # after a command that failed while the last token was good
 RENEWED_S = 300.0  # before a token runs out; a token that does not say when is asked for again after as long
 
 
@@ -120,15 +125,28 @@ class _Command:
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
         self._token = ""
+        self._renewed_at = 0.0
         self._good_until = 0.0
         self._running = asyncio.Lock()
 
     async def token(self) -> str:
         async with self._running:
-            if time.time() >= self._good_until:
-                self._token = await self._run()
-                self._good_until = _expires(self._token) - RENEWED_S
+            if time.time() >= self._renewed_at:
+                await self._renew()
             return self._token
+
+    async def _renew(self) -> None:
+        """A token that is good for a while yet is used when no other one can be had."""
+        try:
+            self._token = await self._run()
+        except UpstreamError as error:
+            if time.time() >= self._good_until:
+                raise
+            log.warning("%s; the token is good for %.0f s more", error.detail, self._good_until - time.time())
+            self._renewed_at = min(time.time() + AGAIN_S, self._good_until)
+            return
+        self._good_until = _expires(self._token)
+        self._renewed_at = self._good_until - RENEWED_S
 
     async def _run(self) -> str:
         pipe = asyncio.subprocess.PIPE
@@ -136,7 +154,16 @@ class _Command:
             process = await asyncio.create_subprocess_exec(*self._command, stdout=pipe, stderr=pipe)
         except OSError as error:
             raise UpstreamError(f"azure.token_command: {self._command[0]}: {error}", failure="config") from None
-        printed, complaint = await process.communicate()
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                printed, complaint = await process.communicate()
+        except TimeoutError:
+            detail = f"azure.token_command {self._command[0]!r} printed no token within {COMMAND_S:g} s"
+            raise UpstreamError(detail, failure="config", retryable=True) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         token = printed.decode(errors="replace").strip()
         if process.returncode or not token or not token.isascii() or any(c.isspace() for c in token):
             last = complaint.decode(errors="replace").strip().rpartition("\n")[2][:200] or "it printed no token"

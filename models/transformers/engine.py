@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ngym.dialogue import Sampled, Sampling
+from ngym.errors import NotReady
 
 if TYPE_CHECKING:
     from .app import Options
@@ -52,9 +53,12 @@ class Engine:
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if keeps else {}
         self._device = options.device
+        self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
 
     def close(self) -> None:
+        """What is being generated ends at its next token."""
+        self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
@@ -68,6 +72,8 @@ class Engine:
                 for sampled in self._sample(prompt, sampling):
                     if given_up.is_set():
                         return
+                    if self._closing.is_set():
+                        raise NotReady("this server is stopping")
                     loop.call_soon_threadsafe(tokens.put_nowait, sampled)
             finally:
                 loop.call_soon_threadsafe(tokens.put_nowait, None)

@@ -114,7 +114,11 @@ class Adapter:
         Raises:
             ServiceError: vLLM refuses it; the old one is there again.
         """
-        tensors = {name: tensor for file in sorted(files.folder.iterdir()) for name, tensor in load_file(file).items()}
+        tensors = {
+            name: tensor
+            for file in sorted(files.folder.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
         new = _as_peft(tensors, files.shape)
         try:
             await self._engine.add_lora(_request(new, replace=True))

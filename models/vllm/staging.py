@@ -16,6 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from ngym.errors import BadRequest, ServiceError
 
 PREFIX = "ngym-weights-"
+PROMISED = "promised"
 SHARED_MEMORY = Path("/dev/shm")
 SWEEP_AFTER_S = 60.0
 HEADER_ROOM = 1 << 20  # bytes of a file beside its tensors: names and offsets ...
@@ -121,9 +123,7 @@ class PrivateFolder:
 
     def __init__(self, size: int) -> None:
         """size: the bytes that will lie in it. ServiceError 507 when they fit nowhere."""
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place(size)))
-        lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.path, lock = _placed(size)
         self.remove = weakref.finalize(self, _remove, self.path, lock)  # when this process ends, at the latest
 
 
@@ -205,15 +205,32 @@ def _remove(folder: Path, lock: int) -> None:
     os.close(lock)
 
 
-def _place(size: int) -> Path:
-    """A folder for so many bytes: in memory if they fit there. ServiceError 507 when they fit nowhere."""
+def _placed(size: int) -> tuple[Path, int]:
+    """A new folder for so many bytes, in memory if they fit there, and its lock. ServiceError 507 when they fit nowhere."""
     places = [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for place in places:
-        _sweep(place)
-        if shutil.disk_usage(place).free > size:
-            return place
-    told = " and ".join(f"{shutil.disk_usage(place).free >> 20} MiB in {place}" for place in places)
+        with (place / f".{PREFIX}{os.getuid()}.lock").open("w") as choosing:
+            fcntl.flock(choosing, fcntl.LOCK_EX)  # other replicas are told of the same push at this moment
+            _sweep(place)
+            if _free(place) > size:
+                folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+                lock = os.open(folder, os.O_RDONLY)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                with (folder / PROMISED).open("wb") as promised:
+                    promised.truncate(size)  # it takes no room; how long it is tells the others
+                return folder, lock
+    told = " and ".join(f"{_free(place) >> 20} MiB in {place}" for place in places)
     raise ServiceError(f"a push of {size >> 20} MiB finds only {told}; make room, or set TMPDIR", status=507)
+
+
+def _free(place: Path) -> int:
+    """Bytes that are neither used nor promised to what is still coming."""
+    free = shutil.disk_usage(place).free
+    for promised in place.glob(f"{PREFIX}*/{PROMISED}"):
+        with suppress(OSError):  # it has just been taken away, or is another user's
+            came = sum(path.stat().st_size for path in promised.parent.iterdir() if path.name != PROMISED)
+            free -= max(0, promised.stat().st_size - came)
+    return free
 
 
 def _sweep(place: Path) -> None:

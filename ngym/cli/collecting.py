@@ -149,7 +149,8 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
         try:
             needed = config and config.only(store.progress.agents)
             async with self._peers(needed, launcher) as peers:

@@ -136,12 +136,14 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
         head: asyncio.Future[Streamed] = self._loop.create_future()
-        self._head, self._body, self._received = head, Body(self), 0
+        body = Body(self)
+        self._head, self._body, self._received = head, body, 0
         self._transport.write(request)
         try:
             return await head
         except asyncio.CancelledError:
-            self.close()
+            if self._body is body:
+                self.close()
             raise
 
     def hold(self, held: bool) -> None:

@@ -73,7 +73,7 @@ class Outages:
         was_down = await self._wait_until_ready(service)
         restarts = await self._restarts_now()
         if was_down or restarts.get(service, 0) > self._restarts.get(service, 0):
-            self._restarts |= restarts
+            self._restarts[service] = restarts.get(service, 0)  # of another one, whoever lost it is still to ask
             self._back_at[service] = asyncio.get_running_loop().time()
             return True
         return False

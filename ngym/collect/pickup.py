@@ -5,8 +5,10 @@ Whoever sends an agent to `http://.../rollouts/{id}/v1`, with the id that came a
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
@@ -30,14 +32,19 @@ class Pickup:
     def __init__(self, peers: Peers, models: Collection[str] | None) -> None:
         self._peers = peers
         self._given = models
-        self._models: list[str] = list(models or ())
+        self._models: list[str] | None = list(models or ())  # None: the head has not said yet
         self._of_agent: dict[str, list[str]] = {}
+        self._asking = asyncio.Lock()
 
     async def begin(self) -> None:
         """Learn from the head which services are models, and which of them an agent's stanza names."""
         if self._given is not None or self._peers.head_url is None:
             return
-        servers, stanzas = await self._peers.servers(), await self._config()
+        self._models = None
+        servers = await self._peers.told_servers()
+        if servers is None:
+            return  # `complete` asks again
+        stanzas = await self._config()
         self._models = [server["name"] for server in servers if server.get("kind") == "model"]
         for server in servers:
             stanza = stanzas.get(server["name"]) if isinstance(stanzas, dict) else None
@@ -52,13 +59,14 @@ class Pickup:
         began: when the rollout did, by time.perf_counter().
 
         Raises:
-            Unreachable, UpstreamError: a model server did not tell.
+            Unreachable, UpstreamError: a model server, or the head, did not tell.
         """
-        if not self._models or not isinstance(answer, dict) or _has_tokens(answer):
+        if not isinstance(answer, dict) or _has_tokens(answer):
             return
+        models = await self._known_models()
         segments: list[Segment] = []
         spans: list[Span] = []
-        for model in self._of_agent.get(agent, self._models):
+        for model in self._of_agent.get(agent, models):
             for url in self._peers.urls.get(model, ()):
                 found, calls = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
                 segments += found
@@ -67,6 +75,14 @@ class Pickup:
             trace = answer.setdefault("ng", {})
             trace["segments"] = segments
             trace.setdefault("spans", sorted(spans, key=itemgetter(1)))
+
+    async def _known_models(self) -> list[str]:
+        async with self._asking:
+            if self._models is None:
+                await self.begin()
+        if self._models is None:
+            raise Unreachable(f"the head at {self._peers.head_url} does not say which services are models")
+        return self._models
 
     async def _captured(self, model: str, url: str, began: float) -> tuple[list[Segment], list[Span]]:
         where, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
@@ -78,7 +94,8 @@ class Pickup:
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"
                 raise UpstreamError(detail, failure="model_error", upstream=where | {"status": reply.status})
-            await self._peers.send("DELETE", url, None, opener, TIMEOUT_S)
+            with suppress(OSError):  # it forgets them by itself, later
+                await self._peers.send("DELETE", url, None, opener, TIMEOUT_S)
         except OSError as error:
             detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
             raise Unreachable(detail, upstream=where) from None

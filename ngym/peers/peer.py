@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -106,7 +107,7 @@ class Peer:
                     ) from None
                 pause = self._pause(url, affinity, spread(BROKEN_S[attempt]))
                 if attempt:
-                    await self._peers.refresh()
+                    await self._refreshed(ends)
             else:
                 if reply.status < 300:
                     budget.request()
@@ -121,6 +122,12 @@ class Peer:
                 pause = self._pause(url, affinity, told or spread(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
+
+    async def _refreshed(self, ends: float) -> None:
+        """Where the services are now, if the head says so before this time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends):
+                await self._peers.refresh()
 
     async def _send(
         self, method: str, url: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float

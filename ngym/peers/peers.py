@@ -76,13 +76,19 @@ class Peers:
 
     async def servers(self) -> list[Json]:
         """What the head says of its services; nothing where none answers, or by now something else does."""
+        return await self.told_servers() or []
+
+    async def told_servers(self) -> list[Json] | None:
+        """The same, but None where no answer came."""
         if self.head_url is None:
             return []
         try:
             opener = self.authorization(None)
             reply = await self.send("GET", f"{self.head_url}/servers", None, opener, CONNECT_TIMEOUT_S)
             return servers_in(reply.body) if reply.status == 200 else []
-        except (OSError, ValueError):
+        except OSError:
+            return None
+        except ValueError:
             return []
 
     async def send(

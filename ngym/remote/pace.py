@@ -53,6 +53,7 @@ class Pace:
         self._last_cut = -1.0
         self._refusals_in_a_row = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._patience: dict[asyncio.Future[None], float] = {}  # of each of them
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -76,23 +77,25 @@ class Pace:
         return Turn(self, remaining_s, patience_s)
 
     async def enter(self, remaining_s: float | None, patience_s: float) -> None:
-        paused = self.paused_s()
-        if paused > min(patience_s, patience_s if remaining_s is None else remaining_s):
-            detail = f"the other side asked for a pause of {paused:.0f} s, longer than this request may wait"
-            raise Overloaded(detail, failure="model_error")
+        patience_s = min(patience_s, patience_s if remaining_s is None else remaining_s)
+        if self.paused_s() > patience_s:
+            raise self._too_long()
         if not self._waiting and self._may_start():
             self._start()
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
+        self._patience[waiter] = patience_s
         self._let_in()
         try:
             async with asyncio.timeout(remaining_s):
                 await waiter
         except BaseException:
-            if waiter.done() and not waiter.cancelled():
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.leave()
             raise
+        finally:
+            del self._patience[waiter]
 
     def leave(self) -> None:
         self.in_flight -= 1
@@ -125,6 +128,14 @@ class Pace:
         if wait_s is None:
             wait_s = min(FIRST_PAUSE_S * 2 ** (self._refusals_in_a_row - 1), LONGEST_PAUSE_S)
         self._resume_at = max(self._resume_at, now + wait_s)
+        paused = self.paused_s()
+        for waiter, patience_s in self._patience.items():
+            if paused > patience_s and not waiter.done():
+                waiter.set_exception(self._too_long())
+
+    def _too_long(self) -> Overloaded:
+        detail = f"the other side asked for a pause of {self.paused_s():.0f} s, longer than this request may wait"
+        return Overloaded(detail, failure="model_error")
 
     def _may_start(self) -> bool:
         now = asyncio.get_running_loop().time()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import secrets
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from ngym.errors import ServiceError
@@ -19,6 +20,7 @@ from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict, in
 IMAGE = "python:3.11-slim-bookworm"
 NOBODY = "65534:65534"
 DAEMON_FAILED, RUNTIME_FAILED = 125, (126, 127)
+REMOVE_S = 5.0
 START_S = 60.0  # beyond the wall limit, for a container to start and go
 OVERHEAD_MIB = 64  # two interpreters
 SCRATCH_MIB = 8  # for the program's source, at least
@@ -44,7 +46,12 @@ class DockerSandbox(Sandbox):
 
     async def start(self) -> None:
         try:
-            code, stdout, stderr = await _ask([*self.command, "version", "--format", "{{.Server.Version}}"])
+            async with asyncio.timeout(START_S):
+                code, stdout, stderr = await _ask([*self.command, "version", "--format", "{{.Server.Version}}"])
+        except TimeoutError:
+            raise ServiceError(
+                f"the {self.tier} sandbox: its engine did not answer within {START_S:g} s", failure="config"
+            ) from None
         except OSError as error:
             raise ServiceError(f"the {self.tier} sandbox needs the command {self.command[0]!r}: {error}") from None
         if code:
@@ -59,11 +66,11 @@ class DockerSandbox(Sandbox):
             try:
                 async with asyncio.timeout(limits.wall + START_S):
                     code, stdout, stderr = await _ask(self.arguments(name, limits), request(program, limits))
-            except OSError as error:
-                return infra_error(self.tier, f"{self.command[0]}: {error}")
             except TimeoutError:
                 await self._remove(name)
                 return infra_error(self.tier, "the container neither ran nor ended")
+            except OSError as error:
+                return infra_error(self.tier, f"{self.command[0]}: {error}")
             except asyncio.CancelledError:
                 await asyncio.shield(self._remove(name))
                 raise
@@ -97,7 +104,10 @@ class DockerSandbox(Sandbox):
         return [*self.command, "run", "--rm", "--interactive", "--init", "--read-only", *flags, self.image, *inside]
 
     async def _remove(self, name: str) -> None:
-        await _ask([*self.command, "rm", "--force", name])
+        """As far as the engine does so in time: a program's place is not held for an engine that hangs."""
+        with suppress(OSError):
+            async with asyncio.timeout(REMOVE_S):
+                await _ask([*self.command, "rm", "--force", name])
 
 
 def request(program: Program, limits: Limits) -> bytes:
@@ -155,7 +165,8 @@ async def _ask(command: list[str], stdin: bytes = b"") -> tuple[int, str, str]:
     try:
         stdout, stderr = await process.communicate(stdin)
     except asyncio.CancelledError:
-        process.kill()
+        with suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
         raise
     return process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace")

@@ -123,14 +123,16 @@ class LocalSandbox(Sandbox):
         except ServiceError as error:
             return infra_error("none", error.detail)
         place = await self._free.get()
+        place.cancelled = False
         # A task of its own: a caller that is cancelled must not leave a half-read reply behind.
         task = asyncio.create_task(self._run(place, program, limits))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            place.cancelled = True
-            if place.slot is not None:
-                place.slot.cancel()
+            if not task.done():  # else the place is somebody else's by now
+                place.cancelled = True
+                if place.slot is not None:
+                    place.slot.cancel()
             raise
 
     async def aclose(self) -> None:
@@ -146,7 +148,6 @@ class LocalSandbox(Sandbox):
 
     async def _run(self, place: _Place, program: Program, limits: Limits) -> Result:
         assert self.tier is not None
-        place.cancelled = False
         try:
             for _ in range(2):  # a zygote that was lost is not this program's doing: once more
                 if self._closed:

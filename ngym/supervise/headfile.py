@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from ngym.tls import trust
 
 FOLDER = ".ngym"
 FILE = "head.json"
+LOCK = "head.lock"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Running:
 class HeadFile:
     """This run's claim on a folder. The first run that lives there has the file; a second one only has its own logs."""
 
-    def __init__(self, folder: Path, owned: bool) -> None:
+    def __init__(self, folder: Path, owned: str | None) -> None:
+        """owned: what this run wrote into it, if it has the file."""
         self._path = folder / FILE
         self._owned = owned
         self.logs = folder / ("logs" if owned else f"logs-{os.getpid()}")
@@ -49,21 +52,23 @@ class HeadFile:
             problem = f"{folder}: cannot be made ({error.strerror}); the logs go there, so {root} must be writable"
             raise UsageError(problem) from None
         content = json.dumps(asdict(running))
-        other = find_running(root)
-        if other is not None and other.url != running.url and _accepts(other.url):
-            return cls(folder, owned=False)
-        (folder / FILE).unlink(missing_ok=True)
-        try:
-            fd = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:  # another run came first, this very moment
-            return cls(folder, owned=False)
-        with os.fdopen(fd, "w") as file:
-            file.write(content)
-        return cls(folder, owned=True)
+        with (folder / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as it takes to look and to write
+            other = find_running(root)
+            if other is not None and other.url != running.url and _accepts(other.url):
+                return cls(folder, owned=None)
+            unfinished = folder / f"{FILE}.new"
+            unfinished.unlink(missing_ok=True)
+            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(content)
+            unfinished.replace(folder / FILE)
+        return cls(folder, owned=content)
 
     def remove(self) -> None:
-        if self._owned:
-            self._path.unlink(missing_ok=True)
+        """If it still is this run's."""
+        with contextlib.suppress(OSError):
+            if self._owned is not None and self._path.read_text() == self._owned:
+                self._path.unlink()
 
 
 def _accepts(url: str) -> bool:

@@ -100,10 +100,21 @@ class ServiceLog:
     def _write(self, chunk: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk must not take the services down with it
             if self._file.tell() > MAX_FILE_BYTES:
-                self.path.replace(self.path.with_suffix(".log.1"))
-                full, self._file = self._file, self.path.open("wb", buffering=0)
-                full.close()
+                self._rotate()
+        with contextlib.suppress(OSError):
             self._file.write(chunk)
+
+    def _rotate(self) -> None:
+        beside = self.path.with_suffix(".log.new")
+        empty = beside.open("wb", buffering=0)
+        try:
+            self.path.replace(self.path.with_suffix(".log.1"))
+            beside.replace(self.path)
+        except OSError:
+            empty.close()
+            raise
+        full, self._file = self._file, empty
+        full.close()
 
     def _keep(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")

@@ -73,13 +73,14 @@ class Supervisor:
             await self._start()
             await self._all_ready()
         except BaseException:
-            await self.stop()
+            await self._stopped()
             raise
         self.ready_after_s = time.monotonic() - self._launcher.started
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if await self._stopped() and kind is None:
+            raise asyncio.CancelledError
 
     async def failure(self) -> None:
         """Wait for ever; raises ServiceFailed (or ConfigError) when a service has to be given up."""
@@ -91,7 +92,21 @@ class Supervisor:
         """Stop waiting for services that stop politely: kill them."""
         self._hurry.set()
 
-    async def stop(self) -> None:
+    async def _stopped(self) -> bool:
+        """Whether it was cancelled meanwhile, which only hurries it: an error that has ended the run is not lost for it."""
+        stopping, cancelled = asyncio.create_task(self._stop()), False
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                if stopping.cancelled():
+                    raise
+                cancelled = True
+                self.hurry()
+        stopping.result()
+        return cancelled
+
+    async def _stop(self) -> None:
         """Stop everything; no process is left after this, and it takes less than 5 s."""
         for task in self._tasks:
             task.cancel()

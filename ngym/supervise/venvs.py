@@ -74,7 +74,7 @@ async def make(venv: Venv, say: Callable[[str], None], uv: str | None = None) ->
         venv.folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{venv.folder.parent}: cannot be made ({error.strerror}); packages are put there") from None
-    async with _locked(venv.folder.with_suffix(".lock")):
+    async with _locked(venv.folder.with_suffix(".lock"), say):
         if not venv.folder.is_dir():  # nobody made it while we waited
             say(f"installing {venv.requirements} into {venv.folder}")
             unfinished = venv.folder.with_suffix(".new")  # under the lock nobody else writes there
@@ -90,14 +90,18 @@ def find_uv() -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def _locked(path: Path) -> AsyncIterator[None]:
+async def _locked(path: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
     """One process at a time; the kernel gives the lock back when its holder ends, however it ends."""
+    waits = False
     with path.open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if not waits:
+                    say(f"waiting for another process, which installs into {path.with_suffix('')}")
+                waits = True
                 await asyncio.sleep(LOCK_POLL_S)
         yield
 

@@ -20,6 +20,7 @@ from ngym.view.writer import Writer
 
 POLL_S = 0.5
 AFTER_ERROR_S = 5.0
+STOPPED_S = 2.0
 STORES_TRIED = 3  # the kept one, the same made anew, memory
 
 
@@ -49,8 +50,9 @@ class Index:
     def close(self) -> None:
         self.stop()
         if self._thread.ident is not None:
-            self._thread.join()
-        self._store.close()
+            self._thread.join(STOPPED_S)
+        if not self._thread.is_alive():  # else the disk stands still under it; it ends with this process
+            self._store.close()
 
     @property
     def note(self) -> str | None:

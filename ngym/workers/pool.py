@@ -79,7 +79,8 @@ class WorkerPool:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            slot.hang_up()
+            if not task.done():  # else the slot serves somebody else by now
+                slot.hang_up()
             raise
 
     async def start(self) -> None:

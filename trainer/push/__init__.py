@@ -118,14 +118,15 @@ class Pusher:
         version: int,
         weights: Mapping[str, Tensor],
         proof: Proof,
-        before_proof: Callable[[], None] = lambda: None,
+        before_proof: Callable[[], None] | None = None,
     ) -> Pushed:
         """Have every server serve these weights under this version, which is above all that they served before.
 
         Args:
             weights: every tensor of the checkpoint by its Hugging Face name, or of the adapter by PEFT's; of tensors that
                 share their memory (a tied head) the first is sent.
-            before_proof: called when all serve them, and before they are asked to show it, for which they must generate.
+            before_proof: called when all serve them, and before they are asked to show it, for which they must generate. It
+                is called once: with it, a server that dies between its commit and its proof ends the push.
 
         Raises:
             PushFailed: a server refused; or was away for longer than the patience; or serves other weights now. Before
@@ -134,23 +135,35 @@ class Pusher:
         began = time.monotonic()
         tensors = checkpoint(weights)
         asked: set[Replica] = set()
-        self._until_it_works(lambda: self._stage_and_commit(version, tensors, asked))
-        before_proof()
-        difference = self.prove(proof, version)
+
+        def pushed() -> float:
+            self._stage_and_commit(version, tensors, asked)
+            return self.prove(proof, version)
+
+        if before_proof is None:
+            difference = self._until_it_works(pushed)
+        else:
+            self._until_it_works(lambda: self._stage_and_commit(version, tensors, asked))
+            before_proof()
+            try:
+                difference = self.prove(proof, version)
+            except Passing as error:
+                raise PushFailed(str(error)) from error
         return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
 
     def prove(self, proof: Proof, version: int | None = None) -> float:
         """The mean difference of the servers' logprobs to the trainer's, of the worst server.
 
         Raises:
-            PushFailed: it is more than arithmetic makes, or another version than this one is served.
+            PushFailed: it is more than arithmetic makes, or a later version than this one is served. Passing: an earlier one.
         """
         answers = self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
         differences = []
         for replica, answer in zip(self._replicas, answers, strict=True):
             served, tolerance = answer["policy_version"], TOLERANCES[answer["dtype"]]
             if version is not None and served != version:
-                raise PushFailed(f"{replica.url}: serves version {served} after a push of {version}; push again")
+                kind = Passing if served < version else PushFailed  # it died after its commit, and came back
+                raise kind(f"{replica.url}: serves version {served} after a push of {version}; push again")
             pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
             difference = fmean(abs(engine - trainer) for engine, trainer in pairs)
             if not difference <= tolerance:
@@ -184,8 +197,10 @@ class Pusher:
             else:
                 for file in self._ahead(files(tensors)):
                     self._send(file, waiting)
-        except NgymError:
+        except NgymError as error:
             self._on_all(waiting, Replica.give_up)
+            if any(one in asked and one.weights()["policy_version"] == version for one in waiting):
+                raise Passing("what it was told to commit has just been committed") from error
             raise
         asked.update(waiting)
         if self._transfer is not None:

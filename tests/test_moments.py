@@ -1,0 +1,244 @@
+"""What goes wrong only at a bad moment: just as a call ends, while somebody stands still, while two begin at once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import until
+
+from ngym import rowlog
+from ngym.collect.gate import Gate
+from ngym.collect.outages import Outages
+from ngym.collect.pickup import Pickup
+from ngym.errors import Overloaded, Unreachable
+from ngym.peers import Peers
+from ngym.remote.pace import Pace
+from ngym.rowlog import RowLog
+from ngym.sandbox import LocalSandbox, seccomp
+from ngym.supervise.logs import ServiceLog
+from ngym.workers import WorkerPool
+
+CAPTURED = {
+    "segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-0.1], "policy_version": [[1, 2, 0]]}],
+    "spans": [],
+}
+
+
+class Head:
+    """A head and a model server in one. silent: how many of its next connections it says nothing to. restarts: of each service."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.silent = 0
+        self.restarts = 0
+        self.forgets = True
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while line := await reader.readline():
+                while await reader.readline() != b"\r\n":
+                    pass
+                if (self.silent and b"/servers" in line) or (line.startswith(b"DELETE") and not self.forgets):
+                    self.silent -= 1
+                    return
+                content = json.dumps(self.told(line.split()[1].decode())).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
+        finally:
+            writer.close()
+
+    def told(self, path: str) -> Any:
+        if path == "/servers":
+            services = {"policy": "model", "gym": "gym_server", "agent": "agent"}
+            return [
+                {"name": name, "kind": kind, "url": self.url, "restarts": self.restarts}
+                for name, kind in services.items()
+            ]
+        return {} if path in ("/config", "/ready") else CAPTURED
+
+
+@asynccontextmanager
+async def talking() -> AsyncIterator[tuple[Head, Peers]]:
+    head = Head()
+    server = await asyncio.start_server(head.talk, "127.0.0.1", 0)
+    head.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    peers = Peers({name: [head.url] for name in ("policy", "gym", "agent")}, head.url)
+    yield head, peers
+    await peers.close()
+    server.close()
+
+
+async def test_a_call_that_is_cancelled_as_it_ends_does_not_end_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text("def same(value):\n    return value\n")
+    pool = WorkerPool(tmp_path / "work.py", "same", workers=1)
+    try:
+        await pool.run("warm")
+        for turns in range(4):
+            first, second = (asyncio.create_task(pool.run(name)) for name in ("first", "second"))
+            free = pool._slots._free  # type: ignore[union-attr]  # the moment is that in which it gets a slot back
+            before = free.put_nowait
+
+            def cancel_then(
+                slot: Any, turns: int = turns, first: Any = first, free: Any = free, put: Any = before
+            ) -> None:
+                free.put_nowait = put
+                put(slot)
+                asyncio.get_running_loop().create_task(_cancelled_after(first, turns))
+
+            free.put_nowait = cancel_then  # type: ignore[method-assign]
+            await asyncio.wait([first, second])
+            assert second.result().value == "second", f"{turns} turns of the loop later"
+    finally:
+        await pool.aclose()
+
+
+@pytest.mark.skipif(not seccomp.supported(), reason="no filter for this machine's processor")
+async def test_a_program_that_is_cancelled_as_it_ends_does_not_end_the_next_one() -> None:
+    sandbox = LocalSandbox(slots=1)
+    try:
+        await sandbox.run("print(0)")
+        for turns in range(4):
+            first, second = (asyncio.create_task(sandbox.run(f"print({number})")) for number in (1, 2))
+            free = sandbox._free
+            before = free.put_nowait
+
+            def cancel_then(place: Any, turns: int = turns, first: Any = first, put: Any = before) -> None:
+                sandbox._free.put_nowait = put  # type: ignore[method-assign]
+                put(place)
+                asyncio.get_running_loop().create_task(_cancelled_after(first, turns))
+
+            free.put_nowait = cancel_then  # type: ignore[method-assign]
+            await asyncio.wait([first, second])
+            assert second.result().stdout == "2\n", f"{turns} turns of the loop later"
+    finally:
+        await sandbox.aclose()
+
+
+async def _cancelled_after(task: asyncio.Task[Any], turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+
+
+async def test_a_head_that_is_silent_once_costs_no_rollout_its_tokens() -> None:
+    async with talking() as (head, peers):
+        pickup = Pickup(peers, None)
+        head.silent = 2
+        await pickup.begin()
+        with pytest.raises(Unreachable, match="does not say which services are models"):
+            await pickup.complete("agent", "r0", {"response": {"output": []}}, 0.0)
+        answer: dict[str, Any] = {"response": {"output": []}}
+        await pickup.complete("agent", "r1", answer, 0.0)
+        assert answer["ng"]["segments"] == CAPTURED["segments"]
+
+
+async def test_tokens_that_a_model_server_has_told_are_kept_though_it_does_not_hear_that_it_may_forget_them() -> None:
+    async with talking() as (head, peers):
+        pickup = Pickup(peers, None)
+        await pickup.begin()
+        head.forgets = False
+        answer: dict[str, Any] = {"response": {"output": []}}
+        await pickup.complete("agent", "r1", answer, 0.0)
+        assert answer["ng"]["segments"] == CAPTURED["segments"]
+
+
+async def test_two_services_that_start_again_together_are_two_outages() -> None:
+    async with talking() as (head, peers):
+        outages = Outages(peers, Gate(), poll_s=0.1, give_up_s=5)
+        await outages.begin()
+        began = asyncio.get_running_loop().time()
+        head.restarts = 1
+        for service in ("gym", "policy"):
+            failure: Any = {
+                "class": "connect",
+                "service": service,
+                "http_status": None,
+                "message": "",
+                "retryable": True,
+            }
+            assert await outages.explain(failure, began), service
+        await outages.close()
+
+
+@contextmanager
+def standing_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that syncs nothing until it is let go, and then says that it could not."""
+    goes_on, sync = threading.Event(), rowlog._sync
+
+    def stalled(fd: int) -> None:
+        monkeypatch.setattr(rowlog, "_sync", sync)
+        goes_on.wait()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(rowlog, "_sync", stalled)
+    yield goes_on
+    goes_on.set()
+
+
+async def test_a_log_that_is_closed_while_its_disk_stands_still_touches_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(name: str) -> RowLog:
+        log = RowLog(tmp_path / name, key=lambda row: row["k"])
+        assert list(log.rows()) == []
+        return log
+
+    with standing_still(monkeypatch) as goes_on:
+        stalled = opened("stalled.jsonl")
+        appending = asyncio.create_task(stalled.append(b'{"k": 1}'))
+        await until(lambda: (tmp_path / "stalled.jsonl").stat().st_size)
+        appending.cancel()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await stalled.flush()
+        stalled.close()
+        other = opened("other.jsonl")
+        for number in range(3):
+            await other.append(b'{"k": %d}' % number)
+        goes_on.set()
+        await until(lambda: not (tmp_path / "stalled.jsonl").stat().st_size)  # what was not safe is cut off
+        await other.append(b'{"k": 3}')
+        await other.flush()
+        other.close()
+    assert (tmp_path / "other.jsonl").read_bytes().count(b"\n") == 4
+
+
+async def test_who_waits_in_line_is_told_of_a_pause_that_is_too_long() -> None:
+    pace = Pace(1)
+    async with pace.turn(None, 5.0) as turn:
+        waiting = asyncio.create_task(pace.enter(None, 5.0))
+        patient = asyncio.create_task(pace.enter(None, 7200.0))
+        await asyncio.sleep(0)
+        turn.refused(3600.0)
+        with pytest.raises(Overloaded, match="a pause of 3600 s"):
+            await waiting
+    assert (pace.in_flight, patient.done()) == (0, False)
+    patient.cancel()
+
+
+async def test_a_log_that_could_not_be_rotated_once_is_written_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngym.supervise.logs.MAX_FILE_BYTES", 1000)
+    log = ServiceLog(tmp_path / "one.log", lambda text: None, lambda line: line)
+    (tmp_path / "one.log.new").mkdir()  # nothing can be opened there
+    fd = log.open()
+    os.write(fd, b"early\n" * 400)
+    await until(lambda: (tmp_path / "one.log").stat().st_size >= 2400)
+    os.write(fd, b"late\n")
+    await until(lambda: log.tail(1) == ["late"])
+    assert (tmp_path / "one.log").read_bytes().endswith(b"late\n")
+    (tmp_path / "one.log.new").rmdir()
+    os.write(fd, b"later\n")
+    await until(lambda: log.tail(1) == ["later"])
+    assert (tmp_path / "one.log").read_bytes() == b"later\n" and (tmp_path / "one.log.1").stat().st_size > 2400
+    os.close(fd)
+    await log.close()
