@@ -83,17 +83,8 @@ async def test_a_call_that_is_cancelled_as_it_ends_does_not_end_the_next_one(tmp
         await pool.run("warm")
         for turns in range(4):
             first, second = (asyncio.create_task(pool.run(name)) for name in ("first", "second"))
-            free = pool._slots._free  # type: ignore[union-attr]  # the moment is that in which it gets a slot back
-            before = free.put_nowait
-
-            def cancel_then(
-                slot: Any, turns: int = turns, first: Any = first, free: Any = free, put: Any = before
-            ) -> None:
-                free.put_nowait = put
-                put(slot)
-                asyncio.get_running_loop().create_task(_cancelled_after(first, turns))
-
-            free.put_nowait = cancel_then  # type: ignore[method-assign]
+            assert pool._slots is not None
+            cancelled_as_it_ends(first, pool._slots._free, turns)
             await asyncio.wait([first, second])
             assert second.result().value == "second", f"{turns} turns of the loop later"
     finally:
@@ -107,25 +98,29 @@ async def test_a_program_that_is_cancelled_as_it_ends_does_not_end_the_next_one(
         await sandbox.run("print(0)")
         for turns in range(4):
             first, second = (asyncio.create_task(sandbox.run(f"print({number})")) for number in (1, 2))
-            free = sandbox._free
-            before = free.put_nowait
-
-            def cancel_then(place: Any, turns: int = turns, first: Any = first, put: Any = before) -> None:
-                sandbox._free.put_nowait = put  # type: ignore[method-assign]
-                put(place)
-                asyncio.get_running_loop().create_task(_cancelled_after(first, turns))
-
-            free.put_nowait = cancel_then  # type: ignore[method-assign]
+            cancelled_as_it_ends(first, sandbox._free, turns)
             await asyncio.wait([first, second])
             assert second.result().stdout == "2\n", f"{turns} turns of the loop later"
     finally:
         await sandbox.aclose()
 
 
-async def _cancelled_after(task: asyncio.Task[Any], turns: int) -> None:
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
+def cancelled_as_it_ends(task: asyncio.Task[Any], free: asyncio.Queue[Any], turns: int) -> None:
+    """So many turns of the loop after what it used is free again, which is before its caller goes on."""
+    put = free.put_nowait
+
+    async def cancel() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    def put_then_cancel(used: Any) -> None:
+        free.put_nowait = put  # type: ignore[method-assign]
+        put(used)
+        cancelling.append(asyncio.create_task(cancel()))
+
+    cancelling: list[asyncio.Task[None]] = []
+    free.put_nowait = put_then_cancel  # type: ignore[method-assign]
 
 
 async def test_a_head_that_is_silent_once_costs_no_rollout_its_tokens() -> None:
