@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
 from house import house
 from machine import PATIENCE_S
 from minded import Sglang, write_mind
@@ -20,6 +22,7 @@ Json = dict[str, Any]
 APP = load(Path(__file__).parent.parent / "models" / "sglang" / "app.py")
 TOKEN = "a token of 16 chars"
 KEY = {"authorization": f"Bearer {TOKEN}"}
+Stub = TypeVar("Stub", bound=Sglang)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[tuple[Sglang, httpx.AsyncClient]]:
-    stub = Sglang(folder)
+async def serving(
+    folder: Path, kind: type[Stub] = Sglang, **options: Any
+) -> AsyncIterator[tuple[Stub, httpx.AsyncClient]]:
+    stub = kind(folder)
     async with house(stub=stub.app) as outside:
         given = {"model": "m", "base_url": outside.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
         async with (
@@ -119,11 +124,64 @@ async def test_an_answer_that_sglang_aborts_may_be_asked_for_again(folder: Path)
         def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
             return super()._told(ids[:1], 1, {"type": "abort", "message": "paused for an update"})
 
-    stub = Aborting(folder)
-    async with house(stub=stub.app) as outside:
-        given = {"base_url": outside.urls["stub"][0], "max_retries": 0}
-        async with house({"policy": given}, policy=APP.app) as peers, httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            reply = await client.post(f"{peers.urls['policy'][0]}/v1/responses", json={"input": "hello"})
+    async with serving(folder, Aborting) as (_, client):
+        reply = await client.post("/v1/responses", json={"input": "hello"})
     problem = reply.json()
     assert (problem["status"], problem["retryable"]) == (502, True)
     assert "gave up: paused for an update" in problem["detail"]
+
+
+async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_back(folder: Path):
+    class Early(Sglang):
+        """Its answers are of the first weights. They stand still after their first part."""
+
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.goes_on = asyncio.Event()
+
+        def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
+            told = super()._told(ids, count, finish)
+            told["meta_info"]["weight_version"] = "1"
+            return told
+
+        def _generate(self, body: Json) -> Response:
+            whole = super()._generate(body)
+            assert isinstance(whole, StreamingResponse)
+
+            async def events() -> AsyncIterator[Any]:
+                async for part in whole.body_iterator:
+                    yield part
+                    await self.goes_on.wait()
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with serving(folder, Early, push_token=TOKEN) as (stub, client):
+        asking = {"input": "hello", "stream": True}
+        async with client.stream("POST", "/v1/responses", json=asking) as answer:
+            lines = answer.aiter_lines()
+            while "delta" not in await anext(lines):
+                pass
+            assert (await client.get("/weights")).json()["policy_version"] == 1
+            update = {"version": 2, "path": str(folder)}
+            assert (await client.post("/weights", json=update, headers=KEY)).status_code == 200
+            stub.goes_on.set()
+            assert any(["response.completed" in line async for line in lines])
+        assert (await client.get("/weights")).json()["policy_version"] == 2
+
+
+async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and_is_told_once(folder: Path):
+    class Slow(Sglang):
+        async def _handle(self, path: str, request: Request) -> Response:
+            answer = await super()._handle(path, request)
+            if path == "release_memory_occupation":
+                await asyncio.sleep(PATIENCE_S)
+            return answer
+
+    async with serving(folder, Slow, push_token=TOKEN, timeout_s=2, max_retries=3) as (stub, client):
+        refused = await client.post("/weights/sleep", json={}, headers=KEY)
+        assert (refused.status_code, "it may have done what it was asked" in refused.json()["detail"]) == (502, True)
+        assert (await client.get("/weights")).json()["asleep"] == ["kv_cache", "weights"]
+        assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
+        assert (await client.post("/v1/responses", json={"input": "hello"})).status_code == 200
+    commands = [path for path, _, _ in stub.seen if path.endswith("_memory_occupation")]
+    assert commands == ["release_memory_occupation", "resume_memory_occupation"]

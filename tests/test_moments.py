@@ -6,16 +6,23 @@ import asyncio
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from machine import until
+from machine import PATIENCE_S, descendants, running, until
 
 from ngym import rowlog
+from ngym.cli import steps
+from ngym.cli.train import trainer
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
 from ngym.collect.pickup import Pickup
@@ -237,3 +244,76 @@ async def test_a_log_that_could_not_be_rotated_once_is_written_on(
     assert (tmp_path / "one.log").read_bytes() == b"later\n" and (tmp_path / "one.log.1").stat().st_size > 2400
     os.close(fd)
     await log.close()
+
+
+async def test_a_push_to_a_server_that_stands_still_ends_with_its_pusher() -> None:
+    asked = asyncio.Event()
+
+    async def stand_still(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(stand_still, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    pusher = trainer("push").Pusher([f"http://{host}:{port}"], "a token for this test", patience_s=2 * PATIENCE_S)
+    preparing = asyncio.create_task(asyncio.to_thread(pusher.prepare))
+    await asked.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.to_thread(pusher.finish)
+    with pytest.raises(Exception, match=r"/weights|after shutdown"):
+        await preparing
+    server.close()
+
+
+class Told(BaseException):
+    """By a signal, as KeyboardInterrupt is."""
+
+
+@pytest.fixture
+def told_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGTERM raises Told; it comes just after the next process has been started."""
+
+    def tell(*_: object) -> None:
+        raise Told
+
+    begin = subprocess.Popen.__init__
+
+    def begin_and_tell(process: subprocess.Popen[bytes], *given: Any, **options: Any) -> None:
+        begin(process, *given, **options)
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, tell)
+    monkeypatch.setattr(subprocess.Popen, "__init__", begin_and_tell)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def sleeping() -> list[psutil.Process]:
+    return descendants(psutil.Process(), lambda process: "time.sleep(600)" in process.cmdline()[-1])
+
+
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN])  # ignored behind a script's `&`
+def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_as_it_starts: None, ctrl_c: Any
+) -> None:
+    child = trainer("child")
+    monkeypatch.setattr(child, "ENDING_S", PATIENCE_S)
+    before = signal.signal(signal.SIGINT, ctrl_c)
+    began = time.monotonic()
+    try:
+        with pytest.raises(Told):
+            child.run(SLEEP, tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not running(sleeping()) and time.monotonic() - began < PATIENCE_S
+
+
+def test_a_signal_as_a_step_of_a_walk_starts_ends_the_step(told_as_it_starts: None) -> None:
+    with pytest.raises(SystemExit):
+        steps.Walk(1).python(*SLEEP[1:])
+    assert not running(sleeping())

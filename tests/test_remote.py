@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ngym import correlation
 from ngym.errors import Overloaded, ServiceError, UpstreamError
-from ngym.remote import ContextOverflow, RemoteOptions, Upstream
+from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
 from ngym.remote.budget import Caps, Used, UsedUp
 from ngym.remote.hints import MAX_WAIT_S, wait_s
 from ngym.remote.sse import EventData
@@ -336,6 +336,22 @@ async def test_a_stream_is_retried_until_its_first_event_and_never_after():
     async with upstream(answer, max_retries=3) as one:
         with pytest.raises(UpstreamError, match="broke off"):
             [event async for event in one.stream("/x", {})]
+    assert asked == 2
+
+
+async def test_what_must_not_be_done_twice_is_sent_again_only_where_it_was_not_begun():
+    asked = 0
+
+    async def answer(request: Request) -> Response:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return JSONResponse({}, 503, {"retry-after-ms": "10"})
+        return sse({"a": 1}, RuntimeError("the stub breaks"))
+
+    async with upstream(answer, max_retries=3) as one:
+        with pytest.raises(Unanswered, match="it may have done what it was asked, or not"):
+            await one.send("/x", {}, once=True)
     assert asked == 2
 
 

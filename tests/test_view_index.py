@@ -341,9 +341,10 @@ def test_an_index_is_begun_when_others_have_seen_that_it_is_empty(tmp_path: Path
         with closing(sqlite3.connect(store.path, isolation_level=None)) as other:
             other.execute("BEGIN")
             other.execute("SELECT * FROM sqlite_master").fetchall()
-            beginning = thread.submit(store.may_write)
             assert extent_of(store, {}).version == -1
-            time.sleep(0.1)
+            assert store.path is not None and not store.path.stat().st_size  # who reads changes nothing
+            beginning = thread.submit(store.may_write)
+            time.sleep(0.1)  # nobody else reads here: who begins keeps new readers out until the old ones have ended
             other.rollback()
         assert beginning.result()
     assert extent_of(store, {}).version >= 0

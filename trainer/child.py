@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ngym.interrupts import put_off
+
 ENDING_S = 60  # for what it started to stop, and for its last words to arrive
 
 
@@ -26,26 +28,35 @@ def run(command: Sequence[str], log: Path) -> Ended:
 
     It has a process group of its own, so that Ctrl-C reaches it once, through us, with all that it started.
     """
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
-    assert process.stdout is not None
+    process: subprocess.Popen[bytes] | None = None
+    reader: threading.Thread | None = None
     last = [""]
-    reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
-    reader.start()
     try:
+        with put_off():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+            assert process.stdout is not None
+            reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
+            reader.start()
         code = process.wait()
     except BaseException:
-        _end(process)
+        if process is not None:
+            _end(process)
         raise
     finally:
-        reader.join(ENDING_S)
+        if reader is not None:
+            reader.join(ENDING_S)
     return Ended(code, last[0])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C would; by force where that takes too long, or when we are interrupted again."""
+    """As Ctrl-C would; by force where that takes too long, or when we are interrupted again.
+
+    Where Ctrl-C is ignored, as behind a script's `&`, it ignores it, too, and is terminated.
+    """
     if process.poll() is not None:
         return
-    os.killpg(process.pid, signal.SIGINT)
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    os.killpg(process.pid, signal.SIGTERM if ignored else signal.SIGINT)
     try:
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)

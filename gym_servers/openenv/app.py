@@ -136,8 +136,7 @@ async def replay(task: Task, session: Session) -> None:
 def beginning(arguments: Json, session: Session) -> asyncio.Task[Json]:
     """`begin`, which the end of the session ends, too."""
     session.over()  # one that was begun before ends here
-    task = session["beginning"] = asyncio.create_task(begin(arguments, session))
-    session.when_over(task.cancel)
+    task = session["beginning"] = session.spawn(begin(arguments, session))
     return task
 
 

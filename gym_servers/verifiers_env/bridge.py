@@ -141,7 +141,7 @@ class Bridge:
     async def _begun(self, data: Json, session: Session) -> Begun:
         """What tools and rewards need, once per session, however many calls come first at the same time."""
         if "begun" not in session:
-            session["begun"] = asyncio.create_task(self._begin(data, session))
+            session["begun"] = session.spawn(self._begin(data, session))
         begun: Begun = await asyncio.shield(session["begun"])
         return begun
 

@@ -34,16 +34,12 @@ class Toolbox:
     async def open(cls, toolsets: Toolsets, data: vf.TaskData | None = None) -> Toolbox:
         """data: of the task, for the toolsets of one rollout; None for those that all rollouts share."""
         box = cls({}, [], AsyncExitStack())
-        for toolset in toolsets:
-            _bind(toolset)
-            await box.stack.enter_async_context(toolset._exit_stack)
-            await toolset.setup()
-            if data is not None:
-                await toolset.setup_task(data)
-            server = MCPServer(toolset.server_name or type(toolset).__name__)
-            toolset.register(server)
-            for tool in await server.list_tools():
-                box._add(f"{toolset.server_name}_{tool.name}".removeprefix("_"), server, tool)
+        try:
+            for toolset in toolsets:
+                await box._take(toolset, data)
+        except BaseException:  # as when the session ends meanwhile
+            await box.stack.aclose()
+            raise
         return box
 
     async def call(self, name: str, arguments: Json, state: vf.State) -> str:
@@ -64,6 +60,17 @@ class Toolbox:
         if not all(isinstance(text, str) for text in texts):
             raise ServiceError(f"tool {name!r} answered with more than text", failure="tool_error")
         return "\n".join(str(text) for text in texts)
+
+    async def _take(self, toolset: vf.Toolset[Any, Any], data: vf.TaskData | None) -> None:
+        _bind(toolset)
+        await self.stack.enter_async_context(toolset._exit_stack)
+        await toolset.setup()
+        if data is not None:
+            await toolset.setup_task(data)
+        server = MCPServer(toolset.server_name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            self._add(f"{toolset.server_name}_{tool.name}".removeprefix("_"), server, tool)
 
     def _add(self, name: str, server: MCPServer, tool: Any) -> None:
         if name in RESERVED or name in self.tools:

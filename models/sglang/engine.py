@@ -30,7 +30,7 @@ class Engine:
 
     Attributes:
         model_path, context: what the server says of itself; None where it does not.
-        version: of its weights, as the last push or answer told.
+        version: of its weights, as the last push told, or an answer that was asked for after it.
         asleep: the parts of its memory that are released.
     """
 
@@ -41,6 +41,7 @@ class Engine:
         self.asleep: frozenset[str] = frozenset()
         self._upstream = upstream
         self._url = url
+        self._pushes = 0
         self._awake = asyncio.Event()
         self._awake.set()
 
@@ -68,6 +69,7 @@ class Engine:
         }
         told = 0
         finish = None
+        pushes = self._pushes
         async with aclosing(self._answers(body, sampling.streamed)) as answers:
             async for answer in answers:
                 try:
@@ -75,6 +77,8 @@ class Engine:
                 except NONSENSE as error:
                     detail = f"{self._url}/generate answered with something else than tokens"
                     raise UpstreamError(detail, failure="model_error") from error
+                if pushes == self._pushes:  # what is read late tells of what was served before
+                    self.version = sampled.version
                 finish = sampled.finish
                 yield sampled
         if finish is None:
@@ -82,14 +86,19 @@ class Engine:
             raise UpstreamError(detail, failure="model_error", retryable=True)
 
     async def command(self, path: str, body: Json) -> None:
-        """One of SGLang's control routes. Raises ServiceError, also where it says that it did not work."""
-        said = await self._upstream.send(path, body)
+        """One of SGLang's control routes, once. Raises ServiceError, also where it says that it did not work."""
+        said = await self._upstream.send(path, body, once=True)
         try:
             answer = orjson.loads(said)
         except orjson.JSONDecodeError:  # /flush_cache answers in prose
             return
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UpstreamError(f"{self._url}{path}: {answer.get('message', 'it did not work')}", failure="model_error")
+
+    def serves(self, version: int) -> None:
+        """A push has brought this version."""
+        self.version = version
+        self._pushes += 1
 
     def sleep(self, parts: frozenset[str]) -> None:
         """New requests wait while anything is released."""
@@ -119,12 +128,12 @@ class Engine:
         entries, count = meta["output_token_logprobs"], meta["completion_tokens"]
         new = entries[told:] if len(entries) == count else entries
         finish = _finish(meta.get("finish_reason"), self._url)
-        self.version = _version(meta.get("weight_version", self.version))
+        version = _version(meta.get("weight_version", self.version))
         ids, logprobs = (
             array("I", [one[1] for one in new]),
             array("d", [one[0] for one in new]),
         )  # they check their kind
-        return Sampled(ids.tolist(), logprobs.tolist(), finish, self.version), count
+        return Sampled(ids.tolist(), logprobs.tolist(), finish, version), count
 
 
 def _finish(reason: Json | None, url: str) -> Any:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ngym.errors import BadRequest, ServiceError, Unauthorized
+from ngym.remote import Unanswered
 from ngym.services.app import JsonResponse, add_route, json_body, validated
 
 from .engine import Engine
@@ -66,10 +67,11 @@ class Weights:
             started = time.monotonic()
             body = {"model_path": wanted.path, "weight_version": str(wanted.version), "flush_cache": True}
             await engine.command("/update_weights_from_disk", body)
-            engine.version = wanted.version
+            engine.serves(wanted.version)
         return JsonResponse({"policy_version": wanted.version, "seconds": time.monotonic() - started})
 
     async def sleep(self, request: Request) -> Response:
+        """Where no answer comes it counts as asleep: a server that has given its memory away cannot generate."""
         self._check(request)
         engine = self._engine
         async with self._one_at_a_time:
@@ -78,6 +80,8 @@ class Weights:
                 engine.sleep(MEMORY)
                 try:
                     await engine.command("/release_memory_occupation", {})
+                except Unanswered:
+                    raise
                 except ServiceError:
                     engine.sleep(before)
                     raise

@@ -11,6 +11,8 @@ from types import FrameType
 
 import click
 
+from ngym.interrupts import put_off
+
 
 @dataclass
 class Walk:
@@ -52,7 +54,7 @@ class Walk:
             return
         before = signal.signal(signal.SIGTERM, _terminated)
         try:
-            code = _ended(subprocess.Popen(arguments, stdout=sys.stderr.fileno() if self.err else None))
+            code = _ended(arguments, sys.stderr.fileno() if self.err else None)
         finally:
             signal.signal(signal.SIGTERM, before)
         if code:
@@ -64,21 +66,29 @@ def _terminated(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _ended(arguments: list[str], stdout: int | None) -> int:
     """The exit code of a step, which is never left alone: what it has started, it stops itself.
 
-    Of a Ctrl-C it hears from the terminal; of SIGTERM, and of every Ctrl-C but the first, from us.
+    Of a Ctrl-C it hears from the terminal; of one as it starts, of SIGTERM, and of every Ctrl-C but the first, from us.
 
     Raises:
         KeyboardInterrupt, SystemExit: what came first, once the step has ended.
     """
+    process: subprocess.Popen[bytes] | None = None
     stopped: BaseException | None = None
+    hears = False
     while True:
         try:
+            if process is None:
+                with put_off():
+                    process = subprocess.Popen(arguments, stdout=stdout)
+            hears = True
             code = process.wait()
             break
         except (KeyboardInterrupt, SystemExit) as error:
-            if stopped is not None or isinstance(error, SystemExit):
+            if process is None:
+                raise
+            if not hears or stopped is not None or isinstance(error, SystemExit):
                 process.terminate()
             stopped = stopped or error
     if stopped is not None:

@@ -6,7 +6,7 @@ one account of tokens and money. A back end says which path and body, and what t
 
 from ngym.remote.metrics import watched
 from ngym.remote.options import RemoteOptions
-from ngym.remote.problems import ContextOverflow, NotOffered, Site
+from ngym.remote.problems import ContextOverflow, NotOffered, Site, Unanswered
 from ngym.remote.upstream import Headers, Upstream
 
-__all__ = ["ContextOverflow", "Headers", "NotOffered", "RemoteOptions", "Site", "Upstream", "watched"]
+__all__ = ["ContextOverflow", "Headers", "NotOffered", "RemoteOptions", "Site", "Unanswered", "Upstream", "watched"]

@@ -29,6 +29,10 @@ class ContextOverflow(BadRequest):
     """The input does not fit the model's context."""
 
 
+class Unanswered(UpstreamError):
+    """It was sent, and no answer came: it may have been carried out, or be carried out yet."""
+
+
 class Site(NamedTuple):
     """Who was asked, for the words of an error: the URL, the model's name, the variable with the key."""
 
@@ -46,6 +50,10 @@ class Site(NamedTuple):
     def too_slow(self, timeout_s: float) -> PeerTimeout:
         detail = f"{self.url} did not answer within {timeout_s:g} s (timeout_s) or the caller's deadline"
         return PeerTimeout(detail, upstream=self.peer())
+
+    def unanswered(self, why: object) -> Unanswered:
+        detail = f"{self.url} gave no answer ({why}): it may have done what it was asked, or not"
+        return Unanswered(detail, failure="model_error", upstream=self.peer())
 
     def broke_off(self, why: object) -> UpstreamError:
         detail = f"{self.url}: the stream broke off: {why}"

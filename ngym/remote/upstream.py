@@ -13,7 +13,7 @@ import orjson
 
 from ngym import correlation
 from ngym.client import Client
-from ngym.errors import ServiceError
+from ngym.errors import ServiceError, Unreachable
 from ngym.memory import fitted
 from ngym.remote.budget import Used
 from ngym.remote.hints import wait_s
@@ -90,9 +90,12 @@ class Upstream:
         self.caps.add(used)
         return parsed
 
-    async def send(self, path: str, body: Json | None) -> bytes:
-        """As `post`, for answers of any kind."""
-        async with self._opened(self._site(path), body, streamed=False) as answer:
+    async def send(self, path: str, body: Json | None, *, once: bool = False) -> bytes:
+        """As `post`, for answers of any kind.
+
+        once: what must not be done twice is not sent again, unless it surely was not begun; Unanswered where that is unknown.
+        """
+        async with self._opened(self._site(path), body, streamed=False, once=once) as answer:
             return answer.whole or b""
 
     async def stream(self, path: str, body: Json) -> AsyncGenerator[Json, None]:
@@ -133,7 +136,9 @@ class Upstream:
         return Site(self._address(path), self._model, self._options.api_key_env)
 
     @asynccontextmanager
-    async def _opened(self, site: Site, body: Json | None, *, streamed: bool) -> AsyncIterator[_Answer]:
+    async def _opened(
+        self, site: Site, body: Json | None, *, streamed: bool, once: bool = False
+    ) -> AsyncIterator[_Answer]:
         """A 2xx answer, after as many attempts as are allowed; its place among those in flight is kept until it is read."""
         raw = None if body is None else fitted(orjson.dumps(body))
         self.budget.request()
@@ -142,13 +147,13 @@ class Upstream:
             self.caps.check()
             async with AsyncExitStack() as held:
                 turn = await self._turn(held, site)
-                answer = await self._attempt(held, turn, site, raw, streamed)
+                answer = await self._attempt(held, turn, site, raw, streamed, once)
                 if isinstance(answer, _Answer):
                     yield answer
                     turn.answered()
                     return
             attempt += 1
-            if attempt > self._options.max_retries or not self._again(answer):
+            if attempt > self._options.max_retries or not self._again(answer, once):
                 raise answer
             if not _refused(answer):
                 await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
@@ -161,7 +166,7 @@ class Upstream:
             raise site.too_slow(self._options.timeout_s) from None
 
     async def _attempt(
-        self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes | None, streamed: bool
+        self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes | None, streamed: bool, once: bool
     ) -> _Answer | ServiceError:
         """An answer; or a problem, which the caller raises where it does not try again."""
         timeout_s = self._timeout_s()
@@ -177,8 +182,12 @@ class Upstream:
                 reply = await self._client.request(method, site.url, raw, headers, timeout_s)
                 answer = _Answer(reply.status, reply.headers, _nothing(), reply.body)
         except ConnectionError as error:
+            if once and not isinstance(error, ConnectionRefusedError):
+                raise site.unanswered(error) from None
             return site.cannot_be_reached(error)
-        except TimeoutError:
+        except TimeoutError as error:
+            if once:
+                raise site.unanswered(error) from None
             raise site.too_slow(self._options.timeout_s) from None
         if 200 <= answer.status < 300:
             return answer
@@ -191,8 +200,10 @@ class Upstream:
         remaining = correlation.current.get().remaining_s()
         return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
 
-    def _again(self, told: ServiceError) -> bool:
+    def _again(self, told: ServiceError, once: bool) -> bool:
         """A refusal for the rate slows everybody down instead of costing retries: so much is not asked again at once."""
+        if once and not (_refused(told) or isinstance(told, Unreachable)):
+            return False
         return told.retryable and (_refused(told) or self.budget.retry())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +19,8 @@ from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
 REPEATABLE_S = 60  # for so long a call under an idempotency key may be made again
 
+
+Result = TypeVar("Result")
 
 TASK = "task"  # in a session: the row that it was begun with
 
@@ -40,6 +43,12 @@ class Session(dict[str, Any]):
     def when_over(self, close: Callable[[], object]) -> None:
         """Call this once, when the session ends, however it ends."""
         self._closing.append(close)
+
+    def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Work in a task of its own, which is cancelled when the session ends."""
+        task = asyncio.create_task(work)
+        self.when_over(task.cancel)
+        return task
 
     def over(self) -> None:
         """The session has ended: what it held is closed."""

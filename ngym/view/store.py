@@ -16,7 +16,6 @@ from ngym.view.reading import status
 from ngym.view.record import FIRST_TEXT, Record
 
 BUSY_S = 10.0
-BUSY_LOOK_S = 0.005
 KEPT_S = 30 * 86400.0  # since it was opened
 BROKEN = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 PLAIN, TEXTS = Record._fields[1:FIRST_TEXT], Record._fields[FIRST_TEXT:]
@@ -72,7 +71,8 @@ class Store:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._writer = _connected(str(self.path))
-            _keep_reading_while_writing(self._writer)
+            # By who writes alone: two connections that want to change it at once would both be refused.
+            self._writer.execute("PRAGMA journal_mode = WAL")
             self._writer.executescript(SCHEMA)
             os.utime(self.path)
             self._file = _identity(self.path)
@@ -172,17 +172,3 @@ def _connected(name: str) -> sqlite3.Connection:
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("PRAGMA temp_store = MEMORY")
     return database
-
-
-def _keep_reading_while_writing(database: sqlite3.Connection) -> None:
-    """The file has a write-ahead log from now on. SQLite itself does not wait here for those who read the empty file."""
-    deadline = time.monotonic() + BUSY_S
-    while True:
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(BUSY_LOOK_S)
-        else:
-            return

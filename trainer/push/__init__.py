@@ -176,10 +176,12 @@ class Pusher:
         return max(differences)
 
     def finish(self) -> None:
-        """No more pushes."""
+        """No more pushes. One that was broken off, as by Ctrl-C, waits for no server."""
         if self._transfer is not None:
             self._transfer.close()
-        self._threads.shutdown()
+        for replica in self._replicas:
+            replica.close()
+        self._threads.shutdown(cancel_futures=True)
 
     def _stage_and_commit(self, version: int, tensors: Mapping[str, Tensor], asked: set[Replica]) -> None:
         """One try. asked: the replicas that were told to commit, in this try or an earlier one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from .tensors import DTYPES
 
 Json = dict[str, Any]
 Mode = Literal["keep", "wait", "abort"]
+CONNECT_S = 30.0
 
 
 class PushFailed(NgymError):
@@ -50,6 +52,15 @@ class Replica:
         self._headers = {"authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
         self._push = ""
+        self._asking: set[http.client.HTTPConnection] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Nothing more is asked; what is being asked now, in another thread, ends without its answer."""
+        self._closed = True
+        for connection in list(self._asking):
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def weights(self) -> Json:
         """`policy_version` and `transport` of a server that is ready; with a transfer its `connection` and `workers`.
@@ -136,18 +147,36 @@ class Replica:
 
     def _exchange(self, method: str, path: str, content: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
         place = urlsplit(self.url)
+        timeout_s = min(CONNECT_S, self._timeout_s)
         connection = (
-            http.client.HTTPSConnection(place.netloc, timeout=self._timeout_s, context=client_context())
+            http.client.HTTPSConnection(place.netloc, timeout=timeout_s, context=client_context())
             if place.scheme == "https"
-            else http.client.HTTPConnection(place.netloc, timeout=self._timeout_s)
+            else http.client.HTTPConnection(place.netloc, timeout=timeout_s)
         )
         with contextlib.closing(connection):
             connection.connect()
+            connection.sock.settimeout(self._timeout_s)
+            return self._asked(connection, method, place.path + path, content, headers)
+
+    def _asked(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: dict[str, str],
+    ) -> tuple[int, bytes]:
+        self._asking.add(connection)
+        try:
+            if self._closed:
+                raise ConnectionAbortedError("no more pushes")
             # A server that refuses a body need not read it; its answer says more than the broken pipe.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, place.path + path, content, headers)
+                connection.request(method, path, content, headers)
             reply = connection.getresponse()
             return reply.status, reply.read()
+        finally:
+            self._asking.discard(connection)
 
 
 def _problem(answer: bytes) -> Json:
