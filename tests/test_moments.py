@@ -16,11 +16,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from house import house
 from machine import PATIENCE_S, descendants, running, until
+from pydantic import BaseModel
 
-from ngym import rowlog
+from ngym import Session, VerifyRequest, gym_server, rowlog
 from ngym.cli import steps
 from ngym.cli.train import trainer
 from ngym.collect.gate import Gate
@@ -31,6 +34,7 @@ from ngym.peers import Peers
 from ngym.remote.pace import Pace
 from ngym.rowlog import RowLog
 from ngym.sandbox import LocalSandbox, seccomp
+from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.supervise.logs import ServiceLog
 from ngym.workers import WorkerPool
 
@@ -265,6 +269,39 @@ async def test_a_push_to_a_server_that_stands_still_ends_with_its_pusher() -> No
     with pytest.raises(Exception, match=r"/weights|after shutdown"):
         await preparing
     server.close()
+
+
+class Nothing(BaseModel):
+    """No arguments."""
+
+
+slow_sessions: list[Session] = []
+
+
+async def slow(arguments: Nothing, session: Session) -> str:
+    session["work"] = session.spawn(asyncio.sleep(2 * PATIENCE_S))
+    slow_sessions.append(session)
+    await asyncio.shield(session["work"])
+    return "done"
+
+
+async def worthless(request: VerifyRequest) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("headers", [{}, {IDEMPOTENCY_HEADER: "a key"}])
+async def test_a_call_whose_session_ends_meanwhile_is_told_so(headers: dict[str, str]) -> None:
+    slow_sessions.clear()
+    async with (
+        house(gym=gym_server(verify=worthless, tools=[slow])) as peers,
+        httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
+    ):
+        await client.post("/seed_session", json={"responses_create_params": {"input": "?"}})
+        calling = asyncio.create_task(client.post("/slow", json={}, headers=headers))
+        await until(lambda: slow_sessions)
+        slow_sessions[0].over()
+        told = (await calling).json()
+        assert (told["status"], told["detail"]) == (409, "this call was stopped: its session has ended")
 
 
 class Told(BaseException):

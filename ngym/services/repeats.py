@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import OrderedDict
+from collections.abc import Awaitable
 from functools import partial
 
 from fastapi import Request
@@ -52,7 +53,7 @@ class Repeats:
         async def answer(request: Request) -> Response:
             key = request.headers.get(IDEMPOTENCY_HEADER)
             if key is None:
-                return await handler(request)
+                return await _unless_over(handler(request))
             if len(key) > MAX_KEY_CHARS:
                 raise BadRequest(f"{IDEMPOTENCY_HEADER}: {len(key)} characters; at most {MAX_KEY_CHARS}")
             await request.body()  # what never came whole was never begun
@@ -80,12 +81,7 @@ class Repeats:
         if task is None:
             task = self._running[call] = asyncio.create_task(in_time(handler, request))
             task.add_done_callback(partial(self._keep, call))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # and not the caller
-                raise _lost("was stopped: its session was deleted") from None
-            raise
+        return await _unless_over(asyncio.shield(task))
 
     def _keep(self, call: Call, task: asyncio.Task[Response]) -> None:
         del self._running[call]
@@ -124,6 +120,17 @@ class Repeats:
         del self._done[call]
         if (answer := self._answers.pop(call, None)) is not None:
             self._bytes -= _size(answer)
+
+
+async def _unless_over(call: Awaitable[Response]) -> Response:
+    """What a call answers; its session may end meanwhile, and what the call waits for with it."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is None or caller.cancelling():
+            raise
+        raise _lost("was stopped: its session has ended") from None
 
 
 def _said(answer: Response | ServiceError | None) -> Response:

@@ -18,8 +18,6 @@ from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
 REPEATABLE_S = 60  # for so long a call under an idempotency key may be made again
-
-
 Result = TypeVar("Result")
 
 TASK = "task"  # in a session: the row that it was begun with
@@ -45,7 +43,7 @@ class Session(dict[str, Any]):
         self._closing.append(close)
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Work in a task of its own, which is cancelled when the session ends."""
+        """Work in a task of its own, which is cancelled when the session ends; the call that waits for it is answered with 409."""
         task = asyncio.create_task(work)
         self.when_over(task.cancel)
         return task

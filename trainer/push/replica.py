@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -52,7 +52,7 @@ class Replica:
         self._headers = {"authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
         self._push = ""
-        self._asking: set[http.client.HTTPConnection] = set()
+        self._asking: set[socket.socket] = set()
         self._closed = False
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Replica:
         self._closed = True
         for connection in list(self._asking):
             with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def weights(self) -> Json:
         """`policy_version` and `transport` of a server that is ready; with a transfer its `connection` and `workers`.
@@ -156,25 +156,20 @@ class Replica:
         with contextlib.closing(connection):
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
-            return self._asked(connection, method, place.path + path, content, headers)
+            with self._asking_on(connection.sock):
+                # A server that refuses a body need not read it; its answer says more than the broken pipe.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(method, place.path + path, content, headers)
+                reply = connection.getresponse()
+                return reply.status, reply.read()
 
-    def _asked(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: dict[str, str],
-    ) -> tuple[int, bytes]:
+    @contextlib.contextmanager
+    def _asking_on(self, connection: socket.socket) -> Iterator[None]:
         self._asking.add(connection)
         try:
             if self._closed:
                 raise ConnectionAbortedError("no more pushes")
-            # A server that refuses a body need not read it; its answer says more than the broken pipe.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, path, content, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.read()
+            yield
         finally:
             self._asking.discard(connection)
 
