@@ -75,6 +75,7 @@ class Rewards:
         self.count = 0
         self.binary = True  # every reward is 0 or 1: then the best of k is pass@k
         self._total = 0.0
+        self._over: dict[int, float] = {}  # by task: the sum of its rewards less the origin
         self._origin = 0.0  # the first reward: squares of what lies far from 0 would round away by what rewards differ
         self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2; rewards less the origin
         self._sum_sn = 0.0
@@ -84,8 +85,9 @@ class Rewards:
         rewards = self.by_task.setdefault(task, [])
         if not self.count:
             self._origin = reward
-        n, total, over = len(rewards), sum(each - self._origin for each in rewards), reward - self._origin
+        n, total, over = len(rewards), self._over.get(task, 0.0), reward - self._origin
         rewards.append(reward)
+        self._over[task] = total + over
         self.binary = self.binary and reward in (0.0, 1.0)
         self._sum_ss += over * (2 * total + over)
         self._sum_sn += total + over * (n + 1)

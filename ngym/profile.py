@@ -1,4 +1,4 @@
-"""What does each task teach? Rollouts, task by task: how often it was solved, and whether its rewards differ at all."""
+"""Per-task statistics of rollouts: how often a task was solved, and whether its rewards differ at all."""
 
 from __future__ import annotations
 
@@ -54,12 +54,17 @@ class Task:
 
 
 def profile(rows: Iterable[Json], by: str | None = None) -> list[Task]:
-    """The tasks of these rollouts, in the order in which they first appear. by: the field that says a task's subset."""
-    tasks: dict[tuple[str, str, int], Task] = {}
+    """The tasks of these rollouts, in the order in which they first appear.
+
+    A task is what has the same agent and task id, also where a training run drew it several times; rows without an id are
+    told apart by their task index. by: the field that says a task's subset.
+    """
+    tasks: dict[tuple[str, str | int], Task] = {}
     for row in rows:
-        key = (row["agent_ref"]["name"], str((row.get("ng") or {}).get("task_id", "")), row["_ng_task_index"])
+        agent, task_id, index = row["agent_ref"]["name"], (row.get("ng") or {}).get("task_id"), row["_ng_task_index"]
+        key = (agent, index if task_id is None else str(task_id))
         if key not in tasks:
-            tasks[key] = Task(*key, None if by is None else value_of(row, by))
+            tasks[key] = Task(agent, str(task_id or ""), index, None if by is None else value_of(row, by))
         task = tasks[key]
         if row["reward"] is None:
             task.unscored += 1

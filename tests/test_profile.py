@@ -39,6 +39,21 @@ def test_each_task_is_told_with_its_pass_rate_and_whether_it_teaches(tmp_path: P
     assert "teach nothing    3   60.0%" in result.output
 
 
+def test_a_task_that_training_drew_several_times_is_one_task(tmp_path: Path) -> None:
+    rows = [{**rollout(draw, float(draw % 2)), "ng": {"task_id": f"t{draw % 4}"}} for draw in range(96)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(main, [str(tmp_path / "rollouts.jsonl"), "--json"])
+    tasks = [json.loads(line) for line in result.output.splitlines()]
+    assert [(task["task_id"], task["rollouts"]) for task in tasks] == [(f"t{number}", 24) for number in range(4)]
+
+
+def test_rows_without_task_ids_are_told_apart_by_their_index(tmp_path: Path) -> None:
+    rows = [{**rollout(index, 1.0), "ng": {}} for index in (0, 0, 1)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(main, [str(tmp_path / "rollouts.jsonl"), "--json"])
+    assert [json.loads(line)["rollouts"] for line in result.output.splitlines()] == [2, 1]
+
+
 def test_what_counts_as_solved_can_be_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [written(tmp_path, [0.2, 0.4]), "--solved", "0.3", "--json"])
     assert json.loads(result.output)["verdict"] == "mixed"

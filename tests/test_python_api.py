@@ -137,6 +137,8 @@ def test_rollouts_are_a_sequence_with_numbers(rollouts: ngym.Rollouts) -> None:
     ):
         rollouts.pass_at(3)
     assert "8 rollouts of 4 tasks, mean reward 0.750" in repr(rollouts)
+    again = ngym.Rollouts([{**row, "_ng_task_index": draw} for draw, row in enumerate(rollouts)])
+    assert "8 rollouts of 4 tasks" in repr(again) and len(again.groups()) == 8  # a training run draws a task again
 
 
 def test_metrics_are_those_of_the_aggregate_file(rollouts: ngym.Rollouts, folder: Path) -> None:

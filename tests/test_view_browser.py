@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from machine import wait_until
-from viewing import Viewer, failure, rollout, run, viewer, write
+from viewing import Viewer, failure, of_task, rollout, run, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
 playwright.expect.set_options(timeout=20_000)  # on an overloaded machine
@@ -200,6 +200,21 @@ def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, sh
     go(page, shown, "#/compare/r1/r2/task/3/3")  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run tells why
     playwright.expect(columns.first.locator("h2")).to_have_text("yesterday, rollout 1")
     playwright.expect(columns.last.locator("h2")).to_have_text("today, rollout 0")
+
+
+def test_runs_without_a_common_task_are_not_compared(page: Page, tmp_path: Path) -> None:
+    train = [of_task(name, draw, 0, 1.0) for draw, name in enumerate(["a", "b", "a", "b"])]
+    held_out = [of_task(name, task, 0, 0.0) for task, name in enumerate(["c", "d"])]
+    files = [write(tmp_path / "train.jsonl", train), write(tmp_path / "held_out.jsonl", held_out)]
+    with viewer(*files, cache=tmp_path / "cache") as served:
+        go(page, served, "#/compare/r1/r2")
+        verdict = page.locator(".compare-summary")
+        playwright.expect(verdict).to_contain_text("No task in common: these runs cannot be compared.")
+        playwright.expect(verdict).to_contain_text("2 tasks only in train, 2 tasks only in held_out")
+        playwright.expect(verdict).not_to_contain_text("better")
+        go(page, served, "#/r/r1/tasks")
+        first_row(page).click()
+        playwright.expect(page.locator(".group-column")).to_have_count(2)
 
 
 def test_the_list_of_runs_says_which_is_better(page: Page, shown: Viewer) -> None:

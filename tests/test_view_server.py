@@ -13,7 +13,7 @@ from statistics import fmean
 import orjson
 import pytest
 from machine import reserved_port, wait_until
-from viewing import Viewer, command, environment, failure, rollout, run, segment, viewer, write
+from viewing import Viewer, command, environment, failure, of_task, rollout, run, segment, viewer, write
 
 from ngym.collect.files import Paths
 from ngym.view.runs import opened
@@ -115,6 +115,56 @@ def test_two_runs_are_compared_task_by_task_the_largest_difference_first(shown: 
     assert (abs(first["delta"]), first["a"]["n"], first["b"]["n"], first["prompt"]) == (0.5, 2, 2, "What is 0 + 2?")
     assert [row["delta"] for row in shown.get("/api/compare?a=r1&b=r2&sort=delta&limit=1")["rows"]] == [-0.5]
     assert found["rows"][-1]["delta"] is None
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
+    """r1: of 2 tasks that training drew 3 times each; r2: held-out ones; r3, r4: rows without task ids."""
+    folder = tmp_path_factory.mktemp("training")
+    drawn = [("train-a", 0), ("train-b", 1), ("train-b", 2), ("train-a", 3), ("train-a", 4), ("train-b", 5)]
+    train = [of_task(name, task, index, float(name == "train-a")) for name, task in drawn for index in range(2)]
+    runs = {
+        "train": train,
+        "held_out": [of_task(f"held-{task}", task, 0, 1.0) for task in range(4)],
+        "plain": [of_task(None, task, 0, 0.0) for task in range(2)],
+        "plain_later": [of_task(None, task, 0, 1.0) for task in range(2)],
+    }
+    for name, rows in runs.items():
+        write(folder / f"{name}.jsonl", rows)
+    files = [folder / f"{name}.jsonl" for name in runs]
+    with viewer(*files, cache=tmp_path_factory.mktemp("training_cache")) as shown:
+        wait_until(lambda: all(each["indexed_bytes"] == each["bytes"] for each in shown.get("/api/runs")["runs"]))
+        yield shown
+
+
+def test_runs_without_a_common_task_get_no_verdict(training: Viewer) -> None:
+    found = training.get("/api/compare?a=r1&b=r2")
+    assert (found["better"], found["worse"], found["same"], found["delta"], found["matched_by"]) == (
+        0,
+        0,
+        0,
+        None,
+        None,
+    )
+    assert (found["only_a"], found["only_b"]) == (2, 4)
+    assert training.get("/api/compare?a=r2&b=r3")["matched_by"] is None  # ids against none: the indices mean nothing
+
+
+def test_rows_without_task_ids_are_matched_by_their_index_and_that_is_shown(training: Viewer) -> None:
+    found = training.get("/api/compare?a=r3&b=r4")
+    assert (found["better"], found["delta"], found["matched_by"]) == (2, 1.0, "task")
+
+
+def test_a_task_that_training_draws_again_is_one_task(training: Viewer) -> None:
+    assert training.get("/api/runs/r1/stats")["tasks"] == 2
+    page = training.get("/api/runs/r1/tasks")
+    assert page["total"] == 2
+    assert [(row["task_id"], row["task"], row["groups"], row["n"], row["mean"]) for row in page["rows"]] == [
+        ("train-a", 0, 3, 6, 1.0), ("train-b", 1, 3, 6, 0.0)
+    ]  # fmt: skip
+    assert [row["task"] for row in training.get("/api/runs/r1/tasks/3")["rows"]] == [0, 0, 3, 3, 4, 4]
+    assert [row["task"] for row in training.get("/api/runs/r1/groups/3")["rows"]] == [3, 3]
+    assert training.ask("/api/runs/r1/tasks/99")[0] == 404
 
 
 def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:

@@ -46,6 +46,16 @@ def rollout(task: int = 0, index: int = 0, reward: float | None = 1.0, said: str
     }  # fmt: skip
 
 
+def of_task(task_id: str | None, task: int, index: int, reward: float) -> Json:
+    """A rollout whose task has this id; None: its row has none, as rows of other tools."""
+    row = rollout(task, index, reward)
+    if task_id is None:
+        del row["ng"]["task_id"]
+    else:
+        row["ng"]["task_id"] = task_id
+    return row
+
+
 def segment() -> Json:
     """Three tokens of a prompt, two sampled ones of different versions."""
     return {

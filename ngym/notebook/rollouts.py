@@ -42,6 +42,11 @@ class Fact(NamedTuple):
     def names_task(self) -> bool:
         return bool(self.task_id) or self.task_index is not None
 
+    @property
+    def task(self) -> tuple[str, str | int | None]:
+        """The same for all rollouts of a task, also where a training run drew it several times."""
+        return self.agent, self.task_id or self.task_index
+
 
 class Stored:
     """The rows of a Rollouts and of all that is chosen from it. folder: kept for as long as they are."""
@@ -129,10 +134,13 @@ class Rollouts(Sequence[Json]):
         Raises:
             UsageError: a row names no task.
         """
-        scores = Rewards()
-        for task, group in enumerate(self.groups()):
-            for reward in group.rewards:
-                scores.add(task, reward)
+        scores, units = Rewards(), dict[tuple[str, str | int | None], int]()
+        for fact in self._facts:
+            if not fact.names_task:
+                raise UsageError(NO_TASK)
+            unit = units.setdefault(fact.task, len(units))
+            if fact.reward is not None:
+                scores.add(unit, fact.reward)
         return scores.interval
 
     def pass_at(self, k: int, solved_at: float = SOLVED) -> float:
@@ -172,7 +180,7 @@ class Rollouts(Sequence[Json]):
         return self._ranked(n, -1.0)
 
     def groups(self) -> list[Group]:
-        """The rollouts of each task, in the order in which tasks first appear.
+        """The rollouts of each task, in the order in which tasks first appear; each time that a training run drew it is a group.
 
         Raises:
             UsageError: a row names no task.
@@ -212,7 +220,7 @@ class Rollouts(Sequence[Json]):
         if "facts" not in self._stored.__dict__ and len(self._stored.rows) > READ_TO_SHOW:
             return f"{len(self):,} rollouts{where}"
         facts = self._facts
-        tasks = f" of {len({fact[:3] for fact in facts}):,} tasks" if all(fact.names_task for fact in facts) else ""
+        tasks = f" of {len({fact.task for fact in facts}):,} tasks" if all(fact.names_task for fact in facts) else ""
         mean = "no reward" if self.mean_reward is None else f"mean reward {self.mean_reward:.3f}"
         return f"{len(self):,} rollouts{tasks}, {mean}{where}"
 

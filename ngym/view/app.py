@@ -20,10 +20,11 @@ from starlette.routing import Route
 
 from ngym.errors import NgymError, NotFound, ServiceError, UsageError
 from ngym.locks import Lock
+from ngym.schema import Json
 from ngym.view import training
 from ngym.view.compare import compare
 from ngym.view.places import row_seq
-from ngym.view.rows import MOST_ROWS
+from ngym.view.rows import MOST_ROWS, Rows
 from ngym.view.runs import Opened
 from ngym.view.security import Guard
 
@@ -63,6 +64,7 @@ def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | Non
         Route("/api/runs/{id}/rows/{row}/tokens", api.tokens),
         Route("/api/runs/{id}/groups/{task}", api.group),
         Route("/api/runs/{id}/tasks", api.tasks),
+        Route("/api/runs/{id}/tasks/{task}", api.task),
         Route("/api/runs/{id}/stats", api.stats),
         Route("/api/compare", api.compare),
         Route("/api/training", api.training),
@@ -101,9 +103,15 @@ class Api:
         return _json(await asyncio.to_thread(run.tokens, row_seq(request.path_params["row"])))
 
     async def group(self, request: Request) -> Response:
+        return await self._with_task(request, Rows.group)
+
+    async def task(self, request: Request) -> Response:
+        return await self._with_task(request, Rows.task)
+
+    async def _with_task(self, request: Request, read: Callable[[Rows, int], list[Json]]) -> Response:
         run = self._shown.rollout_run(request.path_params["id"])
         task = _whole("task", request.path_params["task"])
-        rows = await asyncio.to_thread(run.rows.group, task)
+        rows = await asyncio.to_thread(read, run.rows, task)
         if not rows:
             raise NotFound(f"there is no task {task} in {run.name}")
         return _json({"task": task, "rows": rows})

@@ -1,4 +1,4 @@
-"""Which tasks does the second run do better, which worse? Both runs' rollouts, task by task."""
+"""Compares two runs task by task: where the second run is better, and where it is worse."""
 
 from __future__ import annotations
 
@@ -83,50 +83,54 @@ SORTS: dict[str, Callable[[Pair], Any]] = {
 
 
 def compare(a: Rows, b: Rows, q: str, sort: str, offset: int, limit: int) -> Json:
-    """The tasks of both, and what they come to. Matched by task id; by task index where the runs share no id.
+    """The tasks of both runs and how their mean rewards differ.
+
+    Tasks are matched by task id; those of rows without ids by task index. `matched_by` says which it was, and is None where
+    the runs have no task in common.
 
     Raises:
         WrongFilter: the filter or the sort says nothing.
     """
-    sides = [_sides(rows, q) for rows in (a, b)]
-    by_id = bool(sides[0].ids.keys() & sides[1].ids.keys())
-    a_tasks, b_tasks = (each.ids if by_id else each.tasks for each in sides)
+    (a_tasks, a_scanned), (b_tasks, b_scanned) = (_tasks(rows, q) for rows in (a, b))
     pairs = [Pair(key, a_tasks.get(key), b_tasks.get(key)) for key in dict.fromkeys([*a_tasks, *b_tasks])]
+    common = [pair.key for pair in pairs if pair.a is not None and pair.b is not None]
     means = [means for pair in pairs if (means := pair.means) is not None]
     deltas = [second - first for first, second in means]
     interval = bootstrap(deltas)
-    searching = min(each.scanned for each in sides)
+    searching = min(a_scanned, b_scanned)
     return {
         "better": sum(delta > 0 for delta in deltas),
         "worse": sum(delta < 0 for delta in deltas),
         "same": sum(delta == 0 for delta in deltas),
         "only_a": sum(pair.b is None for pair in pairs),
         "only_b": sum(pair.a is None for pair in pairs),
-        "unscored": sum(pair.a is not None and pair.b is not None for pair in pairs) - len(deltas),
+        "unscored": len(common) - len(deltas),
         "mean_a": fmean(first for first, _ in means) if means else None,
         "mean_b": fmean(second for _, second in means) if means else None,
         "delta": fmean(deltas) if deltas else None,
         "interval": None if interval is None else [interval.low, interval.high],
-        "matched_by": "task_id" if by_id else "task",
+        "matched_by": _matched_by(common),
         "total": len(pairs),
         **({"searching": True, "scanned": searching} if searching < 1 else {}),
         "rows": [pair.as_json() for pair in _sorted(pairs, sort or DEFAULT_SORT)[offset : offset + limit]],
     }
 
 
-@dataclass(frozen=True)
-class _Sides:
-    ids: dict[str | int, Side]
-    tasks: dict[str | int, Side]
-    scanned: float
+def _matched_by(common: list[str | int]) -> str | None:
+    if not common:
+        return None
+    return "task_id" if any(isinstance(key, str) for key in common) else "task"
 
 
-def _sides(rows: Rows, q: str) -> _Sides:
-    """A run's tasks, by id and by index; failed attempts are no rollouts."""
+def _tasks(rows: Rows, q: str) -> tuple[dict[str | int, Side], float]:
+    """A run's tasks by id, or by index where rows have none, and the share of the run that was searched.
+
+    Failed attempts are not rollouts.
+    """
+    found: dict[str | int, Side] = {}
     extent = rows.index.extent()
-    found = _Sides({}, {}, 1.0)
     if extent.version < 0:
-        return found
+        return found, 1.0
     selection = rows.selection(q, extent)
     sql = (
         f"SELECT r.seq, t.task, t.task_id, r.reward, (SELECT prompt FROM texts WHERE seq = t.first) "
@@ -134,16 +138,13 @@ def _sides(rows: Rows, q: str) -> _Sides:
     )
     with rows.index.reading() as database:
         for seq, task, task_id, reward, prompt in database.execute(sql, selection.parameters):
-            for key, table in ((task_id, found.ids), (task, found.tasks)):
-                if key is None:
-                    continue
-                side = table.setdefault(key, Side(task, prompt))
-                side.n += 1
-                if reward is not None:
-                    side.rewards.append(reward)
-                if len(side.rows) < MOST_NAMED:
-                    side.rows.append(seq)
-    return _Sides(found.ids, found.tasks, selection.scanned)
+            side = found.setdefault(task if task_id is None else task_id, Side(task, prompt))
+            side.n += 1
+            if reward is not None:
+                side.rewards.append(reward)
+            if len(side.rows) < MOST_NAMED:
+                side.rows.append(seq)
+    return found, selection.scanned
 
 
 def _sorted(pairs: list[Pair], sort: str) -> list[Pair]:

@@ -125,7 +125,7 @@ def _contrasts(shown: Opened, compared: dict[str, Json], count: int) -> dict[str
                 if not pair["delta"]:
                     continue
                 end = max if sign * pair["delta"] > 0 else min
-                group = [row for row in shown.rollouts[id].rows.group(side["task"]) if row["row"] in side["rows"]]
+                group = [row for row in shown.rollouts[id].rows.task(side["task"]) if row["row"] in side["rows"]]
                 scored = [row for row in group if row["reward"] is not None]
                 found[id] += [end(scored, key=_reward)["row"]] if scored else []
     return found
@@ -159,11 +159,11 @@ def _endless(rows: Iterable[str]) -> Iterator[str | None]:
 
 
 def _ends(run: RolloutRun, q: str, count: int) -> list[str]:
-    """The best and the worst rollout of the groups whose rewards differ most."""
+    """The best and the worst rollout of the tasks whose rewards differ most."""
     found = []
     for task in run.rows.tasks(q, "-spread", 0, min(1000, count)).rows:
         if task["task"] is not None and task["spread"]:
-            group = [row for row in run.rows.group(task["task"]) if row["reward"] is not None]
+            group = [row for row in run.rows.task(task["task"]) if row["reward"] is not None]
             found += [max(group, key=_reward)["row"], min(group, key=_reward)["row"]] if group else []
     return found
 

@@ -32,7 +32,11 @@ class NoRollout(Exception):
 
 
 class Record(NamedTuple):
-    """One line. line: from 0. start, size: its bytes. g: its group, a digest of agent, task and task index; None: it has none.
+    """One line of a rollout file.
+
+    line: from 0. start, size: its bytes. g: the group that was sampled together, a digest of agent, task id and task index.
+    task_key: the task, a digest of agent and task id (of agent and task index where the row has no id); a task that a
+    training run draws several times has several groups. Both are None for a row with neither.
 
     From `task_id` on are texts, which are kept apart: they are most of the bytes, and few questions need them.
     """
@@ -41,6 +45,7 @@ class Record(NamedTuple):
     start: int
     size: int
     g: int | None
+    task_key: int | None
     task: int | None
     rollout: int | None
     agent: str | None
@@ -90,7 +95,8 @@ def record(text: bytes, line: int, start: int, size: int) -> Record:
         line,
         start,
         size,
-        _group(agent, task_id, task),
+        _digest(agent, task_id, task),
+        _digest(agent, task_id, None if task_id is not None else task),
         task,
         _whole(row.get("_ng_rollout_index")),
         agent,
@@ -237,7 +243,7 @@ def _calls(output: list[Json], failure: Json) -> int | None:
     return None if failure else sum(item.get("type") == "function_call" for item in output)
 
 
-def _group(agent: str | None, task_id: str | None, task: int | None) -> int | None:
+def _digest(agent: str | None, task_id: str | None, task: int | None) -> int | None:
     if task_id is None and task is None:
         return None
     key = f"{agent}\0{task_id}\0{task}".encode()

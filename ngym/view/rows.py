@@ -51,9 +51,10 @@ COLUMNS = {
 _ROW = f"SELECT r.seq, {', '.join(COLUMNS.values())} FROM {FROM}"
 
 TASK_COLUMNS = {
-    "task": "max(r.task)",
+    "task": "min(r.task)",
     "task_id": "max(t.task_id)",
     "agent": "max(r.agent)",
+    "groups": "count(DISTINCT r.g)",
     "n": "count(*) FILTER (WHERE r.failure IS NULL)",
     "mean": "avg(r.reward)",
     "best": "max(r.reward)",
@@ -133,12 +134,20 @@ class Rows:
         return [found[seq] for seq in seqs if seq in found]
 
     def group(self, task: int) -> list[Json]:
-        """All rows of a task, failed attempts, too."""
+        """The rows with this task index, failed attempts included: rollouts that were sampled together."""
+        return self._with_task("g", task)
+
+    def task(self, task: int) -> list[Json]:
+        """All rows of the task that has this index, of its other groups, too, in the order of their indices."""
+        return self._with_task("task_key", task)
+
+    def _with_task(self, key: str, task: int) -> list[Json]:
         if self.index.extent().version < 0:
             return []
         with self.index.reading() as database:
-            own = "SELECT g FROM groups WHERE task = ?"
-            sql = f"{_ROW} WHERE r.g IN ({own}) ORDER BY r.rollout IS NULL, r.rollout, r.seq LIMIT ?"
+            own = f"SELECT {key} FROM groups WHERE task = ?"
+            by = "r.task, r.rollout IS NULL, r.rollout, r.seq"
+            sql = f"{_ROW} WHERE r.{key} IN ({own}) ORDER BY {by} LIMIT ?"
             return [_as_json(row) for row in database.execute(sql, (task, MOST_ROWS))]
 
     def tasks(self, q: str, sort: str, offset: int, limit: int) -> Page:
@@ -151,11 +160,13 @@ class Rows:
         if some:
             with self.index.reading() as database:
                 columns = ", ".join(TASK_COLUMNS.values())
-                own = "r.g IN (SELECT value FROM json_each(?))"
-                sql = f"SELECT r.g, {columns} FROM {FROM} WHERE {own} AND ({selection.where}) GROUP BY r.g"
+                own = "r.task_key IN (SELECT value FROM json_each(?))"
+                sql = (
+                    f"SELECT r.task_key, {columns} FROM {FROM} WHERE {own} AND ({selection.where}) GROUP BY r.task_key"
+                )
                 asked = (orjson.dumps(some).decode(), *selection.parameters)
                 found = {row[0]: dict(zip(TASK_COLUMNS, row[1:], strict=True)) for row in database.execute(sql, asked)}
-        rows = [found[g] for g in some if g in found]
+        rows = [found[key] for key in some if key in found]
         return Page(rows, len(keys), extent.rows + extent.failures, scanned)
 
     def selection(self, q: str, extent: Extent) -> Selection:
@@ -208,7 +219,8 @@ class Rows:
         else:
             where, parameters, scanned = query.where, query.parameters, 1.0
         by = _task_order(sort)
-        sql = f"SELECT r.g FROM {FROM} WHERE r.g IS NOT NULL AND ({where}) GROUP BY r.g ORDER BY {by}"
+        key = "r.task_key"
+        sql = f"SELECT {key} FROM {FROM} WHERE {key} IS NOT NULL AND ({where}) GROUP BY {key} ORDER BY {by}"
         with self.index.reading() as database:
             return _Order(_column(database, sql, parameters), scanned)
 
@@ -220,7 +232,7 @@ def _task_order(sort: str) -> str:
         if name not in TASK_COLUMNS:
             raise WrongFilter(f"tasks cannot be sorted by {name!r:.60}; there are {', '.join(TASK_COLUMNS)}")
         keys.append(f"{TASK_COLUMNS[name]} IS NULL, {TASK_COLUMNS[name]} {'DESC' if name != key else 'ASC'}")
-    return ", ".join([*keys, "max(r.task)", "r.g"])
+    return ", ".join([*keys, "min(r.task)", "r.task_key"])
 
 
 def _column(database: sqlite3.Connection, sql: str, parameters: Sequence[Any]) -> array[int]:

@@ -16,7 +16,7 @@ from ngym.view.record import FIRST_TEXT, NoRollout, Record, record
 MOST_LINE_BYTES = 256 << 20
 BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20
 REPORTED = 20  # bad lines of a batch that are named
-_G, _TASK, _TASK_ID, _AGENT = (Record._fields.index(name) for name in ("g", "task", "task_id", "agent"))
+_G, _KEY, _TASK, _TASK_ID, _AGENT = map(Record._fields.index, ("g", "task_key", "task", "task_id", "agent"))
 _REWARD, _FAILURE = (Record._fields.index(name) for name in ("reward", "failure"))
 
 
@@ -67,8 +67,8 @@ class GroupSum:
 
     def values(self) -> tuple[Any, ...]:
         """In the order of the index's table."""
-        g, task, task_id, agent = (self.first[place] for place in (_G, _TASK, _TASK_ID, _AGENT))
-        return (g, task, task_id, agent, self.n, self.scored, self.total, self.first[0])
+        g, key, task, task_id, agent = (self.first[place] for place in (_G, _KEY, _TASK, _TASK_ID, _AGENT))
+        return (g, key, task, task_id, agent, self.n, self.scored, self.total, self.first[0])
 
 
 def scan(job: Job) -> Batch:

@@ -74,7 +74,7 @@ class Stats:
 
 
 def _computed(database: sqlite3.Connection, selection: Selection) -> Json:
-    columns = "r.seq, r.g, r.agent, r.reward, r.failure, r.stop_reason, r.output_tokens, r.seconds"
+    columns = "r.seq, r.task_key, r.agent, r.reward, r.failure, r.stop_reason, r.output_tokens, r.seconds"
     sql = f"SELECT {columns} FROM {FROM} WHERE {selection.where} ORDER BY r.seq"
     rows = database.execute(sql, selection.parameters).fetchall()
     parts = database.execute(
@@ -91,7 +91,7 @@ def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
     failures: dict[str, Json] = {}
     stops: Counter[str] = Counter()
     points = []
-    for seq, g, agent, reward, failure, stop, tokens, seconds in rows:
+    for seq, task, agent, reward, failure, stop, tokens, seconds in rows:
         own = environments.setdefault(agent, Environment())
         if failure is not None:
             own.failed += 1
@@ -104,9 +104,9 @@ def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
         if seconds is not None:
             own.seconds.append(seconds)
         if reward is not None:
-            group = -(1 << 64) - seq if g is None else g  # a rollout without a group is one of its own
-            whole.add(group, reward)
-            own.rewards.add(group, reward)
+            unit = -(1 << 64) - seq if task is None else task  # a rollout that names no task is one of its own
+            whole.add(unit, reward)
+            own.rewards.add(unit, reward)
             if tokens is not None:
                 points.append((tokens, reward, seq))
     n = sum(own.n for own in environments.values())

@@ -12,12 +12,12 @@ from ngym.view.helpers import scanned
 from ngym.view.places import PART_BITS
 from ngym.view.reading import edges, opened, status
 from ngym.view.scan import REPORTED, Batch
-from ngym.view.store import INDEX, PLAIN, TABLES, TEXTS, Store
+from ngym.view.store import INDEXES, PLAIN, TABLES, TEXTS, Store
 
 _INSERT_ROW = f"INSERT INTO rows VALUES (? + %d{', ?' * len(PLAIN)})"
 _INSERT_TEXT = f"INSERT INTO texts VALUES (? + %d{', ?' * len(TEXTS)})"
 _ADD_GROUP = """
-INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ? + %d) ON CONFLICT (g) DO UPDATE SET n = n + excluded.n,
+INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ? + %d) ON CONFLICT (g) DO UPDATE SET n = n + excluded.n,
     scored = scored + excluded.scored, total = total + excluded.total
 """
 
@@ -65,7 +65,8 @@ class Writer:
         if bytes == self._read:
             return
         with self._store.writing() as database:
-            database.execute(INDEX)
+            for statement in INDEXES:
+                database.execute(statement)
             database.execute("UPDATE state SET read = ?", (bytes,))
         self._read = bytes
 

@@ -1,7 +1,7 @@
 // Which run is better, and on which tasks? Counts, the mean difference with its interval, and the tasks, largest difference first.
 import { rewardMark } from "./columns.js";
 import { clear, el, link } from "./dom.js";
-import { DASH, formatCount, formatNumber, formatSigned, isNumber } from "./format.js";
+import { DASH, formatCount, formatNumber, formatSigned, isNumber, plural } from "./format.js";
 import { go, hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";
 import { Table } from "./table.js";
@@ -77,10 +77,14 @@ function wordsOf({ params }) {
 }
 
 function summaryOf(answer, left, right, byDifference) {
-  const { better, worse, same, only_a: onlyA, only_b: onlyB, delta, interval } = answer;
+  const { better, worse, same, only_a: onlyA, only_b: onlyB, delta, interval, matched_by: matchedBy } = answer;
+  if (!matchedBy) {
+    const counts = `${plural(onlyA, "task")} only in ${safeLine(left.name)}, ${plural(onlyB, "task")} only in ${safeLine(right.name)}`;
+    return el("p", { class: "verdict-line" }, "No task in common: these runs cannot be compared. ", el("span", { class: "muted" }, counts));
+  }
   const chance = !interval ? "; too few tasks to say whether by chance" : interval[0] > 0 || interval[1] < 0 ? "" : ", within chance";
   const verdict = !isNumber(delta)
-    ? "No task is in both runs."
+    ? "No task has a reward in both runs."
     : delta === 0
       ? "Both runs have the same mean."
       : `${safeLine((delta > 0 ? right : left).name)} is better by ${formatNumber(Math.abs(delta))}${chance}.`;
@@ -125,6 +129,8 @@ function summaryOf(answer, left, right, byDifference) {
       { class: "verdict-line" },
       verdict,
       byDifference && el("span", { class: "muted" }, " The task on which the runs differ most is the first line."),
+      matchedBy === "task" &&
+        el("span", { class: "muted" }, " The rows have no task ids: tasks were matched by their index, which is right for the same input only."),
     ),
   );
 }

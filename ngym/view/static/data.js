@@ -44,6 +44,7 @@ function serverApi() {
     rowText: (run, row, signal) => getText(`/api/runs/${run}/rows/${row}`, {}, signal),
     tokens: (run, row, signal) => getJson(`/api/runs/${run}/rows/${row}/tokens`, {}, signal),
     group: (run, task, signal) => getJson(`/api/runs/${run}/groups/${task}`, {}, signal),
+    task: (run, task, signal) => getJson(`/api/runs/${run}/tasks/${task}`, {}, signal),
     tasks: (run, query, signal) => getJson(`/api/runs/${run}/tasks`, query, signal),
     stats: (run, q, signal) => getJson(`/api/runs/${run}/stats`, { q }, signal),
     compare: (a, b, query, signal) => getJson("/api/compare", { a, b, ...query }, signal),

@@ -13,16 +13,16 @@ const MOST_COLUMNS = 4;
 const COLUMN_PX = 330;
 const MOST_DIFFED = 40_000; // characters; longer texts are shown without marks
 
-/** #/r/{run}/group/{task}?cols=r1:0,r1:3 */
+/** #/r/{run}/group/{task}?cols=r1:0,r1:3: what was sampled together; #/r/{run}/task/{task}: all rollouts of the task. */
 export function groupPage(context, route) {
-  const [, run, , task] = route.path;
+  const [, run, part, task] = route.path;
   const name = nameOfRun(context, run);
   context.crumbs([
     { text: name, href: hrefOf(["r", run]) },
     { text: "tasks", href: hrefOf(["r", run, "tasks"]) },
     { text: `task ${task}` },
   ]);
-  return sideBySide(context, route, [{ run, task }]);
+  return sideBySide(context, route, [{ run, task }], part === "task" ? context.api.task : context.api.group);
 }
 
 /** #/compare/{a}/{b}/task/{task in a}/{task in b}: both groups; "-" for a run that has not the task. */
@@ -39,10 +39,11 @@ export function comparedGroupsPage(context, route) {
       { run: a, task: taskA },
       { run: b, task: taskB },
     ].filter(({ task }) => task !== "-"),
+    context.api.task,
   );
 }
 
-function sideBySide(context, route, groups) {
+function sideBySide(context, route, groups, read) {
   const control = new AbortController();
   const element = el("main", { class: "page group-page" }, el("p", { class: "muted" }, "Reading the rollouts …"));
   const known = new Map();
@@ -65,7 +66,7 @@ function sideBySide(context, route, groups) {
   };
   const load = async () => {
     const found = groups.map(async ({ run, task }) =>
-      (await context.api.group(run, task, control.signal)).rows.map((row) => ({ run, row, key: `${run}:${row.row}` })),
+      (await read(run, task, control.signal)).rows.map((row) => ({ run, row, key: `${run}:${row.row}` })),
     );
     all = (await Promise.all(found)).flat();
     await draw();

@@ -109,7 +109,7 @@ function pageFor(context, route) {
   if (kind === undefined) return runsPage(context);
   if (kind === "training") return trainingPage(context, route);
   if (kind === "r" && part === "row") return rolloutPage(context, route);
-  if (kind === "r" && part === "group") return groupPage(context, route);
+  if (kind === "r" && (part === "group" || part === "task")) return groupPage(context, route);
   if (kind === "r") return runPage(context, route);
   if (kind === "compare" && route.path[3] === "task") return comparedGroupsPage(context, route);
   if (kind === "compare") return comparePage(context, route);

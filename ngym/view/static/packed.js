@@ -20,6 +20,7 @@ export function packedApi(data) {
       note: "an exported report holds no token texts; these are the ids",
     }),
     group: async (run, task) => ({ task: Number(task), rows: groupOf(rowsOf(run), task) }),
+    task: async (run, task) => ({ task: Number(task), rows: taskOf(rowsOf(run), task) }),
     tasks: async (run, query) => listed(taskRows(fitting(run, query.q)), query),
     stats: async (run) => data.stats?.[run] ?? null,
     compare: async (a, b, query) => {
@@ -67,17 +68,27 @@ function groupOf(rows, task) {
   return rows.filter((row) => String(row.task) === String(task)).sort((a, b) => (a.rollout ?? Infinity) - (b.rollout ?? Infinity));
 }
 
+/** What makes two rows rollouts of the same task: its id; its index where the rows have none. */
+const taskKey = ({ agent, task_id: id, task }) => JSON.stringify([agent, id ?? task]);
+
+/** All rollouts of the task that has this index, of its other groups, too. */
+function taskOf(rows, task) {
+  const keys = new Set(groupOf(rows, task).map(taskKey));
+  return rows.filter((row) => keys.has(taskKey(row))).sort((a, b) => a.task - b.task || (a.rollout ?? Infinity) - (b.rollout ?? Infinity));
+}
+
 function taskRows(rows) {
-  const byTask = Map.groupBy ? Map.groupBy(rows, (row) => row.task) : grouped(rows);
-  return [...byTask.values()].map((group) => {
+  return [...grouped(rows).values()].map((group) => {
     const rewards = group.map((row) => row.reward).filter((reward) => reward !== null);
     const [best, worst] = rewards.length ? [Math.max(...rewards), Math.min(...rewards)] : [null, null];
     const { task, task_id, agent, prompt } = group[0];
+    const groups = new Set(group.map((row) => row.task)).size;
     const mean = rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
     const failures = group.filter((row) => row.status === "failed").length;
     return {
       task,
       task_id,
+      groups,
       agent,
       prompt,
       n: group.length - failures,
@@ -93,7 +104,7 @@ function taskRows(rows) {
 
 function grouped(rows) {
   const groups = new Map();
-  for (const row of rows) groups.set(row.task, [...(groups.get(row.task) ?? []), row]);
+  for (const row of rows) groups.set(taskKey(row), [...(groups.get(taskKey(row)) ?? []), row]);
   return groups;
 }
 
