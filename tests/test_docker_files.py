@@ -51,6 +51,22 @@ def config(root: Path) -> Config:
     return load_config([root / "docker" / "global_config.yaml"])
 
 
+def started(compose: dict[str, Any], **environment: str) -> set[str]:
+    """The services that `docker compose up` starts: without a profile or with an active one, and not scaled to 0."""
+    active = set(filter(None, environment.get("COMPOSE_PROFILES", "").split(",")))
+
+    def scale(service: dict[str, Any]) -> int:
+        found = re.fullmatch(r"\$\{(\w+):-(\d+)\}", str(service.get("scale", "${_:-1}")))
+        assert found is not None
+        return int(environment.get(found[1], found[2]))
+
+    return {
+        name
+        for name, service in compose["services"].items()
+        if ("profiles" not in service or active & set(service["profiles"])) and scale(service) > 0
+    }
+
+
 def command(service: dict[str, Any]) -> list[str]:
     words: list[str] = service["command"]
     return words
@@ -97,7 +113,7 @@ def test_the_mounted_config_passes_ng_validate(root: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_dependency_is_a_service_that_shares_a_profile_and_has_a_health_check(
+def test_every_dependency_is_a_service_with_a_health_check_that_starts_with_it(
     compose: dict[str, Any], stages: dict[str, list[tuple[str, str]]]
 ) -> None:
     services = compose["services"]
@@ -105,14 +121,20 @@ def test_every_dependency_is_a_service_that_shares_a_profile_and_has_a_health_ch
         for name, dependency in service.get("depends_on", {}).items():
             assert dependency["condition"] == "service_healthy"
             assert "HEALTHCHECK" in dict(stages[services[name]["build"]["target"]])
-            always_there = set(service["profiles"]) <= set(services[name]["profiles"])
-            assert always_there or not dependency.get("required", True) or service["profiles"] == ["collect"]
+            assert "profiles" not in services[name] or not dependency.get("required", True)
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_each_profile_starts_exactly_one_policy(compose: dict[str, Any], profile: str) -> None:
-    started = [service for service in compose["services"].values() if profile in service["profiles"]]
-    assert sum(command(service)[1] == "policy" for service in started) == 1
+def test_plain_compose_up_starts_the_cpu_stack_and_profiles_are_for_gpus_and_jobs(compose: dict[str, Any]) -> None:
+    assert started(compose) == {"policy", "calculator", "calculator_agent"}
+    profiles = {name: service["profiles"] for name, service in compose["services"].items() if "profiles" in service}
+    assert profiles == {"policy-gpu": ["gpu"], "collect": ["collect"], "train": ["train"]}
+
+
+def test_with_gpus_one_policy_takes_the_place_of_the_other(root: Path, compose: dict[str, Any]) -> None:
+    (line,) = re.findall(r"printf '(COMPOSE_PROFILES=.*)' >> \.env", (root / "docker-compose.yml").read_text())
+    environment = dict(pair.split("=") for pair in line.split("\\n") if pair)
+    assert started(compose, **environment) == {"policy-gpu", "calculator", "calculator_agent"}
+    assert compose["services"]["policy"]["ports"] == compose["services"]["policy-gpu"]["ports"]  # never both
 
 
 def test_only_the_gpu_profile_asks_for_a_gpu(compose: dict[str, Any]) -> None:
@@ -131,6 +153,20 @@ def test_the_files_that_containers_mount_are_in_the_project(root: Path, compose:
             assert mount["bind"] == {"create_host_path": False}
 
 
+def test_the_job_that_trains_is_a_recipe_of_the_mounted_config(
+    root: Path, compose: dict[str, Any], tmp_path: Path
+) -> None:
+    job = compose["services"]["train"]
+    config = "rollouts.services=/app/global_config.yaml"
+    assert job["environment"]["NGYM_ADMIN_TOKEN"] == compose["services"]["policy"]["environment"]["NGYM_ADMIN_TOKEN"]
+    words = [word for word in command(job) if not word.startswith("model.path=")]
+    assert config in words
+    words[words.index(config)] = "rollouts.services=docker/global_config.yaml"
+    dry_run = [sys.executable, "-m", "ngym", "train", *words[1:], "model.path=owner/model", "--dry-run"]
+    result = subprocess.run(dry_run, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_collector_reads_a_file_that_the_image_has(root: Path, compose: dict[str, Any]) -> None:
     words = command(compose["services"]["collect"])
     source = words[words.index("--input") + 1]
@@ -141,8 +177,10 @@ def test_the_collector_reads_a_file_that_the_image_has(root: Path, compose: dict
 def test_no_secret_stands_in_the_compose_file(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         for name, value in service.get("environment", {}).items():
+            if not re.search("TOKEN|KEY|SECRET|PASSWORD", name):
+                continue
             from_outside_or_not_at_all = re.fullmatch(rf"\$\{{{name}:\?[^}}]+\}}", value or "")
-            assert value is None or from_outside_or_not_at_all or name == "NGYM_MODEL"
+            assert value is None or from_outside_or_not_at_all
 
 
 def test_every_container_is_locked_by_the_same_token(compose: dict[str, Any]) -> None:
