@@ -47,7 +47,8 @@ LAUNCHERS = frozenset({"torchrun", "deepspeed", "srun", "nohup", "time"})
 ENDS = frozenset({"|", "&&", "||", ";", "&", "(", ")"})
 REDIRECTS = frozenset({">", ">>", "<", "2>", ">&", "&>"})
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
-QUICK = frozenset({"export", "init", "list", "profile", "reverify", "status", "validate"})
+QUICK = frozenset({"export", "init", "list", "plot", "profile", "reverify", "status", "validate"})
+REHEARSED = frozenset({"quickstart", "run", "serve", "train"})  # what takes minutes is given with --dry-run
 
 
 class Line(NamedTuple):
@@ -142,6 +143,34 @@ def problem(line: Line, folder: Path) -> str | None:
     )
 
 
+def unknown_words(line: Line) -> str | None:
+    """Why a command in running text, where arguments may be left out, names a command or option that does not exist."""
+    if line.words[0] == "make":
+        return problem(line, ROOT)
+    if line.words[0] in FOREIGN | HARMLESS or line.words == ("ng",):
+        return None
+    if line.ours is None:
+        return f"{line.words[0]}: an unknown command"
+    if line.ours[0] in ("help", "completion"):
+        return None
+    name, arguments = line.ours
+    if name not in COMMANDS:
+        return f"there is no command {name!r}"
+    command: click.Command = importlib.import_module(COMMANDS[name][0]).main
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+    unknown = [word for word in arguments if word.startswith("--") and word.partition("=")[0] not in known]
+    return f"{line.words[0]} has no option {unknown[0]}" if unknown else None
+
+
+def rehearsed(line: Line) -> tuple[str, ...]:
+    """The words after `ng` that give this command without its effects: as a dry run, or as an exported page."""
+    assert line.ours is not None
+    name, words = line.ours
+    if name == "view":
+        return (name, *words, "--export", "viewed.html")
+    return (name, *words, *(("--config", "global_config.yaml") if name == "collect_rollouts" else ()), "--dry-run")
+
+
 def _ours(name: str, arguments: tuple[str, ...], folder: Path) -> str | None:
     if name not in COMMANDS:
         return f"there is no command {name!r}"
@@ -198,13 +227,33 @@ def is_harmless(given: Sequence[Line], text: str) -> bool:
 
 
 def runnable(line: Line, agents: Sequence[str]) -> tuple[str, ...] | None:
-    """The words after `ng` with which this line is quickly run where these agents are served; None for what takes long or needs more."""
+    """The words after `ng` with which this line is quickly run where these agents are served; None for what takes long or needs more.
+
+    Commands that take long are run with --dry-run, which makes every check that needs nothing loaded; a page of the viewer
+    is exported instead of served.
+    """
     if line.ours is None:
         return None
     name, words = line.ours
+    if {"--help", "--resume", "--environments", "--watch", "--models"} & set(words):
+        return None
     if name == "collect_rollouts":
-        given = dict(itertools.pairwise(words))
-        served = given.get("--agent") in agents and not {"--config", "--head", "--resume"} & set(words)
-        return (name, *words, "--output", "collected.jsonl", "--limit", "1", "--overwrite") if served else None
-    slow = {"--environments", "--watch", "--models", "--config", "--help"} & set(words)
-    return (name, *words) if name in QUICK and not slow else None
+        return _collected(words, agents)
+    if name == "view":
+        return (name, *words, *(() if "--export" in words else ("--export", "viewed.html")))
+    if name in REHEARSED:
+        return (name, *words, "--dry-run")
+    return (name, *words) if name in QUICK and "--config" not in words else None
+
+
+def _collected(words: tuple[str, ...], agents: Sequence[str]) -> tuple[str, ...] | None:
+    """One rollout, where its agent is served; a dry run, where it is in a config."""
+    agent = dict(itertools.pairwise(words)).get("--agent")
+    if "--head" in words:
+        return None
+    if "--config" in words:
+        return ("collect_rollouts", *words, "--dry-run")
+    if agent in agents:
+        return ("collect_rollouts", *words, "--output", "collected.jsonl", "--limit", "1", "--overwrite")
+    known = load_config([ROOT / "global_config.yaml"]).services
+    return ("collect_rollouts", *words, "--config", "global_config.yaml", "--dry-run") if agent in known else None

@@ -36,9 +36,10 @@ TASKS = [
     for n in (3, 14, 15, 92)
 ]
 FOLDERS = ("runs/sft/policy", "runs/quickstart/sft/policy", "runs/a", "runs/b")
+TRAINED = ("runs/grpo", "runs/dapo", "runs/rates/a", "runs/rates/b", "runs/seed-0", "runs/seed-1")
 ADDRESS = re.compile(r"\b(localhost|127\.0\.0\.1):(\d+)")
-COPIES = ("rollouts.jsonl", "runs/a/out.jsonl", "runs/b/out.jsonl")
-TASK_FILES = ("tasks.jsonl", "held_out.jsonl", "my_math.jsonl", "my_tasks.jsonl")
+COPIES = ("rollouts.jsonl", "yesterday.jsonl", "today.jsonl", "runs/a/out.jsonl", "runs/b/out.jsonl")
+TASK_FILES = ("tasks.jsonl", "held_out.jsonl", "my_math.jsonl", "my_tasks.jsonl", "part.00.jsonl")
 
 
 @contextmanager
@@ -102,8 +103,18 @@ def _lay_out(folder: Path) -> None:
             (folder / "data" / source.name).symlink_to(source)
     for name in FOLDERS:
         (folder / name).mkdir(parents=True)
+    for name in TRAINED:
+        _train(folder / name)
     for name in TASK_FILES:
         (folder / name).write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+
+
+def _train(folder: Path) -> None:
+    """A run folder as ng_train leaves it."""
+    folder.mkdir(parents=True)
+    entries = ({"step": n, "reward/mean": n / 4, "eval/counter_agent/avg@1": n / 4, "time/step": 1.0} for n in range(4))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (folder / "recipe.yaml").write_text("optimizer: {lr: 0.001}\n")
 
 
 def _ready(folder: Path) -> bool:
@@ -139,6 +150,7 @@ def _collect(folder: Path) -> None:
             out.write(json.dumps(row) + "\n")
     for name in COPIES:
         shutil.copy(folder / "out.jsonl", folder / name)
+    ended(ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "pairs.jsonl"), folder)
     for left in folder.glob("worse*"):
         left.unlink()
 

@@ -88,6 +88,15 @@ def links(page: Path) -> Iterator[Link]:
             yield Link(page, number, target)
 
 
+def inline_commands(page: Path) -> Iterator[tuple[int, str]]:
+    """Commands of ours in running text, such as `ng_run --only NAME`, with their line."""
+    for number, line in _prose(page):
+        for found in CODE.finditer(line):
+            text = found[0].strip("`").strip()
+            if text.startswith(("ng_", "ng ", "make ")):
+                yield number, text
+
+
 def anchors(text: str) -> set[str]:
     """What `#...` may name on a page, as GitHub and MkDocs both make it of a heading."""
     found: set[str] = set()

@@ -453,7 +453,8 @@ DRY = {
     "export": "export --dry-run --format demonstrations --input rollouts.jsonl --output sft.jsonl",
     "reverify": "reverify --dry-run --input rollouts.jsonl --output again.jsonl",
     "train": "train sft.yaml output=trained --dry-run",
-    "live": "train grpo.yaml --dry-run model.path=folder model.tokenizer={root}/data/tiny_policy/tokenizer output=trained",
+    "live": "train grpo.yaml --dry-run model.path=folder model.tokenizer={root}/data/tiny_policy/tokenizer output=trained "
+    "rollouts.services={root}/global_config.yaml",
     "sweep": "train sft.yaml output=trained --dry-run --sweep seed=0,1",
     "prepare": "prepare gsm8k --dry-run --config {root}/global_config.yaml",
     "init": "init other --dry-run",

@@ -14,9 +14,10 @@ import docs_shell
 import pytest
 import yaml
 from docs_world import AGENTS, addressed, copied, ended, ngym, world
-from documents import ROOT, Snippet, pages, readmes, snippets
+from documents import ROOT, Snippet, inline_commands, pages, readmes, snippets
 from pydantic import create_model
 
+from ngym.cli import quickstart
 from ngym.cli.train import trainer
 from ngym.config import SETTINGS_KEY, load_config
 from ngym.errors import ConfigError, NgymError
@@ -153,6 +154,45 @@ def test_the_snippets_of_a_page_are_what_they_claim(
         if reason := _problem(snippet, ground, tmp_path):
             wrong.append(f"{snippet.where}: {reason}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_in_running_text_exist(page: Path) -> None:
+    of_others = page.name == "coming-from.md"  # NeMo Gym's commands begin with ng_, too
+    wrong = [
+        f"{page.relative_to(ROOT)}:{number}: {problem}"
+        for number, text in inline_commands(page)
+        for line in docs_shell.lines(text)
+        if (problem := docs_shell.unknown_words(line)) and not of_others
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_ng_init_names_next_can_be_given(tmp_path: Path) -> None:
+    shown = ended(ngym("init", "fresh"), tmp_path)
+    hints = [line for line in docs_shell.lines(shown.partition("next:")[2]) if line.ours is not None]
+    assert [line.words[0] for line in hints] == ["ng_run", "ng_collect_rollouts"]
+    for line in hints:
+        ended(ngym(*docs_shell.rehearsed(line)), tmp_path / "fresh")
+
+
+def test_what_the_quickstart_names_next_can_be_given(project: Path, tmp_path: Path) -> None:
+    here = copied(project, tmp_path / "project")
+    folder = here / "runs" / "quickstart"
+    (folder / "global_config.yaml").write_text(quickstart.CONFIG.format(file="global_config.yaml"))
+    text = quickstart.NEXT.format(
+        activate="",
+        config=folder / "global_config.yaml",
+        folder=folder,
+        tasks=ROOT / "data/calculator/validation.jsonl",
+    )
+    hints = [line for each in text.splitlines() for line in docs_shell.lines(each) if line.ours is not None]
+    assert [line.words[0] for line in hints] == ["ng_view", "ng_run", "ng_collect_rollouts", "ng_init"]
+    copied_run = here / "runs" / "grpo"
+    for name in ("metrics.jsonl", "recipe.yaml"):
+        (folder / name).write_text((copied_run / name).read_text())
+    for line in hints:
+        ended(ngym(*docs_shell.rehearsed(line)), folder)
 
 
 def test_what_is_not_run_says_why(record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,6 @@ def test_a_row_for_another_agent_is_named_before_anything_is_asked(tmp_path: Pat
     [
         ({"tasks": "TASKS"}, None, "sft", "sft learns from a file and is evaluated on one; name evaluation.data"),
         ({"data": "TASKS"}, None, "grpo", "nothing of grpo can be measured on a finished file"),
-        ({}, 1, "grpo", "name evaluation.tasks or evaluation.environments"),
         ({"tasks": "TASKS"}, 2, "grpo", "which of the agents attempts evaluation.tasks?"),
         ({"tasks": "TASKS"}, 1, "grpo", None),
         ({"tasks": "TASKS"}, None, "grpo", None),  # the same recipe, once with data.path
@@ -179,6 +178,27 @@ def test_an_evaluation_that_the_run_cannot_make_is_refused(
     asked = rl.EvaluationOptions(**{key: tasks for key in options})
     problem = rl.evaluation_problem(asked, rollouts, algorithm)
     assert problem is None if reason is None else problem is not None and reason in problem
+
+
+def test_held_out_tasks_are_those_beside_the_tasks_of_the_rollouts(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train.jsonl", ["0"])
+        write(tmp_path / name / "validation.jsonl", ["1"])
+    first, second = (
+        {"agent": name, "tasks": str(tmp_path / name / "train.jsonl"), "name": name} for name in ("a", "b")
+    )
+    one, two = rl.RolloutOptions(environments=[first]), rl.RolloutOptions(environments=[first, second])
+    followed = rl.EvaluationOptions(limit=1).following(one)
+    assert (followed.tasks, followed.limit) == (str(tmp_path / "a" / "validation.jsonl"), 1)
+    assert [(each.agent, each.key, each.tasks) for each in rl.EvaluationOptions().following(two).held_out(two)] == [
+        ("a", "a", str(tmp_path / "a" / "validation.jsonl")), ("b", "b", str(tmp_path / "b" / "validation.jsonl"))
+    ]  # fmt: skip
+    named = rl.EvaluationOptions(tasks=first["tasks"])
+    assert named.following(one) is named
+    (tmp_path / "b" / "validation.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"no validation\.jsonl beside .*b/train\.jsonl; name held-out tasks with"):
+        rl.EvaluationOptions().following(two)
 
 
 def test_held_out_tasks_come_in_one_form(tmp_path: Path) -> None:

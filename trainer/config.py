@@ -194,7 +194,7 @@ class Recipe(Record):
         live = known["rollouts"] if known["data"] is None else None
         if problem := evaluation_problem(value, live, known["algorithm"].name):
             raise ValueError(problem)
-        return value
+        return value if live is None else value.following(live)
 
     @field_validator("engine")
     @classmethod

@@ -1,4 +1,4 @@
-"""What would a run do? Its resolved recipe, its sizes, and where it would write; nothing is loaded, made or written."""
+"""A dry run: the resolved recipe, its sizes, and where it would write; tasks and services are checked, nothing is loaded or written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from . import arithmetic
 from .config import as_yaml, read_launch
-from .program import POLICY, checked, holds_a_run
+from .program import POLICY, check_live, checked, holds_a_run
 from .resume import resumable
 from .sweep import planned
 
@@ -22,6 +22,8 @@ def run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwri
         UsageError: it cannot be run, as far as can be told without loading anything.
     """
     recipe, tree = checked(files, overrides)
+    if recipe.live:
+        check_live(recipe, recipe.live)
     text = as_yaml(recipe, tree)
     taken = holds_a_run(recipe.output)
     if resume:

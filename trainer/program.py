@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngym import tracing
-from ngym.config import tracing_from_environment
+from ngym.config import load_config, tracing_from_environment
 from ngym.errors import ConfigError, UsageError
 from ngym.held import held_folder
 from ngym.jsonl import write_whole
@@ -96,7 +96,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         if not recipe.live:  # a live run's services say where spans go
             tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
         if recipe.live and launch.rank == 0:
-            _check_tasks(recipe, recipe.live)
+            check_live(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
         from . import critic, engine, loop, model, optimizer, ranks
@@ -206,14 +206,28 @@ def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
         tokenizer.save_pretrained(aside)
 
 
-def _check_tasks(recipe: Recipe, rollouts: RolloutOptions) -> None:
-    """Before anything starts that takes minutes: a wrong row is told of at once."""
+def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
+    """Check the services, the tasks and the held-out tasks of live rollouts before anything starts.
+
+    Raises:
+        ConfigError: the config of the services is wrong, or its agents do not lead to the policy.
+        UsageError: a row is not a task of its agent.
+    """
     from .evaluation import read_held_out
+    from .services import needed
     from .tasks import TaskSource
 
+    if rollouts.services is not None:
+        needed(load_config([Path(rollouts.services)]), _agents(recipe, rollouts), rollouts.policy)
     TaskSource(rollouts, recipe.seed)
     if recipe.evaluation is not None:
         read_held_out(recipe.evaluation, rollouts)
+
+
+def _agents(recipe: Recipe, rollouts: RolloutOptions) -> list[str]:
+    """The names of the agents that attempt tasks and held-out tasks."""
+    held_out = recipe.evaluation.held_out(rollouts) if recipe.evaluation else ()
+    return list(dict.fromkeys(each.agent for each in (*rollouts.sources, *held_out)))
 
 
 def _services(recipe: Recipe) -> Services:
@@ -222,8 +236,7 @@ def _services(recipe: Recipe) -> Services:
 
     options = recipe.live
     assert options is not None
-    environments = (*options.sources, *(recipe.evaluation.held_out(options) if recipe.evaluation else ()))
-    agents = list(dict.fromkeys(each.agent for each in environments))
+    agents = _agents(recipe, options)
     if options.services is None:
         return Services(partial(running, Path.cwd(), agents, options.policy))
     file = Path(options.services)

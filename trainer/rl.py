@@ -12,6 +12,9 @@ from .objective import UNCOMPARED, Advantage, Correction, Critic, Kl, Objective,
 from .records import ExistingPath, Positive, Record
 
 
+HELD_OUT = "validation.jsonl"
+
+
 class SoftOverlong(Record):
     """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
 
@@ -163,7 +166,8 @@ class RolloutOptions(Record):
 class EvaluationOptions(Record):
     """What the policy is asked before the first step, after every so many and after the last.
 
-    tasks: held-out ones of a live run with one environment. environments: the long form, of several files.
+    tasks: held-out ones of a live run with one environment. environments: the long form, of several files. Without both:
+    the file validation.jsonl beside the tasks of each environment of the rollouts.
     data: a held-out file for a run that learns from a file.
     limit: the first rows of each file only. every: steps from one to the next. attempts: sampled ones at each task. greedy: one more, without sampling.
     """
@@ -184,11 +188,34 @@ class EvaluationOptions(Record):
         return _distinct(value)
 
     def held_out(self, rollouts: RolloutOptions) -> tuple[HeldOutOptions, ...]:
-        """The files of a live run, in whichever form they are given; none if there are none."""
+        """The files of a live run, in whichever form they are given."""
         if self.tasks is None:
             return self.environments
         source = rollouts.sources[0]
         return (source.model_copy(update={"tasks": self.tasks}),)
+
+    def following(self, rollouts: RolloutOptions) -> EvaluationOptions:
+        """These options with the held-out tasks that belong to the rollouts' own, where none are named.
+
+        Raises:
+            ValueError: an environment has no validation.jsonl beside its tasks.
+        """
+        if self.tasks is not None or self.environments:
+            return self
+        files = [str(Path(source.tasks).with_name(HELD_OUT)) for source in rollouts.sources]
+        for file, source in zip(files, rollouts.sources, strict=True):
+            if file == source.tasks or not Path(file).is_file():
+                raise ValueError(
+                    f"there is no {HELD_OUT} beside {source.tasks}; name held-out tasks with evaluation.tasks (of several "
+                    "environments: evaluation.environments), or train without an evaluation: evaluation=null"
+                )
+        if len(files) == 1:
+            return self.model_copy(update={"tasks": files[0]})
+        held_out = (
+            HeldOutOptions(tasks=file, **source.model_dump(include={"agent", "name", "max_output_tokens"}))
+            for file, source in zip(files, rollouts.sources, strict=True)
+        )
+        return self.model_copy(update={"environments": tuple(held_out)})
 
 
 Held = TypeVar("Held", bound=HeldOutOptions)
@@ -213,8 +240,6 @@ def evaluation_problem(options: EvaluationOptions, live: RolloutOptions | None, 
         if options.data is None and algorithm != "grpo":
             return f"{algorithm} learns from a file and is evaluated on one; name evaluation.data"
         return None
-    if options.tasks is None and not options.environments:
-        return "live rollouts are evaluated on tasks; name evaluation.tasks or evaluation.environments"
     if options.tasks is not None and len(live.sources) > 1:
         return "which of the agents attempts evaluation.tasks? Use evaluation.environments, with an agent for each"
     return None
