@@ -265,8 +265,6 @@ def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) 
     base = base or (f"{algorithm}.yaml" if algorithm else "sft.yaml" if learns_from_a_file else "grpo.yaml")
     (scratch / "part.yaml").write_text(text)
     short = ["rollouts.agent=null", "rollouts.tasks=null"] if "environments" in (values.get("rollouts") or {}) else []
-    if "environments" in (values.get("evaluation") or {}):
-        short.append("evaluation.tasks=null")
     several = [*short, "evaluation=null"] if short and "evaluation" not in values else short
     try:
         trainer("config").read_recipe([base, str(scratch / "part.yaml")], several)

@@ -11,7 +11,6 @@ from .curriculum import CurriculumOptions
 from .objective import UNCOMPARED, Advantage, Correction, Critic, Kl, Objective, PolicyLoss, Refusal, refusals
 from .records import ExistingPath, Positive, Record
 
-
 HELD_OUT = "validation.jsonl"
 
 
