@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from machine import running, wait_until
 
+pytest_plugins = ["rerun"]
+
 # Read when torch, transformers or vLLM are imported, here or in a process that a test starts.
 os.environ |= {
     "DS_ACCELERATOR": "cpu",
