@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ngym.errors import NgymError as NgymError
     from ngym.errors import NotFound as NotFound
     from ngym.errors import ServiceError as ServiceError
+    from ngym.errors import ToolError as ToolError
     from ngym.errors import UsageError as UsageError
     from ngym.notebook.collecting import collect_rollouts as collect_rollouts
     from ngym.notebook.collecting import collect_rollouts_async as collect_rollouts_async
@@ -39,7 +40,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(
-        ("BadRequest", "ConfigError", "NgymError", "NotFound", "ServiceError", "UsageError"), "ngym.errors"
+        ("BadRequest", "ConfigError", "NgymError", "NotFound", "ServiceError", "ToolError", "UsageError"), "ngym.errors"
     ),
     "Peers": "ngym.peers",
     **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.model"),

@@ -13,13 +13,14 @@ class Call(NamedTuple):
 
     name: str
     arguments: dict[str, Any] | None
+    call_id: str | None = None
 
 
 def calls_in(response: Mapping[str, Any]) -> list[Call]:
     """Every function_call item of a Responses-API response."""
     items = response.get("output") or []
     return [
-        Call(str(item.get("name")), _arguments(item.get("arguments")))
+        Call(str(item.get("name")), _arguments(item.get("arguments")), item.get("call_id"))
         for item in items
         if item.get("type") == "function_call"
     ]

@@ -5,6 +5,7 @@ NgymError
 │   └── ConfigError       ... and it stands in a config file
 └── ServiceError          something failed while serving a request        -> a problem document (RFC 9457)
     ├── BadRequest        the caller's body is wrong                      422
+    │   └── ToolError     ... of a tool's, and the model wrote it: it reads why, and the rollout goes on
     ├── NotFound          no such tool, session or model                  404
     ├── Unauthorized      a token is missing or wrong                     401
     ├── Overloaded        a bound was reached; try later                  429
@@ -70,6 +71,7 @@ class ServiceError(NgymError):
     status = 500
     title = "Internal error"
     retryable = False
+    is_for_the_model = False  # of a tool call: the model reads it and may do better; else the rollout failed
 
     def __init__(
         self,
@@ -90,11 +92,6 @@ class ServiceError(NgymError):
         self.status = type(self).status if status is None else status
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
-
-    @property
-    def is_for_the_model(self) -> bool:
-        """Of a tool call: the model sees it and may do better. Else the environment is broken, and the rollout failed."""
-        return not self.retryable and (self.status in (400, 404, 409, 422) or self.failure == "tool_error")
 
     def problem(self, service: str | None = None, rollout_id: str | None = None) -> dict[str, Any]:
         """This error as an RFC 9457 problem document (wire.md, section 1)."""
@@ -117,6 +114,16 @@ class BadRequest(ServiceError):
 
     status = 422
     title = "The request is not valid"
+
+
+class ToolError(BadRequest):
+    """What a tool tells the model about a call that cannot be done; the rollout goes on.
+
+    Any other exception of a tool is a failure of the environment, and ends the rollout without a reward.
+    """
+
+    title = "The tool cannot do this"
+    is_for_the_model = True
 
 
 class NotFound(ServiceError):
@@ -169,13 +176,18 @@ class UpstreamError(ServiceError):
     status = 502
     title = "A service answered with an error"
 
+    def __init__(self, detail: str, *, is_for_the_model: bool = False, **kwargs: Any) -> None:
+        super().__init__(detail, **kwargs)
+        self.is_for_the_model = is_for_the_model
+
 
 @contextmanager
-def boundary(failure: FailureClass, what: str, *, places: bool = False) -> Iterator[None]:
+def boundary(failure: FailureClass, what: str, *, places: bool = False, retryable: bool = False) -> Iterator[None]:
     """Give an error that passes here its failure class, once; a bug becomes a ServiceError with its cause kept.
 
     Args:
-        places: say in which line of the author's own files the bug is; not where a model reads it.
+        places: say in which line of the author's own files the bug is.
+        retryable: whether a bug may be gone the next time, as where a database did not answer.
     """
     try:
         yield
@@ -184,12 +196,14 @@ def boundary(failure: FailureClass, what: str, *, places: bool = False) -> Itera
         raise
     except UsageError:
         raise
-    except Exception as error:
-        place = _place(error) if places else ""
-        raise ServiceError(f"{what}: {type(error).__name__}: {error}{place}", failure=failure) from error
+    except (Exception, SystemExit) as error:  # sys.exit() in somebody's function must not end the service
+        where = place(error) if places else ""
+        raise ServiceError(
+            f"{what}: {type(error).__name__}: {error}{where}", failure=failure, retryable=retryable
+        ) from error
 
 
-def _place(error: Exception) -> str:
+def place(error: BaseException) -> str:
     """` (app.py:31)`: the innermost line that is neither ours nor a library's; nothing where there is none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     own = [(file, number) for file, number in lines if not file.startswith(NOT_THE_AUTHORS)]

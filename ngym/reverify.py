@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from ngym.called import calls_in
 from ngym.errors import ServiceError
 from ngym.groups import is_pending, rescored
-from ngym.peers import Peer
+from ngym.peers import Peer, PeerSession
+from ngym.peers.session import ToolErrors
 from ngym.schema import Json
 
 
@@ -51,7 +52,7 @@ async def verified(row: Json, gym: Peer) -> Json:
     """
     session = gym.session()
     seeded = (await session.post("/seed_session", row)) or {}
-    await _repeat_calls(row, session.post, {tool["name"] for tool in seeded.get("tools") or ()})
+    await _repeat_calls(row, session, {tool["name"] for tool in seeded.get("tools") or ()})
     scored: Json = await session.post("/verify", row)
     return scored
 
@@ -67,12 +68,21 @@ async def _again(row: Json, gym: Peer) -> Again:
     return Again(rescored(row, scored), before, scored.get("reward"))
 
 
-async def _repeat_calls(row: Json, post: Callable[..., Awaitable[object]], tools: set[str]) -> None:
+async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:
+    """Each call that reached the gym server. One whose error the model read then may fail in the same way now."""
+    refused = {item.get("call_id") for item in row["response"].get("output") or [] if _is_an_error(item)}
     for call in calls_in(row["response"]):
         if call.name not in tools or call.arguments is None:
             continue  # it never reached the gym server
         try:
-            await post(f"/{call.name}", call.arguments)
+            shows: ToolErrors = "show" if call.call_id in refused else "fail"
+            await session.request(f"/{call.name}", call.arguments, tool_errors=shows)
         except ServiceError as error:
-            if error.status >= 500:
+            if not error.is_for_the_model:
                 raise
+
+
+def _is_an_error(item: Json) -> bool:
+    """Whether it is a tool's output that begins as `RolloutContext.call_tool` begins an error."""
+    said = item.get("output")
+    return item.get("type") == "function_call_output" and isinstance(said, str) and said.startswith("Error: ")

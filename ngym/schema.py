@@ -18,11 +18,12 @@ StopReason = Literal["answer", "max_steps", "context", "length", "user_done"]
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
-SESSION_HEADER = "x-ng-session"  # of /seed_session's answer, and of every call in that session
+SESSION_HEADER = "x-ng-session"  # of every call in a session, and of its answer
 SESSION_COOKIE = "ng_session"  # the same for callers that keep cookies
 ROLLOUT_HEADER = "x-ng-rollout-id"  # which rollout a request belongs to, through every hop
 DEADLINE_HEADER = "x-ng-deadline-ms"  # how long the caller will wait from now on
 IDEMPOTENCY_HEADER = "idempotency-key"  # of a POST that may be sent again: it is done once
+TOOL_ERRORS_HEADER = "x-ng-tool-errors"  # of a tool call; "show": its crash, too, is a text for the model
 REPEATABLE_HEADER = "x-ng-repeatable-s"  # of a gym server's answers: for so long it keeps an answer under such a key
 WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: how many rollouts wait for their turn there
 TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay, too

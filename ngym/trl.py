@@ -31,12 +31,13 @@ from ngym.errors import ServiceError, UsageError
 from ngym.jsonl import checked
 from ngym.locks import RUN_TOKEN, token_from
 from ngym.peers import Peer, Peers, PeerSession
+from ngym.peers.session import ToolErrors
 from ngym.schema import Json
 from ngym.services.rollout import MAX_TOOL_ERROR_CHARS
 from ngym.signatures import docstring_of, parameters_of
 from ngym.supervise.headfile import find_running
 
-MODELS_FAULT = frozenset({400, 404, 422})
+WRONG_ROW = frozenset({400, 404, 422})
 OVER = "The episode is over."
 MOVE: Json = {
     "name": "move",
@@ -64,11 +65,11 @@ class Episode:
         if row is None:
             raise UsageError("the dataset has no column 'row'; make it with Dataset.from_list(gym.tasks(FILE))")
         self._row, self._failure, self._over = json.loads(row), None, False
-        self._session = self._gym.peer.session()
+        self._session = self._gym.peer.session(tool_errors=self._gym.tool_errors)
         try:
             begun = self._post("/reset" if self._gym.has_steps else "/seed_session", self._row)
         except ServiceError as error:
-            if not error.retryable and error.status in MODELS_FAULT:
+            if not error.retryable and error.status in WRONG_ROW:
                 raise  # no model has spoken: the row is wrong
             self._failure = error
             return None
@@ -83,7 +84,7 @@ class Episode:
                 return self._step(arguments)
             return self._request(f"/{tool}", arguments).decode("utf-8", "replace")
         except ServiceError as error:
-            if not error.retryable and (error.status in MODELS_FAULT or error.failure == "tool_error"):
+            if error.is_for_the_model:
                 return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS]
             self._failure = error
             raise
@@ -122,6 +123,7 @@ class TrlGym:
     Args:
         service: its URL, or its name in the config whose services `ng_run` has started (or whose stanza has a `url`).
         config: that config's file; the run is looked for in its folder.
+        tool_errors: "show": the model reads a tool's crash, too; else the rollout has no reward.
 
     Attributes:
         environment: the class for `environment_factory`; in a dict of several, under `name`.
@@ -132,7 +134,10 @@ class TrlGym:
         ServiceError: it cannot be reached.
     """
 
-    def __init__(self, service: str, config: str | Path = "global_config.yaml") -> None:
+    def __init__(
+        self, service: str, config: str | Path = "global_config.yaml", tool_errors: ToolErrors = "fail"
+    ) -> None:
+        self.tool_errors: ToolErrors = tool_errors
         self._loop = asyncio.new_event_loop()  # of the connections; its thread ends with the process
         Thread(target=self._loop.run_forever, name="gym", daemon=True).start()
         is_url = service.startswith(("http://", "https://"))

@@ -72,6 +72,8 @@ async def test_the_mcp_session_id_is_the_session():
     async with serving("counter") as peers, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         url = url_of(peers, "counter")
         session_id = (await begin(http, url)).headers["mcp-session-id"]
+        begun = await http.post(url.replace("/mcp", "/seed_session"), json=ROW, headers={SESSION_HEADER: session_id})
+        assert begun.headers[SESSION_HEADER] == session_id
         call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call"}
         said = await http.post(
             url,

@@ -2,7 +2,10 @@
 
 import asyncio
 import math
+import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,23 @@ from house import house
 from machine import PATIENCE_S
 from pydantic import BaseModel
 
-from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
+from ngym import (
+    RolloutContext,
+    ServiceError,
+    ServiceOptions,
+    Session,
+    ToolError,
+    VerifyRequest,
+    agent,
+    gym_server,
+)
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
 from ngym.peers import Peers
 from ngym.replicas import rendezvous
 from ngym.services.app import JsonResponse, add_route, json_body, service_app
 from ngym.services.loader import load
 from ngym.services.sessions import SessionStore
+from ngym.services.steps import Step, step_server
 
 SIMPLE_AGENT = Path(__file__).parent.parent / "agents" / "simple" / "app.py"
 
@@ -33,12 +46,20 @@ class Task(VerifyRequest):
     target: int
 
 
-async def add(body: Add, session: Session) -> dict[str, int]:
+async def add(body: Add, session: Session) -> Any:
     """Add to this rollout's counter."""
     if body.amount == 13:
-        raise ServiceError("13 is unlucky", status=422)
+        raise ToolError("13 is unlucky")
     if body.amount == 14:
         raise RuntimeError("a bug of the author's")
+    if body.amount == 15:
+        return {"all of them", "a set"}
+    if body.amount == 16:
+        raise NotFound("what another service said")
+    if body.amount == 17:
+        sys.exit("a library gave up")
+    if body.amount == 18:
+        await asyncio.Event().wait()
     session["total"] = session.get("total", 0) + body.amount
     return {"total": session["total"]}
 
@@ -143,10 +164,9 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
         ("add", "[7]", "must be a JSON object, not list"),
         ("add", '{"amount": "x"}', "field 'amount'"),
         ("add", '{"amount": 13}', "13 is unlucky"),
-        ("add", '{"amount": 14}', "add failed: RuntimeError: a bug of the author's"),
     ],
 )
-async def test_a_failing_tool_is_shown_to_the_model(name: Any, arguments: str, shown: str):
+async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, arguments: str, shown: str):
     async with simple_house(scripted(calls(name, arguments), says("sorry"))) as peers:
         row = await peers["agent"].post("/run", ROW)
     assert shown in row["response"]["output"][1]["output"]
@@ -154,6 +174,153 @@ async def test_a_failing_tool_is_shown_to_the_model(name: Any, arguments: str, s
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
     spans = [span for span, _, _ in row["ng"]["spans"]]
     assert spans == ["seed", "model", "tool:add" if name == "add" else "tool", "model", "verify"]
+
+
+async def test_a_number_that_the_model_makes_too_large_for_json_breaks_neither_tool_nor_verifier():
+    large = "9" * 30
+    async with simple_house(scripted(calls("add", f'{{"amount": "{large}"}}'), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["response"]["output"][1]["output"] == f'{{"total":"{large}"}}'
+    assert (row["reward"], row["total"]) == (0.0, large)
+
+
+async def test_a_result_with_half_a_character_is_readable():
+    class Nothing(BaseModel):
+        pass
+
+    async def half(body: Nothing) -> Any:
+        return {"cut": ["\ud83d", 1], "\udc00": None}
+
+    async def verify(task: VerifyRequest) -> float:
+        return 0.0
+
+    async with house(gym=gym_server(tools=[half], verify=verify)) as peers:
+        assert await peers["gym"].post("/half", {}) == {"cut": ["?", 1], "?": None}
+
+
+CRASHES = {
+    14: (r"add failed: RuntimeError: a bug of the author's \(test_services.py:\d+\)", True),
+    15: (r"add returned what is no JSON: .*set \(test_services.py:\d+\)", False),
+    16: ("what another service said", False),
+    17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
+    18: ("gym at .* did not answer POST /add within", True),
+}
+
+
+@pytest.mark.parametrize("amount", CRASHES)
+async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int):
+    words, again = CRASHES[amount]
+    options = {"agent": {"gym": "gym", "model": "model", "tool_timeout_s": 0.5 if amount == 18 else 60}}
+    model = scripted(calls("add", f'{{"amount": {amount}}}'), says("done"))
+    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match=words) as caught:
+            await peers["agent"].post("/run", {**ROW, "target": 0})
+    assert (caught.value.failure, caught.value.retryable) == ("tool_error", again)
+    assert caught.value.upstream["service"] == "gym"
+    if amount == 16:
+        assert re.search(r"\(test_services.py:\d+\) \(the model reads a ToolError; NotFound fails", str(caught.value))
+
+
+@pytest.mark.parametrize("amount", [14, 15, 16, 17])
+async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amount: int):
+    options = {"agent": {"gym": "gym", "model": "model", "tool_errors": "show"}}
+    model = scripted(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
+    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    shown = row["response"]["output"][1]["output"]
+    assert re.match(f"Error: {CRASHES[amount][0]}", shown)
+    assert (row["reward"], row["ng"]["tool_errors"]) == (0.0, 1)
+
+
+async def test_whoever_called_a_tool_that_crashed_gets_no_reward_for_that_rollout():
+    """A caller that shows the model whatever comes back, as the loops of other frameworks do."""
+    async with house(gym=counter()) as peers:
+        for path, headers, status in (("/add", {}, 500), ("/add", {"x-ng-tool-errors": "show"}, 200)):
+            session = peers["gym"].session()
+            await session.post("/seed_session", {**ROW, "target": 7})
+            assert (await session.post("/add", {"amount": 7}))["total"] == 7
+            headers |= {"x-ng-session": session.id}
+            async with httpx.AsyncClient(base_url=peers.urls["gym"][0], headers=headers, timeout=PATIENCE_S) as client:
+                told = (await client.post(path, json={"amount": 14})).json()
+                scored = await client.post("/verify", json={**ROW, "response": {"output": []}})
+            assert "a bug of the author's" in told["detail"] and told.get("for_the_model", False) == (status == 200)
+            assert scored.status_code == status
+            if status == 500:
+                assert scored.json()["failure"] == "tool_error" and "a bug of the author's" in scored.json()["detail"]
+
+
+async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
+    async def respond(request: Any, rollout: RolloutContext) -> Any:
+        with suppress(ServiceError):
+            await rollout.call_tool(calls("add", '{"amount": 14}')[0])
+        return rollout.answer("done")
+
+    async with house(
+        {"agent": {"gym": "gym", "model": "model"}},
+        gym=counter(),
+        model=scripted(says("x")),
+        agent=agent(respond=respond),
+    ) as peers:
+        with pytest.raises(UpstreamError, match="a bug of the author's") as caught:
+            await peers["agent"].post("/run", {**ROW, "target": 0})
+    assert caught.value.failure == "tool_error"
+
+
+async def test_a_step_that_crashes_leaves_no_reward():
+    async def reset(task: VerifyRequest, session: Session) -> str:
+        return "go"
+
+    async def step(task: VerifyRequest, session: Session) -> Step:
+        raise RuntimeError("the board is gone")
+
+    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+        session = peers["gym"].session()
+        row = {"responses_create_params": {"input": "play"}}
+        await session.post("/reset", row)
+        turn = {**row, "response": {"output": says("a move")}}
+        for path in ("/step", "/verify"):
+            with pytest.raises(
+                UpstreamError, match=r"step failed: RuntimeError: the board is gone \(test_serv"
+            ) as caught:
+                await session.post(path, turn)
+            assert caught.value.failure == "tool_error" and not caught.value.is_for_the_model
+
+
+async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_needs_its_state():
+    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        scored = {**ROW, "target": 0, "response": {"output": []}}
+        bare = await client.post("/verify", json=scored)
+        begun = await client.post("/add", json={"amount": 7})
+        lost = await client.post(
+            "/verify", json={**scored, "target": 7}, headers={"x-ng-session": begun.headers["x-ng-session"]}
+        )
+    for refused in (bare, lost):
+        assert refused.status_code == 409 and "POST /seed_session begins its session" in refused.json()["detail"]
+
+
+async def test_every_answer_in_a_session_tells_it_by_header_and_cookie():
+    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        mine = {"x-ng-session": "of-this-test-0123456789"}
+        asked = [
+            ("POST", "/seed_session", ROW, 200),
+            ("POST", "/add", {"amount": 7}, 200),
+            ("POST", "/add", {"amount": 13}, 422),
+            ("POST", "/add", {"amount": 14}, 500),
+            ("POST", "/add", {"amount": "x"}, 422),
+            ("POST", "/subtract", {}, 404),
+            ("GET", "/add", None, 405),
+            ("POST", "/verify", {**ROW, "response": {"output": 7}}, 422),
+            ("DELETE", "/session", None, 200),
+            ("POST", "/add", {"amount": 7}, 404),
+        ]
+        for method, path, body, status in asked:
+            answer = await client.request(method, path, json=body, headers=mine)
+            client.cookies.clear()
+            assert answer.status_code == status, path
+            assert answer.headers["x-ng-session"] == mine["x-ng-session"], path
+            assert answer.headers["set-cookie"].startswith(f"ng_session={mine['x-ng-session']};"), path
+        odd = await client.post("/add", json={"amount": 7}, headers={"x-ng-session": "<script>"})
+        assert odd.status_code == 404 and "x-ng-session" not in odd.headers, "only what can be an id is said again"
 
 
 async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_told():

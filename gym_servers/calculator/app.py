@@ -5,9 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ngym import VerifyRequest, gym_server
+from ngym import ToolError, VerifyRequest, gym_server
 from ngym.answers import number, same_number
-from ngym.errors import BadRequest
 
 from .expression import evaluate
 
@@ -25,7 +24,7 @@ async def calculator(body: Calculator) -> int | float:
     try:
         return evaluate(body.expression)
     except ValueError as error:
-        raise BadRequest(f"calculator: {error}") from None
+        raise ToolError(f"calculator: {error}") from None
 
 
 async def verify(task: CalculatorTask) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from ngym import ServiceOptions, Session, VerifyRequest, gym_server
+from ngym import ServiceOptions, Session, ToolError, VerifyRequest, gym_server
 from ngym.answers import short
-from ngym.errors import BadRequest
 from ngym.rewards import Shaping, shaped
 from ngym.schema import Json
 from ngym.scores import means_by
@@ -47,7 +46,7 @@ async def read_page(body: ReadPage, session: Session) -> str:
         session["document"] = LongTask.model_validate({**session["task"], "response": {}}).document
     document: Document = session["document"]
     if not 1 <= body.page <= document.spec.pages:
-        raise BadRequest(f"there is no page {body.page}; the pages are 1 to {document.spec.pages}")
+        raise ToolError(f"there is no page {body.page}; the pages are 1 to {document.spec.pages}")
     return document.page(body.page)
 
 

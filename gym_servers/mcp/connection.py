@@ -21,7 +21,7 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from pydantic import ValidationError
 
-from ngym import ServiceError, Session
+from ngym import ServiceError, Session, ToolError
 from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, UpstreamError
 
 from .options import Options
@@ -119,7 +119,7 @@ class Connection:
         """What the tool answers, its errors too.
 
         Raises:
-            ServiceError: is_for_the_model for a refusal of the server's; else it is dead, hangs or talks nonsense.
+            ToolError: a refusal of the server's. ServiceError: it is dead, hangs or talks nonsense.
         """
         timeout_s = self._options.timeout_s
         try:
@@ -223,7 +223,7 @@ class Connection:
         if error.code in BROKEN:
             self.end()
             return Unreachable(f"{tool}: the MCP server failed: {error.message}")
-        return ServiceError(f"{error.message}", status=422, failure="tool_error")
+        return ToolError(error.message)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from ngym import ServiceError, Session
+from ngym import Session, ToolError
 from ngym.services.tools import RESERVED, Tool
 
 log = logging.getLogger("ngym.mcp")
@@ -68,7 +68,7 @@ def _asking(server: Calls, tool: str) -> Any:
         result = await server.call(session, tool, arguments)
         text = text_of(result)
         if result.is_error:
-            raise ServiceError(text or f"{tool} failed", status=422, failure="tool_error")
+            raise ToolError(text or f"{tool} failed")
         return Response(as_json(text), media_type="application/json")
 
     return call

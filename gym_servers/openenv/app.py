@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ngym import ServiceOptions, Session, VerifyRequest
 from ngym.answers import fenced
 from ngym.called import calls_in
-from ngym.errors import ConfigError, Overloaded, boundary
+from ngym.errors import ConfigError, Overloaded, ServiceError, boundary
 from ngym.schema import Json
 from ngym.services.options import ServiceContext
 from ngym.services.steps import Step, step_server, turns_of
@@ -26,6 +26,7 @@ from .episode import Episode, Refused, shown
 from .server import Server, asked
 
 OVER = "The episode is over."
+NOT_THE_TOOLS = ("transport_error", "timeout")  # of OpenEnv's kinds of errors
 
 
 class Options(ServiceOptions):
@@ -76,8 +77,9 @@ async def step(turn: Task, session: Session) -> Step:
 
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
-    with boundary("tool_error", f"{name} failed"):
-        return Response(await called(name, arguments, session), media_type="text/plain")
+    with boundary("tool_error", f"{name} failed", retryable=True):
+        said = await called(name, arguments, session)
+        return Response(said.encode("utf-8", "replace"), media_type="text/plain")
 
 
 async def called(name: str, arguments: Json, session: Session) -> str:
@@ -92,8 +94,11 @@ async def called(name: str, arguments: Json, session: Session) -> str:
             observation = await episode.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
     except Refused as problem:
         return str(problem)
-    if observation.get("error"):
-        return f"Error: {observation['error'].get('message', 'the tool failed')}"
+    if problem := observation.get("error"):
+        told = problem.get("message", "the tool failed")
+        if problem.get("error_type") in NOT_THE_TOOLS:
+            raise ServiceError(f"{name} failed: {told}", failure="tool_error", retryable=True)
+        return f"Error: {told}"
     result = observation.get("result")
     said = result["data"] if isinstance(result, dict) and result.get("data") is not None else result
     return said if isinstance(said, str) else orjson.dumps(said).decode()

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ngym import NotFound, Session, VerifyRequest, gym_server
+from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.answers import canonical, without_reasoning
 from ngym.called import calls_in
 
@@ -47,7 +47,7 @@ async def open_document(body: Open, session: Session) -> dict[str, str]:
     """A whole document."""
     documents = library(_seed(session)).documents
     if body.doc_id not in documents:
-        raise NotFound(f"there is no document {body.doc_id[:40]!r}")
+        raise ToolError(f"there is no document {body.doc_id[:40]!r}")
     session.setdefault("opened", set()).add(body.doc_id)
     return documents[body.doc_id]._asdict()
 
@@ -59,7 +59,7 @@ def index(seed: int) -> Index:
 
 def _seed(session: Session) -> int:
     if "task" not in session:
-        raise NotFound("POST /seed_session first: the library belongs to a rollout's session")
+        raise ServiceError("POST /seed_session first: the library belongs to a rollout's session", status=409)
     return int(session["task"]["library"])
 
 
@@ -108,4 +108,4 @@ def _claims(text: str, known: Library) -> tuple[int, int]:
     return claims, unsupported
 
 
-app = gym_server(tools=[search, open_document], verify=verify)
+app = gym_server(tools=[search, open_document], verify=verify, replays=True)

@@ -4,8 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ngym import ServiceOptions, Session, VerifyRequest, gym_server
-from ngym.errors import NotFound
+from ngym import ServiceOptions, Session, ToolError, VerifyRequest, gym_server
 from ngym.judging import Question, ask, one_of
 from ngym.peers import Peers
 from ngym.services.options import ServiceName
@@ -52,7 +51,7 @@ async def list_files(body: ListFiles, session: Session) -> list[str]:
 async def read_file(body: ReadFile, session: Session) -> str:
     """Read one of the user's files."""
     if body.name not in files(session):
-        raise NotFound(f"there is no file {body.name!r}; there are {', '.join(sorted(files(session))) or 'none'}")
+        raise ToolError(f"there is no file {body.name!r}; there are {', '.join(sorted(files(session))) or 'none'}")
     return files(session)[body.name]
 
 
@@ -64,7 +63,7 @@ async def send_message(body: SendMessage, session: Session) -> str:
 async def delete_file(body: DeleteFile, session: Session) -> str:
     """Delete one of the user's files for good."""
     if files(session).pop(body.name, None) is None:
-        raise NotFound(f"there is no file {body.name!r}")
+        raise ToolError(f"there is no file {body.name!r}")
     return f"deleted {body.name}"
 
 

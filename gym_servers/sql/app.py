@@ -5,8 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ngym import ServiceOptions, Session, gym_server
-from ngym.errors import BadRequest
+from ngym import ServiceError, ServiceOptions, Session, ToolError, gym_server
 from ngym.workers import WorkerPool
 
 from .task import SqlTask, final_query
@@ -28,13 +27,15 @@ async def query(body: Query, session: Session, options: SqlOptions) -> dict[str,
     """Run a SELECT on the database and see its first rows."""
     session["queries"] = session.get("queries", 0) + 1
     if session["queries"] > options.max_queries:
-        raise BadRequest(f"query: no more than {options.max_queries} queries; give the final answer")
+        raise ToolError(f"query: no more than {options.max_queries} queries; give the final answer")
     task = SqlTask.model_validate({**session["task"], "response": {"output": []}})
     ran = await pool.run("show", task.shown(options.databases), body.sql, deadline_s=options.deadline_s)
     if ran.kind != "ok":
-        raise BadRequest(f"query: the statement was ended: {ran.kind}")
+        if not _is_its_own_doing(ran.kind, ran.detail):
+            raise ServiceError(f"the statement could not be run: {ran.kind}: {ran.detail}", retryable=True)
+        raise ToolError(f"query: the statement was ended: {ran.kind}")
     if "error" in ran.value:
-        raise BadRequest(f"query: {ran.value['error']}")
+        raise ToolError(f"query: {ran.value['error']}")
     shown: dict[str, Any] = ran.value
     return shown
 
@@ -58,9 +59,14 @@ async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
 
 
 def _ended(kind: str, detail: str) -> dict[str, str]:
-    """The expected query ended in time, this one did not: its own doing, unless the machine was too busy to tell."""
-    own = kind == "memory" or (kind == "timeout" and "CPU time" in detail)
+    """The expected query ended in time, this one did not."""
+    own = _is_its_own_doing(kind, detail)
     return {"outcome": "too_heavy" if own else "infra_error", "reason": f"{kind}: {detail}"}
+
+
+def _is_its_own_doing(kind: str, detail: str) -> bool:
+    """Whether a statement ended itself; else the machine was too busy to tell, or a worker died."""
+    return kind == "memory" or (kind == "timeout" and "CPU time" in detail)
 
 
 app = gym_server(tools=[query], verify=verify, options=SqlOptions, lifespan=pool.lifespan)

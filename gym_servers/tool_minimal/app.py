@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
-from ngym import NotFound, Session, VerifyRequest, gym_server
+from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.answers import number, same_number
 from ngym.called import Call, calls_in
 
@@ -57,7 +57,7 @@ def _look(tool: str, body: BaseModel, session: Session) -> Any:
     session.setdefault("calls", []).append(Call(tool, arguments))
     seen = world(session["task"]["world"]).call(tool, arguments[TOOLS[tool]]) if "task" in session else None
     if seen is None:
-        raise NotFound(f"{tool}: there is no {TOOLS[tool]} {arguments[TOOLS[tool]][:60]!r}")
+        raise ToolError(f"{tool}: there is no {TOOLS[tool]} {arguments[TOOLS[tool]][:60]!r}")
     return seen.output
 
 
@@ -138,5 +138,7 @@ def _same(answer: str, expected: str) -> bool:
 
 
 app = gym_server(
-    tools=[find_ware, get_ware, list_aisle, list_supplied, get_supplier, get_freight, get_reviews], verify=verify
+    tools=[find_ware, get_ware, list_aisle, list_supplied, get_supplier, get_freight, get_reviews],
+    verify=verify,
+    replays=True,
 )

@@ -68,8 +68,9 @@ async def verify(task: Task, session: Session) -> Json:
 
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
-    with boundary("tool_error", f"{name} failed"):
-        return Response(await app.state.bridge.call(name, arguments, session), media_type="text/plain")
+    with boundary("tool_error", f"{name} failed", places=True, retryable=True):
+        said: str = await app.state.bridge.call(name, arguments, session)
+        return Response(said.encode("utf-8", "replace"), media_type="text/plain")
 
 
 async def reset(task: Task, session: Session) -> str:

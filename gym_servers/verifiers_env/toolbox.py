@@ -12,6 +12,8 @@ import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
+from pydantic import ValidationError
+
 from ngym.errors import ConfigError, ServiceError
 from ngym.schema import Json
 from ngym.services.tools import RESERVED
@@ -43,17 +45,19 @@ class Toolbox:
         return box
 
     async def call(self, name: str, arguments: Json, state: vf.State) -> str:
-        """What the tool answers, as the text that the model sees; its errors are such a text as well.
+        """What the tool answers, as the text that the model sees; what it refuses is such a text as well.
 
         Raises:
-            ServiceError: the answer is no text.
+            ServiceError: the answer is no text. Whatever else the tool raised, but MCP's ToolError.
         """
         server, own_name = self.tools[name]
         token = _state.set(state)
         try:
             result = await server.call_tool(own_name, arguments)
         except ToolError as error:
-            return str(error)
+            if error.__cause__ is None or isinstance(error.__cause__, ToolError | ValidationError):
+                return str(error)
+            raise error.__cause__ from None  # a crash, which the SDK tells in the same words
         finally:
             _state.reset(token)
         texts = [getattr(block, "text", None) for block in getattr(result, "content", [])]

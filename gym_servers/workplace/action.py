@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ngym import NotFound
+from ngym import ToolError
 
 from .office import Office, Row
 
@@ -26,7 +26,7 @@ class Action(BaseModel):
 
 def found(rows: dict[str, Row], key: str, what: str, gone: str = "") -> Row:
     if key not in rows or (gone and rows[key][gone]):
-        raise NotFound(f"there is no {what} {key[:40]!r}")
+        raise ToolError(f"there is no {what} {key[:40]!r}")
     return rows[key]
 
 

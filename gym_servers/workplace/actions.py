@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ngym import BadRequest
+from ngym import ToolError
 
 from . import calendar, files, mails, tasks
 from .action import Action
@@ -19,9 +19,9 @@ def act(office: Office, tool: str, arguments: dict[str, Any] | None) -> Any:
     """Do it.
 
     Raises:
-        BadRequest, NotFound: there is no such tool or thing; nothing has changed.
+        ToolError: there is no such tool or thing; nothing has changed.
         pydantic.ValidationError: the arguments are wrong.
     """
     if tool not in TOOLS or arguments is None:
-        raise BadRequest(f"there is no tool {tool!r}, or its arguments are no JSON object")
+        raise ToolError(f"there is no tool {tool!r}, or its arguments are no JSON object")
     return TOOLS[tool].model_validate(arguments).do(office)

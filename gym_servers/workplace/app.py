@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError, ValidationInfo, field_validator
 
-from ngym import ServiceError, Session, VerifyRequest, gym_server
+from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.called import calls_in
 
 from .action import Action
@@ -27,13 +27,13 @@ class Task(VerifyRequest):
         for place, (tool, arguments) in enumerate(actions):
             try:
                 act(state, tool, arguments)
-            except (ServiceError, ValidationError) as error:
+            except (ToolError, ValidationError) as error:
                 raise ValueError(f"actions[{place}], {tool}: {_reason(error)}") from None
         return actions
 
 
-def _reason(error: ServiceError | ValidationError) -> str:
-    if isinstance(error, ServiceError):
+def _reason(error: ToolError | ValidationError) -> str:
+    if isinstance(error, ToolError):
         return error.detail
     told = error.errors()[0]
     return f"{'.'.join(map(str, told['loc']))}: {told['msg']}"
@@ -57,7 +57,7 @@ def _office_of(session: Session) -> Office:
         session["office"] = office(session["task"]["office"])
     state: Office = session["office"]
     if len(state.mails) + len(state.events) + len(state.tasks) > MAX_ROWS:
-        raise ServiceError(f"the office is full: it holds {MAX_ROWS} mails, meetings and tasks", status=409)
+        raise ToolError(f"the office is full: it holds {MAX_ROWS} mails, meetings and tasks")
     return state
 
 
@@ -80,9 +80,9 @@ def _replayed(task: Task) -> Office:
     for call in calls_in(task.response):
         try:
             act(state, call.name, call.arguments)
-        except (ServiceError, ValidationError):
+        except (ToolError, ValidationError):
             continue  # it was an error text then, too
     return state
 
 
-app = gym_server(tools=[as_tool(name, action) for name, action in TOOLS.items()], verify=verify)
+app = gym_server(tools=[as_tool(name, action) for name, action in TOOLS.items()], verify=verify, replays=True)

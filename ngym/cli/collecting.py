@@ -25,7 +25,7 @@ from ngym.collect.gate import Gate
 from ngym.collect.outcome import FailedAttempt
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.record import Source
-from ngym.collect.report import as_json, files, tables
+from ngym.collect.report import as_json, files, first_failures, tables
 from ngym.collect.run import Run
 from ngym.config import Config, load_config, tracing_of
 from ngym.errors import UsageError
@@ -259,6 +259,8 @@ class Session:
         for table in tables(aggregates):
             console.print(table)
         self._echo(f"{self.status}: {aggregates.done:,} of {total:,} rollouts in {clock(self._seconds)}")
+        for line in first_failures(aggregates):
+            self._echo(f"  {harmless(line)}")
         if aggregates.done + aggregates.given_up < total:
             self._echo("go on with the same command and --resume")
         for line in files(store.paths, console.width - 2 if console.is_terminal else None):

@@ -30,6 +30,7 @@ class AgentTally:
     stops: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)  # attempts, by class
     given_up: Counter[str] = field(default_factory=Counter)  # rollouts, by class of the last failure
+    first_failures: dict[str, str] = field(default_factory=dict)  # class -> what the first of it said
 
     def add(self, row: Json) -> None:
         """Count an output row (wire.md, section 3)."""
@@ -111,6 +112,7 @@ class AgentTally:
             "stop_reasons": dict(self.stops),
             "failed_attempts": dict(self.failures),
             "given_up": dict(self.given_up),
+            "first_failures": self.first_failures,
         }
 
     @staticmethod
@@ -148,7 +150,9 @@ class Aggregates:
     def add_failure(self, row: Json, *, final: bool) -> None:
         """Count a row of `*_failures.jsonl`."""
         kind = row["failure"]["class"]
-        self._of(row["agent_ref"]).failures[kind] += 1
+        tally = self._of(row["agent_ref"])
+        tally.failures[kind] += 1
+        tally.first_failures.setdefault(kind, str(row["failure"].get("message") or ""))
         if final:
             self.give_up(row["agent_ref"], kind)
 

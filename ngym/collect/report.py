@@ -62,6 +62,13 @@ def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seco
     }
 
 
+def first_failures(aggregates: Aggregates) -> Iterator[str]:
+    """A line for each class of failure of each agent: what the first of it said."""
+    for agent, tally in aggregates.by_agent.items():
+        for kind, message in tally.first_failures.items():
+            yield f"{agent}: first {kind}: {' '.join(message.split())}"
+
+
 def files(paths: Paths, room: int | None = None) -> Iterator[str]:
     """Each file that exists, and what is in it: in a line, or in two where one has more than `room` characters."""
     what = {

@@ -16,8 +16,8 @@ from ngym.errors import PeerTimeout, Unreachable
 from ngym.memory import fitted
 from ngym.peers.pauses import BROKEN_S, MAYBE_PROCESSED, NOT_PROCESSED, REFUSED_S, RETRY_RATIO, retry_after, spread
 from ngym.peers.reading import json_of
-from ngym.peers.refusals import refusal, upstream_of
-from ngym.peers.session import DEFAULT_TIMEOUT_S, PeerSession
+from ngym.peers.refusals import InSession, is_own, refusal, upstream_of
+from ngym.peers.session import DEFAULT_TIMEOUT_S, PeerSession, ToolErrors
 from ngym.replicas import Replicas, Sticky, rendezvous
 from ngym.retries import RetryBudget
 from ngym.schema import IDEMPOTENCY_HEADER
@@ -33,9 +33,12 @@ class Peer:
         self.name = name
         self._peers = peers
 
-    def session(self, session_id: str | None = None) -> PeerSession:
-        """Calls that belong together: one replica, one session id (128 random bits unless given), its cookies."""
-        return PeerSession(self, session_id or secrets.token_hex(16))
+    def session(self, session_id: str | None = None, *, tool_errors: ToolErrors = "fail") -> PeerSession:
+        """Calls that belong together: one replica, one session id (128 random bits unless given), its cookies.
+
+        tool_errors: whether a tool's crash is an error that fails the rollout, or one that the model reads.
+        """
+        return PeerSession(self, session_id or secrets.token_hex(16), tool_errors=tool_errors)
 
     def conversation(self, beginning: str) -> PeerSession:
         """Calls of one conversation with a model: one replica until that fails, for those that begin alike the same."""
@@ -65,10 +68,12 @@ class Peer:
         idempotent: bool = False,
         affinity: str | Sticky | None = None,
         repeatable_s: float = 0.0,
+        session: InSession | None = None,
     ) -> Reply:
         """One call with its retries. `affinity` decides the replica; without it one that is up is drawn at random.
 
         repeatable_s: for so long the other side keeps its answer under an idempotency key; 0: it knows no such keys.
+        session: which one the call belongs to.
         """
         payload = None if body is None else body if isinstance(body, bytes) else fitted(orjson.dumps(body))
         here = correlation.current.get()
@@ -109,13 +114,16 @@ class Peer:
                 if attempt:
                     await self._refreshed(ends)
             else:
-                if reply.status < 300:
+                own = session is None or is_own(reply, session)
+                if reply.status < 300 and own:
                     budget.request()
                     return reply
-                answered = refusal(self.name, reply, method, url, path)
-                again = reply.status in NOT_PROCESSED or (
-                    idempotent and reply.status in MAYBE_PROCESSED and answered.retryable
-                )
+                answered = refusal(self.name, reply, method, url, path, session)
+                again = reply.status in NOT_PROCESSED
+                if not own:  # whether the call came through is not known
+                    again = again or idempotent or loop.time() - began < repeatable_s
+                elif idempotent and reply.status in MAYBE_PROCESSED:
+                    again = answered.retryable
                 told, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
                 if not again or attempt >= len(pauses) or not (told or budget.retry()):
                     raise answered

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from ngym import correlation
 from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
 from ngym.groups import ROUTE, TIMEOUT_S
+from ngym.peers.session import ToolErrors
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.segments import without_tokens
 from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app
@@ -40,6 +41,11 @@ class AgentOptions(ServiceOptions):
     model_timeout_s: float = Field(default=600, description="For one call of the model.")
     tool_timeout_s: float = Field(default=120, description="For one call of a tool.")
     verify_timeout_s: float = Field(default=120, description="For `/verify`.")
+    tool_errors: ToolErrors = Field(
+        default="fail",
+        description="What a tool that crashes does to the rollout. show: the model reads it, as with NeMo Gym; and what a "
+        "gym server of another make answers with 4xx or 500.",
+    )
     max_tool_calls: int = Field(default=1000, ge=1, description="In one rollout; the model is told of those beyond.")
 
 
@@ -210,9 +216,14 @@ def _params(row: Json, seeded: Json) -> Json:
 
 
 async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> Json:
-    with boundary("agent_error", "the agent failed", places=True):
-        rollout.declare(params.get("tools"))
-        response = await respond(params, rollout)
+    try:
+        with boundary("agent_error", "the agent failed", places=True):
+            rollout.declare(params.get("tools"))
+            response = await respond(params, rollout)
+    except ServiceError as error:
+        raise rollout.failure or error from error.__cause__  # an SDK may have made something else of it
+    if rollout.failure is not None:
+        raise rollout.failure
     return await rollout.with_captured(response)
 
 

@@ -20,15 +20,17 @@ from starlette.routing import Route
 
 from ngym import correlation
 from ngym.depth import MAX_DEPTH, is_deep
-from ngym.errors import BadRequest, FailureClass, NotReady, ServiceError
+from ngym.errors import BadRequest, FailureClass, NotReady, ServiceError, ToolError
 from ngym.memory import is_room_for, parsed_bytes
 from ngym.near import nearest
-from ngym.schema import Json, Kind
+from ngym.schema import SESSION_HEADER, Json, Kind
 from ngym.services.caller import LARGE
 from ngym.services.edge import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
 from ngym.services.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
+
+UNREADABLE = ("64-bit range", "surrogates")  # orjson's words
 
 FAILURES = frozenset(get_args(FailureClass))  # what a peer calls its failures is its own affair
 
@@ -36,19 +38,45 @@ Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 
 
 class JsonResponse(Response):
-    """JSON through orjson: one dump, no re-validation of what we made ourselves."""
+    """JSON through orjson: one dump, no re-validation of what we made ourselves.
+
+    Numbers and texts that JSON's readers do not take, of which a model may have been the author, are changed and no error.
+    """
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         try:
-            return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
-        except (
-            TypeError
-        ) as error:  # orjson reads 1024 levels and writes 254; what came in goes out again in many answers
-            if "Recursion limit" not in str(error):
+            return _dumped(content)
+        except TypeError as error:
+            if not any(reason in str(error) for reason in UNREADABLE):
                 raise
-            raise BadRequest("the JSON is nested deeper than 250 levels") from None
+        return _dumped(_readable(content))
+
+
+def _dumped(content: Any) -> bytes:
+    try:
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
+    except TypeError as error:  # orjson reads 1024 levels and writes 254; what came in goes out again in many answers
+        if "Recursion limit" not in str(error):
+            raise
+        raise BadRequest("the JSON is nested deeper than 250 levels") from None
+
+
+def _readable(value: Any) -> Any:
+    """The same with integers beyond 64 bits as text, and a mark in the place of a lone surrogate."""
+    match value:
+        case BaseModel():
+            return _readable(value.model_dump())
+        case dict():
+            return {_readable(key): _readable(member) for key, member in value.items()}
+        case list() | tuple():
+            return [_readable(member) for member in value]
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case int() if not -(1 << 63) <= value < 1 << 64:
+            return str(value)
+    return value
 
 
 class ProblemResponse(JsonResponse):
@@ -221,6 +249,8 @@ def _problem(request: Request, error: ServiceError) -> Response:
     if error.status in (429, 503):
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))}
     body = error.problem(context.name if context else request.app.state.kind, rollout_id)
+    if isinstance(error, ToolError):  # a caller can tell it from what a proxy says: that does not know the session
+        body |= {"for_the_model": True, "session": request.headers.get(SESSION_HEADER)}
     if context:
         body["detail"] = context.redact.text(body["detail"])  # an exception's words may quote what it was called with
     return ProblemResponse(body, status_code=error.status, headers=headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -25,10 +26,14 @@ from ngym.services.edge import BULK_BYTES, ROW_BYTES
 from ngym.services.mcp import McpRoute
 from ngym.services.options import ServiceOptions
 from ngym.services.repeats import Repeats
-from ngym.services.sessions import TASK, Session, SessionStore, session_for, session_id_of, with_session
+from ngym.services.sessions import TASK, Session, SessionStore, TellsSession, begun, session_for, session_id_of
 from ngym.services.tools import Author, inspected, of_function, offer
 
 EMPTY_RESPONSE: Json = {"output": []}
+NEVER_SEEDED = (
+    "this rollout's state is not here: POST /seed_session begins its session, and every further call sends the "
+    "X-NG-Session header or the cookie of the last answer"
+)
 MOST_ANSWER = 1_000  # characters of a reported answer; a program or document stands in the response already
 
 
@@ -79,6 +84,7 @@ def gym_server(
     lifespan: Lifespan | None = None,
     compute_metrics: ComputeMetrics | None = None,
     verify_group: Callable[..., Any] | None = None,
+    replays: bool = False,
 ) -> FastAPI:
     """An environment as an application.
 
@@ -86,17 +92,21 @@ def gym_server(
         verify: `(task: <a VerifyRequest>, [session: Session], [options], [peers: Peers])` -> the reward: a float, None
             (could not be scored), or a record with `reward`, optionally `reward_components`, and fields of its own.
         tools: functions `(body: <a BaseModel>, [session], [options], [peers])` -> any JSON. The name and the docstring
-            are what the model sees. A ServiceError's text, too. Plain functions run in a thread.
+            are what the model sees. A ToolError's text, too; any other exception fails the rollout. Plain functions run in
+            a thread.
         options: the record of the stanza's own keys.
         lifespan: async context manager around serving, given the ServiceContext.
         compute_metrics: `(rows)` -> numbers of its own by name, over what `verify` answered for many rollouts; those
             whose reward is null are not among them.
         verify_group: `(group: <a VerifyGroup>, [options], [peers])` -> for each of its rollouts what `verify` would return.
             It is asked when all rollouts of a task are there for which `verify` returned `{"reward": None, "reward_pending": "group"}`.
+        replays: `verify` takes the session, and can do without what it holds, from the response alone. Else a session that
+            was never seeded is not verified: its state is not the rollout's.
     """
     store = SessionStore()
     over_mcp = McpRoute()
     app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
+    app.add_middleware(TellsSession)
     app.state.sessions = store
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)
@@ -107,24 +117,28 @@ def gym_server(
     async def seed_session(request: Request) -> Response:
         row = await json_body(request)
         validated(app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
-        session = store.start(request.headers.get(SESSION_HEADER))
+        session = begun(store, request, request.headers.get(SESSION_HEADER))
         session[TASK] = row
         seeded = {"tools": app.state.tools} if app.state.tools else {}
-        return with_session(JsonResponse(seeded | over_mcp.seeded(app, session)), session)
+        return JsonResponse(seeded | over_mcp.seeded(app, session))
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
         task = validated(app.state.verifier.body, raw, _row_name(raw))
         session = session_for(store, request)
+        if TASK not in session and app.state.verifier.session and not replays:
+            raise ServiceError(NEVER_SEEDED, status=409)
         try:
+            if session.failure is not None:
+                raise copy.copy(session.failure)
             with traced.verify() as span, boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request))
                 traced.scored(span, outcome)
+                return JsonResponse({**raw, **outcome})
         finally:
             store.end(session.id)
             repeats.forget(session.id)
             session.over()  # one that was never kept, too
-        return JsonResponse({**raw, **outcome})
 
     async def list_tools(request: Request) -> Response:
         return JsonResponse(app.state.tools)

@@ -26,7 +26,7 @@ from ngym.errors import ServiceError
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.app import JsonResponse, Lifespan
 from ngym.services.options import ServiceContext
-from ngym.services.sessions import Session, session_headers, session_id_of
+from ngym.services.sessions import Session, begun, session_id_of
 
 if TYPE_CHECKING:
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -83,16 +83,15 @@ class McpRoute:
         try:
             _check_origin(request)
             body = await request.body()
-            session, is_new = _session(request, _method(body))
+            session = _session(request, _method(body))
             manager = await self._ready(scope["app"])
         except ServiceError as error:
             refusal = {"jsonrpc": "2.0", "id": None, "error": {"code": INVALID_REQUEST, "message": error.detail}}
             await JsonResponse(refusal, error.status)(scope, receive, send)
             return
         request.state.session = session
-        told = session_headers(session) if session is not None and is_new else {}
-        if session is not None and _method(body) == "initialize":
-            told[MCP_SESSION_HEADER] = session.id
+        begins = session is not None and _method(body) == "initialize"
+        told = {MCP_SESSION_HEADER: session.id} if session is not None and begins else {}
         await manager.handle_request(scope, _replayed(body, receive), _with_headers(send, told))
 
     async def _ready(self, app: FastAPI) -> StreamableHTTPSessionManager:
@@ -132,13 +131,14 @@ def _method(body: bytes) -> str | None:
     return message.get("method") if isinstance(message, dict) else None
 
 
-def _session(request: Request, method: str | None) -> tuple[Session | None, bool]:
-    """(the caller's session, whether it begins here). NotFound for one that has ended: state never starts afresh unseen."""
+def _session(request: Request, method: str | None) -> Session | None:
+    """The caller's session, or one that begins here. NotFound for one that has ended: state never starts afresh unseen."""
     store = request.app.state.sessions
     session_id = session_id_of(request) or request.headers.get(MCP_SESSION_HEADER)
     if session_id is not None:
-        return store.get(session_id), False
-    return (store.start(), True) if method in BEGIN_A_SESSION else (None, False)
+        found: Session = store.get(session_id)
+        return found
+    return begun(store, request) if method in BEGIN_A_SESSION else None
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

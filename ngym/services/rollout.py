@@ -13,7 +13,7 @@ import orjson
 
 from ngym.convert import message_item, new_response, output_text, overflow_response
 from ngym.depth import MAX_DEPTH, is_deep
-from ngym.errors import ServiceError, boundary
+from ngym.errors import ServiceError, UpstreamError, boundary
 from ngym.peers.reading import SHOWN_BYTES
 from ngym.schema import SCHEMA_VERSION, Json, Segment, Span, StopReason, Trace
 from ngym.segments import extend, tokens_of, versions_in
@@ -36,7 +36,7 @@ class RolloutContext:
         self.row: Json = {}
         self.peers = context.peers
         self.rollout_id = rollout_id
-        self.gym = context.peers[self.options.gym].session()
+        self.gym = context.peers[self.options.gym].session(tool_errors=self.options.tool_errors)
         self.model = context.peers[self.options.model].conversation(beginning)
         self.tools: list[Json] = []
         self.segments: list[Segment] = []
@@ -44,6 +44,9 @@ class RolloutContext:
         self.tool_calls = 0
         self.tool_errors = 0
         self.stop_reason: StopReason = "answer"
+        self.failure: ServiceError | None = (
+            None  # of the environment: whatever the agent makes of it, the rollout failed
+        )
         self.seconds = {"model_s": 0.0, "tools_s": 0.0, "verify_s": 0.0}
         self.spans: list[Span] = []
         self.started_at = datetime.now(UTC)
@@ -118,7 +121,11 @@ class RolloutContext:
         )
 
     async def call_tool(self, call: Json) -> Json:
-        """One function_call item -> its function_call_output item. What goes wrong becomes a text that the model sees."""
+        """One function_call item -> its function_call_output item. What the model does wrong becomes a text that it sees.
+
+        Raises:
+            ServiceError: the environment failed; so has the rollout.
+        """
         started = time.perf_counter()
         self.tool_calls += 1
         if self.tool_calls > self.options.max_tool_calls:
@@ -152,10 +159,16 @@ class RolloutContext:
         try:
             reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
         except ServiceError as error:
-            if not error.is_for_the_model:
-                error.failure = error.failure or "tool_error"
-                raise
-            return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
+            if error.is_for_the_model:
+                return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
+            if error.failure in (None, "timeout"):
+                error.failure = "tool_error"
+            if isinstance(error, UpstreamError) and self.gym.could_show(error):
+                error.detail += (
+                    " (if that is how it answers to a model's mistake: tool_errors: show in the agent's stanza)"
+                )
+            self.failure = self.failure or error
+            raise
         return reply.body.decode("utf-8", "replace"), False
 
     def answer(self, text: str, stop_reason: StopReason = "answer") -> Json:

@@ -10,10 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngym.errors import BadRequest, NotFound, Overloaded
+from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
 from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
@@ -21,14 +22,19 @@ REPEATABLE_S = 60  # for so long a call under an idempotency key may be made aga
 Result = TypeVar("Result")
 
 TASK = "task"  # in a session: the row that it was begun with
+BEGUN = "ngym.session"  # in a request's scope: the id of the session that it began
 
 
 class Session(dict[str, Any]):
-    """A rollout's state; whatever the author puts in stays until the rollout ends."""
+    """A rollout's state; whatever the author puts in stays until the rollout ends.
+
+    failure: the environment's, in a tool or step; whoever made that call, the rollout has no reward.
+    """
 
     def __init__(self, session_id: str = "") -> None:
         super().__init__()
         self.id = session_id
+        self.failure: ServiceError | None = None
         self._closing: list[Callable[[], object]] = []
 
     def __missing__(self, key: str) -> Any:
@@ -125,19 +131,45 @@ def session_for(store: SessionStore, request: Request, *, start: bool = False) -
     """
     session_id = session_id_of(request)
     if start and (session_id is None or session_id not in store):
-        return store.start(session_id)
+        return begun(store, request, session_id)
     return Session() if session_id is None else store.get(session_id)
 
 
-def with_session(response: Response, session: Session) -> Response:
-    """The answer that tells a caller its session."""
-    response.headers.update(session_headers(session))
-    return response
+def begun(store: SessionStore, request: Request, session_id: str | None = None) -> Session:
+    """A fresh session, of which the answer to this request tells the caller."""
+    session = store.start(session_id)
+    request.scope[BEGUN] = session.id
+    return session
 
 
-def session_headers(session: Session) -> dict[str, str]:
+class TellsSession:
+    """Middleware of a gym server: each answer in a session, errors included, tells its id by header and cookie.
+
+    Some clients keep the cookies of the last answer only (NeMo Gym's agents); and what stands between caller and server,
+    such as a proxy, does not know the id, so an answer without it is not the server's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                session_id = scope.get(BEGUN) or session_id_of(Request(scope)) or ""
+                if SESSION_ID.fullmatch(session_id):
+                    MutableHeaders(scope=message).update(_headers(session_id))
+            await send(message)
+
+        await self.app(scope, receive, told)
+
+
+def _headers(session_id: str) -> dict[str, str]:
     return {
-        SESSION_HEADER: session.id,
+        SESSION_HEADER: session_id,
         REPEATABLE_HEADER: str(REPEATABLE_S),
-        "set-cookie": f"{SESSION_COOKIE}={session.id}; HttpOnly; Path=/; SameSite=strict",
+        "set-cookie": f"{SESSION_COOKIE}={session_id}; HttpOnly; Path=/; SameSite=strict",
     }

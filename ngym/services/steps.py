@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import copy
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -10,14 +12,14 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from ngym.convert import message_item, output_text
-from ngym.errors import ServiceError, boundary
+from ngym.errors import ServiceError, ToolError, boundary
 from ngym.schema import Json
 from ngym.services.aggregate import ComputeMetrics
 from ngym.services.app import JsonResponse, Lifespan, add_route, json_body, validated
 from ngym.services.edge import ROW_BYTES
 from ngym.services.gym import EMPTY_RESPONSE, VerifyRequest, gym_server
 from ngym.services.options import ServiceOptions
-from ngym.services.sessions import TASK, Session, session_for, with_session
+from ngym.services.sessions import TASK, Session, session_for
 from ngym.services.tools import of_function
 
 
@@ -67,7 +69,9 @@ def step_server(
         return {"reward": total, "reward_components": {"return": total}, "steps": steps, "over": over}
 
     summed.__annotations__["body"] = task
-    app = gym_server(verify=verify or summed, options=options, lifespan=lifespan, compute_metrics=compute_metrics)
+    app = gym_server(
+        verify=verify or summed, options=options, lifespan=lifespan, compute_metrics=compute_metrics, replays=True
+    )
 
     async def reset_route(request: Request) -> Response:
         row = await json_body(request)
@@ -75,7 +79,7 @@ def step_server(
         session = session_for(app.state.sessions, request, start=True)
         session[TASK] = row
         observation = await _begin(begun, session, reset)
-        return with_session(JsonResponse({"observation": observation, "info": {}}), session)
+        return JsonResponse({"observation": observation, "info": {}})
 
     async def step_route(request: Request) -> Response:
         turn = validated(task, await json_body(request), "the row")
@@ -107,7 +111,7 @@ def step_server(
 
 
 async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> str:
-    with boundary("tool_error", "reset failed"):
+    with _play("reset failed", session):
         observation = await reset(task, session)
     session.update({"return": 0.0, "steps": 0, "over": False})
     return observation
@@ -115,13 +119,24 @@ async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> str:
 
 async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step:
     if session.get("over", True):
-        raise ServiceError("POST /reset first: this session has no episode, or it is over", status=409)
-    with boundary("tool_error", "step failed"):
+        raise ToolError("POST /reset first: this session has no episode, or it is over", status=409)
+    with _play("step failed", session):
         outcome = await step(turn, session)
     session["return"] += outcome.reward
     session["steps"] += 1
     session["over"] = outcome.terminated or outcome.truncated
     return outcome
+
+
+@contextmanager
+def _play(what: str, session: Session) -> Iterator[None]:
+    """What the author's function raises is the environment's failure, and the session has no reward any more."""
+    try:
+        with boundary("tool_error", what, places=True, retryable=True):
+            yield
+    except ServiceError as error:
+        session.failure = copy.copy(error)  # without its traceback, which holds the request
+        raise
 
 
 async def _replayed(task: VerifyRequest, reset: Reset, step: Advance) -> Session:

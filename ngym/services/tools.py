@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from anyio.to_thread import run_sync
@@ -11,13 +13,13 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from ngym.errors import boundary
+from ngym.errors import BadRequest, ServiceError, ToolError, UpstreamError, boundary, place
 from ngym.peers import Peers
-from ngym.schema import Json
+from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services import traced
 from ngym.services.app import JsonResponse, add_route, context_of, json_body, validated
 from ngym.services.options import ServiceOptions
-from ngym.services.sessions import Session, session_id_of, with_session
+from ngym.services.sessions import BEGUN, Session, session_id_of
 
 RESERVED = frozenset(
     [
@@ -40,6 +42,9 @@ RESERVED = frozenset(
 )
 
 
+NOT_DONE = (429, 503)
+
+
 class Tool(NamedTuple):
     """A tool. described: as the Responses API wants it. call: what it answers, whose body is the text that the model sees."""
 
@@ -47,10 +52,17 @@ class Tool(NamedTuple):
     call: Callable[[Json, Session, Request], Awaitable[Response]]
 
     async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
-        """The same, within its span."""
+        """The same, within its span.
+
+        Raises:
+            ToolError: for the model. ServiceError: the environment failed, and the session has no reward any more.
+        """
         with traced.execute_tool(self.described["name"]) as span:
             span.say("gen_ai.tool.call.arguments", arguments)
-            answer = await self.call(arguments, session, request)
+            try:
+                answer = await self.call(arguments, session, request)
+            except ServiceError as error:
+                raise _failure(error, session, request) from error.__cause__
             if span.is_told:
                 span.say("gen_ai.tool.call.result", bytes(answer.body).decode("utf-8", "replace"))
             return answer
@@ -95,19 +107,44 @@ def offer(app: FastAPI, tool: Tool) -> None:
 
 def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
     async def call(request: Request) -> Response:
-        arguments = await json_body(request)
+        arguments = await _body(request)
         session_id = session_id_of(request)
         if session_id is not None:
             return await tool.answer(arguments, app.state.sessions.get(session_id), request)
         session: Session = app.state.sessions.start()
         try:
-            return with_session(await tool.answer(arguments, session, request), session)
+            answer = await tool.answer(arguments, session, request)
         except BaseException:
             app.state.sessions.end(session.id)  # nobody learns its id
             raise
+        request.scope[BEGUN] = session.id
+        return answer
 
     call.__name__ = tool.described["name"]
     return call
+
+
+async def _body(request: Request) -> Json:
+    """The arguments, which the model wrote."""
+    try:
+        return await json_body(request)
+    except BadRequest as error:
+        raise ToolError(error.detail, status=error.status) from None
+
+
+def _failure(error: ServiceError, session: Session, request: Request) -> ServiceError:
+    """What a tool raised, as its caller is told: for the model, or as the environment's failure, which the session keeps."""
+    if isinstance(error, ToolError):
+        return error
+    error.failure = error.failure or "tool_error"
+    if error.status in NOT_DONE:
+        return error  # the caller asks again
+    if request.headers.get(TOOL_ERRORS_HEADER) == "show":
+        return ToolError(error.detail)
+    if error.status < 500 and not error.retryable and not isinstance(error, UpstreamError):
+        error.detail += f"{place(error)} (the model reads a ToolError; {type(error).__name__} fails the rollout)"
+    session.failure = copy.copy(error)  # without its traceback, which holds the request
+    return error
 
 
 def of_function(function: Callable[..., Any]) -> Tool:
@@ -116,11 +153,27 @@ def of_function(function: Callable[..., Any]) -> Tool:
     author = inspected(function, BaseModel)
 
     async def call(arguments: Json, session: Session, request: Request) -> Response:
-        body = validated(author.body, arguments, name)
-        with boundary("tool_error", f"{name} failed"):
-            return JsonResponse(await author.run(body, session, request))
+        try:
+            body = validated(author.body, arguments, name)
+        except BadRequest as error:
+            raise ToolError(error.detail, extra=error.extra) from None
+        with boundary("tool_error", f"{name} failed", places=True, retryable=True):
+            result = await author.run(body, session, request)
+        return _written(result, author, name)
 
     return Tool(_describe(name, author), call)
+
+
+def _written(result: Any, author: Author, name: str) -> Response:
+    """What a tool returned, as JSON."""
+    try:
+        return JsonResponse(result)
+    except BadRequest as error:  # nested too deeply
+        raise ToolError(f"{name}: {error.detail}") from None
+    except Exception as error:
+        code = getattr(inspect.unwrap(author.call), "__code__", None)
+        where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        raise ServiceError(f"{name} returned what is no JSON: {error}{where}", failure="tool_error") from error
 
 
 def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:

@@ -74,11 +74,11 @@ async def _attempt(
 
 
 async def _call(session: Any, tool: str, arguments: Json) -> None:
-    """As an agent does: an error is a text that the model sees."""
+    """As an agent does: what a tool refuses is a text that the model sees."""
     try:
-        await session.post(f"/{tool}", arguments)
+        await session.request(f"/{tool}", arguments)
     except ServiceError as error:
-        if error.status >= 500:
+        if not error.is_for_the_model:
             raise
 
 
