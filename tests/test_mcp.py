@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from shipped import rows, serving
 
 from ngym import VerifyRequest, gym_server
-from ngym.errors import Unreachable
+from ngym.errors import Unreachable, UpstreamError
 from ngym.schema import SESSION_HEADER
 
 ROW = {"responses_create_params": {"input": "Bring it to 7."}, "target": 7}
@@ -108,13 +108,21 @@ async def test_a_broken_environment_is_no_text_for_the_model():
     async def lookup(body: Nothing) -> str:
         raise Unreachable("the database is down")
 
-    async def verify(task: VerifyRequest) -> float:
-        return 0.0
+    async def crash(body: Nothing) -> str:
+        raise RuntimeError("the database is gone")
 
-    gym = gym_server(tools=[lookup], verify=verify)
-    async with house(gym=gym) as peers, speaking(url_of(peers, "gym")) as client:
-        with pytest.raises(MCPError, match="the database is down"):
-            await client.call_tool("lookup", {})
+    async def verify(task: VerifyRequest) -> float:
+        return 1.0
+
+    row = {"responses_create_params": {"input": "Look it up."}}
+    async with house(gym=gym_server(tools=[lookup, crash], verify=verify)) as peers:
+        for tool, words in (("lookup", "the database is down"), ("crash", "RuntimeError: the database is gone")):
+            session, headers = await seeded(peers, "gym", row)
+            async with speaking(url_of(peers, "gym"), headers) as client:
+                with pytest.raises(MCPError, match=words):
+                    await client.call_tool(tool, {})
+            with pytest.raises(UpstreamError, match=words):
+                await session.post("/verify", {**row, "response": {"output": []}})
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])

@@ -22,6 +22,7 @@ from transformers.utils import get_json_schema
 
 from ngym import Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, Unreachable, UsageError
+from ngym.peers.session import ToolErrors
 from ngym.services.steps import Step, step_server
 from ngym.signatures import docstring_of, parameters_of
 from ngym.trl import TrlGym
@@ -72,15 +73,20 @@ async def order(body: Order) -> str:
     return ""
 
 
+async def lose(body: Add) -> str:
+    """A bug."""
+    raise RuntimeError("the database is gone")
+
+
 def counter() -> FastAPI:
-    return gym_server(tools=[add, crash], verify=verify)
+    return gym_server(tools=[add, crash, lose], verify=verify)
 
 
 @contextmanager
-def served(app: FastAPI) -> Iterator[TrlGym]:
+def served(app: FastAPI, tool_errors: ToolErrors = "fail") -> Iterator[TrlGym]:
     """A gym server in a thread of its own, as TRL has it on another machine."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(house({}, gym=app)) as peers:
-        yield TrlGym(peers.urls["gym"][0])
+        yield TrlGym(peers.urls["gym"][0], tool_errors=tool_errors)
 
 
 def row(target: int = 5, **fields: Any) -> dict[str, Any]:
@@ -142,7 +148,18 @@ def test_an_environment_that_breaks_is_no_reward_of_0() -> None:
         right.add(amount=5)
         with pytest.raises(ServiceError, match="the database is gone"):
             broken.crash(amount=1)
-        assert gym.verify([said("done")] * 2, [broken, right]) == [None, 1.0]
+        lost = begun(gym, target=0)
+        with pytest.raises(ServiceError, match="RuntimeError: the database is gone"):
+            lost.lose(amount=1)
+        assert gym.verify([said("done")] * 3, [broken, right, lost]) == [None, 1.0, None]
+
+
+def test_with_tool_errors_show_a_crash_is_told_to_the_model_and_scored() -> None:
+    with served(counter(), "show") as gym:
+        episode = begun(gym)
+        assert episode.lose(amount=1).startswith("Error: lose failed: RuntimeError: the database is gone")
+        episode.add(amount=5)
+        assert gym.verify([said("done")], [episode]) == [1.0]
 
 
 def test_a_batch_in_which_every_episode_broke_ends_the_training_with_the_reason() -> None:

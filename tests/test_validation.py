@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from house import house
+from pydantic import BaseModel
 
-from ngym import Session, VerifyRequest, gym_server
+from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.cli.init import project
 from ngym.cli.validate import main
 from ngym.errors import UsageError
@@ -20,6 +21,10 @@ from ngym.validation import Environment, examine
 
 class Task(VerifyRequest):
     word: str
+
+
+class Key(BaseModel):
+    key: str
 
 
 GOLD = [
@@ -89,6 +94,28 @@ async def test_one_whose_sessions_share_something_is_told(tmp_path: Path) -> Non
         return float(alone and task.word in task.text)
 
     assert set(await mistakes_of(crowded, environment(tmp_path))) == {"together"}
+
+
+async def test_a_tool_that_crashes_is_told_though_no_case_calls_it(tmp_path: Path) -> None:
+    async def lookup(body: Key) -> str:
+        """Look it up."""
+        raise RuntimeError("the database is gone")
+
+    async def listed(body: Key) -> set[str]:
+        """All of them."""
+        return {body.key}
+
+    async def refused(body: Key) -> str:
+        """Says no."""
+        raise ToolError("there is no such key")
+
+    words = gym_server(verify=right, tools=[lookup, listed, refused])
+    async with house({}, words=words) as peers:
+        findings = await examine(environment(tmp_path), peers["words"], 60.0)
+    [(check, (first, second))] = [(finding.check, finding.mistakes) for finding in findings if finding.mistakes]
+    assert check == "tools"
+    assert first.startswith("lookup: lookup failed: RuntimeError: the database is gone (test_validation.py:")
+    assert second.startswith("listed: listed returned what is no JSON")
 
 
 async def test_one_that_is_slow_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-
 from pydantic import ValidationError
 
 from ngym.errors import ConfigError, ServiceError

@@ -3,6 +3,7 @@
 rows       every shipped row is a task that the server accepts; none of validation stands in training
 gold       each case gets what it must
 worse      the best answers, spoilt, get less: nothing, noise, half of it
+tools      each tool takes a call: what it does not like it says to the model, and does not crash
 again      the same answer gets the same reward, also as its own stored row
 together   64 sessions at once get what each gets alone
 time       95 of 100 verifications take less than the limit
@@ -46,6 +47,7 @@ async def examine(environment: Environment, peer: Peer, within_s: float) -> list
         await _rows(environment, peer),
         _gold(cases, [answer for answer, _ in answers], {tool["name"] for tool in await peer.get("/tools")}),
         await _worse(peer, cases),
+        await _tools(peer, cases),
         await _again(peer, cases, [answer for answer, _ in answers]),
         await _together(peer, cases),
         _time([seconds for _, seconds in answers], within_s),
@@ -141,6 +143,33 @@ def _spoilt(case: Case, form: Spoilt) -> tuple[list[Json], int]:
     if len(items) > 1:
         return items[: len(items) // 2], len(case.calls) // 2
     return says(case.text[: len(case.text) // 2]), len(case.calls) // 2
+
+
+async def _tools(peer: Peer, cases: Sequence[Case]) -> Finding:
+    """Those that the cases do not call anyway, with arguments made of their schemas."""
+    called = {tool for case in cases for tool, _ in case.calls}
+    tools = [tool for tool in await peer.get("/tools") if tool["name"] not in called]
+    mistakes = []
+    for tool in tools if cases else ():
+        session = peer.session()
+        try:
+            await session.post("/seed_session", {"responses_create_params": PARAMS, **cases[0].task})
+            await _call(session, tool["name"], _sample(tool.get("parameters") or {}))
+            await session.request("/session", None, method="DELETE")
+        except ServiceError as error:
+            mistakes.append(f"{tool['name']}: {error.detail}")
+    return Finding("tools", f"{len(tools)} that no case calls", mistakes)
+
+
+def _sample(schema: Json) -> Any:
+    """A value of about this kind: a tool has to refuse another one just as well."""
+    if "properties" in schema:
+        return {name: _sample(member) for name, member in schema["properties"].items()}
+    if schema.get("enum"):
+        return schema["enum"][0]
+    return {"string": "a", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}.get(
+        str(schema.get("type"))
+    )
 
 
 async def _again(peer: Peer, cases: Sequence[Case], answers: Sequence[Json]) -> Finding:
