@@ -36,7 +36,7 @@ FailureClass = Literal[
     "timeout",  # a service did not answer before the deadline
     "model_error",  # the model server failed, or refused the request
     "context_length",  # the conversation does not fit the model's context
-    "tool_error",  # the environment broke in a tool, a reset or a step; what a model does wrong is no failure
+    "tool_error",  # a tool, a reset or a step crashed, or a tool did not answer; what a model does wrong is no failure
     "agent_error",  # the agent failed, or its answer is no rollout
     "verify_error",  # the verifier failed, or its answer is no reward
     "judge_error",  # the model that was to judge gave no verdict

@@ -43,7 +43,8 @@ def text(specimen: Specimen) -> str:
             PROBLEM.format(status=specimen.problem.status),
             fence("json", problem),
             "## Errors {#errors}\n",
-            "`raise` one of these in a tool, in `verify`, in an agent or a model server; it becomes the problem document.\n",
+            "`raise` one of these in a tool, in `verify`, in an agent or a model server; it becomes the problem document. Of a "
+            "tool's, the model reads a `ToolError` alone; its document has `for_the_model: true` and the `session` of the call.\n",
             table(("Error", "Status", "Title", "Retryable"), _tree()),
             f"`{UsageError.__name__}` is for the user's own mistakes: a command ends with its message, in one line, and exit code 2.\n",
         ]
@@ -68,6 +69,7 @@ def classes() -> dict[str, str]:
 
 
 def _tree() -> list[tuple[str, str, str, str]]:
-    found = [ServiceError, *sorted(ServiceError.__subclasses__(), key=lambda kind: (kind.status, kind.__name__))]
+    below = [kind for parent in ServiceError.__subclasses__() for kind in (parent, *parent.__subclasses__())]
+    found = [ServiceError, *sorted(below, key=lambda kind: (kind.status, kind.__name__))]
     ours = [kind for kind in found if kind.__module__ == errors.__name__]
     return [(code(kind.__name__), str(kind.status), kind.title, "yes" if kind.retryable else "no") for kind in ours]
