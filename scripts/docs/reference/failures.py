@@ -25,6 +25,10 @@ PROBLEM = """\
 Every answer that is no success is an RFC 9457 problem document, `application/problem+json`. `retryable` says whether the same request
 may succeed later. The answer to that row, with status {status}:
 """
+RAISED = """\
+`raise` one of these in a tool, in `verify`, in an agent or a model server; it becomes the problem document. Of a tool's, the model reads
+a `ToolError` alone; its document has `for_the_model: true` and the `session` of the call.
+"""
 
 
 def text(specimen: Specimen) -> str:
@@ -43,8 +47,7 @@ def text(specimen: Specimen) -> str:
             PROBLEM.format(status=specimen.problem.status),
             fence("json", problem),
             "## Errors {#errors}\n",
-            "`raise` one of these in a tool, in `verify`, in an agent or a model server; it becomes the problem document. Of a "
-            "tool's, the model reads a `ToolError` alone; its document has `for_the_model: true` and the `session` of the call.\n",
+            RAISED,
             table(("Error", "Status", "Title", "Retryable"), _tree()),
             f"`{UsageError.__name__}` is for the user's own mistakes: a command ends with its message, in one line, and exit code 2.\n",
         ]
