@@ -9,8 +9,28 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from house import house
+from pydantic import BaseModel
 
+from ngym import ServiceError, Session, VerifyRequest, gym_server
 from ngym.cli.reverify import main
+from ngym.reverify import verified
+
+
+class Add(BaseModel):
+    amount: int
+
+
+async def add(body: Add, session: Session) -> str:
+    """Add."""
+    if body.amount < 0:
+        raise RuntimeError("the database is gone")
+    session["total"] = session.get("total", 0) + body.amount
+    return "added"
+
+
+async def verify(task: VerifyRequest, session: Session) -> float:
+    return float(session.get("total", 0))
 
 
 def rollout(agent: str, output: list[dict[str, Any]], reward: float | None, **fields: Any) -> dict[str, Any]:
@@ -137,3 +157,17 @@ def test_what_cannot_be_verified_at_all_is_refused(
     result = run(root, "--input", str(source), "--output", str(tmp_path / "again.jsonl"))
     assert result.exit_code == 2 and reason in result.stderr
     assert not (tmp_path / "again.jsonl").exists()
+
+
+@pytest.mark.parametrize(("shown", "reward"), [("added", None), ("Error: add failed", 3.0)])
+async def test_a_tool_that_crashes_now_is_no_reward_unless_the_model_read_it_then(
+    shown: str, reward: float | None
+) -> None:
+    output = [adds(3, "a"), adds(-1, "b"), {"type": "function_call_output", "call_id": "b", "output": shown}]
+    row = rollout("counter_agent", [*output, says("Done.")], 3.0)
+    async with house(counter=gym_server(tools=[add], verify=verify)) as peers:
+        if reward is None:
+            with pytest.raises(ServiceError, match="the database is gone"):
+                await verified(row, peers["counter"])
+        else:
+            assert (await verified(row, peers["counter"]))["reward"] == reward
