@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -12,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stub_agents import scored
+from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
 from trainer_service import SHAPE, arguments, free_port, metrics_of, new_policy, train
 from transformers import AutoTokenizer
 
 from ngym.cli.train import trainer
 from ngym.errors import UsageError
+from ngym.peers import Peers
 
 checkpoints, config, engine, loop, model, samples, sft = map(
     trainer, ("checkpoints", "config", "engine", "loop", "model", "samples", "algorithms.sft")
 )
+rl, stream_module, tasks_module = map(trainer, ("rl", "stream", "tasks"))
 Values = dict[str, Any]
 
 
@@ -307,3 +312,75 @@ def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="start again with --overwrite"):
         (tmp_path / "other.jsonl").write_text("{}\n", "utf-8")
         spool.Spool(tmp_path / "other.jsonl", lambda number: True)
+
+
+# The order of tasks
+
+
+async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_path: Path) -> None:
+    """With a lag, what a curriculum knows at a draw depends on which groups were complete first: here 3 and 4, then 2 and 3."""
+    text = "".join(json.dumps({"responses_create_params": {"input": str(n)}}) + "\n" for n in range(12))
+    (tmp_path / "tasks.jsonl").write_text(text, "utf-8")
+    options = rl.RolloutOptions(
+        agent="agent",
+        tasks=str(tmp_path / "tasks.jsonl"),
+        tasks_per_step=2,
+        group_size=1,
+        max_lag=2,
+        curriculum={"decay": 0.0, "floor": 0.01},
+    )
+    spooled = tmp_path / "rollouts.jsonl"
+    asked: list[tuple[int, str]] = []
+    slow: set[int] = set()
+    never = asyncio.Event()
+
+    async def answer(row: Values) -> Any:
+        number, task = row["_ng_task_index"], row["responses_create_params"]["input"]
+        asked.append((number, task))
+        if number in slow:
+            await never.wait()
+        segment = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1.0], "policy_version": [[1, 2, 0]]}
+        ng = {"segments": [segment], "turns": 1, "tool_calls": 0, "tool_errors": 0, "stop_reason": "answer"}
+        return scored(row, float(int(task) % 2), ng=ng)
+
+    def rows() -> dict[int, str]:
+        lines = [json.loads(line) for line in spooled.read_text("utf-8").splitlines()]
+        numbers = [row["_ng_task_index"] for row in lines]
+        assert len(set(numbers)) == len(numbers), "a number is there for two rollouts"
+        return dict(zip(numbers, (row["responses_create_params"]["input"] for row in lines), strict=True))
+
+    async def life(state: Values | None, takes: int) -> Values:
+        """Trains after `state` and returns the state of the checkpoint after the first batch."""
+        async with agents_serving(answer) as url:
+            peers = Peers({"agent": [url]}, owner="the test")
+            source = tasks_module.TaskSource(options, seed=0)
+            stream = stream_module.Stream(peers, source, options, 1.0, 0, 99, spooled, lambda group: True)
+            await stream.open(state)
+            first = state["step"] + 1 if state else 0
+            for step in range(first, first + takes):
+                stream.announced(0, 0)
+                stream.published(0, step)
+                for number in {2} - slow if step else ():
+                    while not stream._groups[number].complete:
+                        await asyncio.sleep(0.01)
+                assert await stream.take() is not None
+                if step == 0:
+                    state = json.loads(json.dumps(stream.state()))
+            stream.published(0, first + takes)
+            while not {8, 9} <= rows().keys():
+                await asyncio.sleep(0.01)
+            await stream.close()
+            await peers.close()
+        assert state is not None
+        return state
+
+    slow.add(2)
+    state = await life(None, 2)
+    before = rows()
+    slow.clear()
+    asked.clear()
+    await life(state, 1)
+    assert before.items() <= rows().items() and not {number for number, _ in asked} & before.keys()
+    order = [json.loads(line) for line in (tmp_path / "rollouts_tasks.jsonl").read_text("utf-8").splitlines()]
+    assert [drawn["number"] for drawn in order] == list(range(10))
+    assert rows().items() <= {drawn["number"]: str(drawn["index"]) for drawn in order}.items()

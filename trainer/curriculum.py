@@ -73,6 +73,10 @@ class Curriculum:
         self._put_back(drawn)
         return drawn
 
+    def draw_again(self, index: int) -> None:
+        """Count a draw that gave this index in an earlier life of the run; the draws after it are those of that life."""
+        self._draws += 1
+
     def learn(self, index: int, mean_reward: float) -> None:
         """A group of attempts at this task had this mean reward; outside [0, 1] it counts as the nearer end."""
         decay, known = self._options.decay, self._known(index)

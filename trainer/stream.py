@@ -100,6 +100,7 @@ class Stream:
             groups = [Group(self._tasks.again(*each["task"]), each["step"]) for each in state["groups"]]
         numbers = {group.task.number for group in groups}
         self._spool = Spool(self._file, lambda number: number in numbers or number >= self._admitted)
+        self._tasks.repeat(self._spool.drawn)
         at_hand = len(self._spool)
         for group in groups:
             self._begin(group)
@@ -174,6 +175,7 @@ class Stream:
         count = ahead * options.tasks_per_step + self._left_out - self._admitted
         self._admitted += max(0, count)
         for task in self._tasks.take(max(0, count)):
+            self._spool.record(task)
             self._begin(Group(task, self._step))
 
     def _begin(self, group: Group) -> None:

@@ -2,18 +2,20 @@
 
     environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row, ready to collect
 
-What comes next depends on the seed and the state alone: a run that goes on from a state goes on exactly.
+What comes next depends on the seed, the state and the rewards that are learned. Which rewards are known at a draw may depend
+on the clock; what was drawn is therefore recorded (spool.py), and a resumed run takes the recorded tasks (`repeat`).
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ngym.errors import UsageError
 from ngym.schema import Json
@@ -44,6 +46,13 @@ class Task:
         return f"{self.environment}/{self.index}"
 
 
+class Drawn(NamedTuple):
+    """Which task a number is."""
+
+    environment: str
+    index: int
+
+
 class TaskSource:
     """The tasks of all environments of a run.
 
@@ -54,19 +63,40 @@ class TaskSource:
     def __init__(self, options: RolloutOptions, seed: int) -> None:
         self._seed = seed
         self._taken = 0
+        self._drawn: Mapping[int, Drawn] = {}
         self._environments = {each.key: _Environment(each, options, seed) for each in options.sources}
         self._turns = Turns([each.weight for each in options.sources])
 
     def take(self, count: int) -> list[Task]:
-        """The next tasks."""
+        """The next tasks: first those that an earlier life of the run drew, then newly drawn ones."""
+        numbers = range(self._taken, self._taken + count)
+        again = [self._drawn_again(number) for number in takewhile(self._drawn.__contains__, numbers)]
+        self._taken += count
+        return again + self._draw(numbers[len(again) :])
+
+    def repeat(self, drawn: Mapping[int, Drawn]) -> None:
+        """Give these numbers to these tasks, whatever was learned meanwhile: an earlier life of the run drew them."""
+        self._drawn = drawn
+
+    def _drawn_again(self, number: int) -> Task:
+        name, index = self._drawn[number]
+        if name not in self._environments:
+            raise UsageError(
+                f"task {number} was drawn from {name!r} before, and there is no such environment now; set "
+                "rollouts.environments back, or begin a new run"
+            )
+        self._turns.taken[list(self._environments).index(name)] += 1
+        self._environments[name].draw_again(index)
+        return self.again(name, index, number)
+
+    def _draw(self, numbers: Sequence[int]) -> list[Task]:
         names = list(self._environments)
-        turns = [names[self._turns.next()] for _ in range(count)]
+        turns = [names[self._turns.next()] for _ in numbers]
         drawn = {name: iter(self._environments[name].draw(turns.count(name))) for name in names}
         tasks = []
-        for number, name in enumerate(turns, self._taken):
+        for number, name in zip(numbers, turns, strict=True):
             index, row = next(drawn[name])
             tasks.append(_task(name, index, number, row))
-        self._taken += count
         return tasks
 
     def again(self, environment: str, index: int, number: int) -> Task:
@@ -149,6 +179,19 @@ class _Environment:
         indices = self._sampler.draw(count)
         return list(zip(indices, self._rows(indices), strict=True))
 
+    def draw_again(self, index: int) -> None:
+        """Count a draw of an earlier life of the run.
+
+        Raises:
+            UsageError: there is no such task in the file.
+        """
+        if index >= len(self._file):
+            raise UsageError(
+                f"{self._options.tasks}: task {index} was drawn before, and there are {len(self._file):,} tasks in it; "
+                "restore the file, or begin a new run"
+            )
+        self._sampler.draw_again(index)
+
     def row(self, index: int) -> Json:
         return next(self._rows([index]))
 
@@ -208,6 +251,9 @@ class Sampler(Protocol):
 
     def draw(self, count: int) -> list[int]: ...
 
+    def draw_again(self, index: int) -> None:
+        """Count a draw that gave this index in an earlier life of the run."""
+
     def learn(self, index: int, mean_reward: float) -> None: ...
 
     def metrics(self) -> dict[str, float]: ...
@@ -240,6 +286,10 @@ class Epochs:
             drawn.append(self._order[self._position])
             self._position += 1
         return drawn
+
+    def draw_again(self, index: int) -> None:
+        """The order of an epoch depends on nothing else: it is the next one."""
+        self.draw(1)
 
     def learn(self, index: int, mean_reward: float) -> None:
         """Changes nothing: each has its turn."""

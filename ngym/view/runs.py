@@ -25,7 +25,8 @@ MOST_DEPTH = 3
 MOST_RUNS = 100
 MOST_FILES = 2000  # that are looked at in the folders
 LOOKED_AT = 8 << 20  # bytes of a file's first line, to tell what it is
-SUFFIX, FAILED, INPUTS = ".jsonl", "_failures", "_materialized_inputs"
+SUFFIX, FAILED = ".jsonl", "_failures"
+BESIDE = ("_materialized_inputs", "_tasks")  # ends of the names of files beside rollouts, which may be empty, too
 PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
 RECENT_S = 10.0  # a file that was written to so recently grows
 KEYS = (b'"response"', b'"failure"')
@@ -233,7 +234,7 @@ def _has_rollouts(output: Path) -> bool:
     """Whether the first row of this file, or of its failures, is one; an empty file may become one."""
     firsts = [first for path in (output, _failures(output)) if path.is_file() and (first := _first_line(path))]
     if not firsts:
-        return output.is_file() and output.stat().st_size == 0 and not output.stem.endswith(INPUTS)
+        return output.is_file() and output.stat().st_size == 0 and not output.stem.endswith(BESIDE)
     return any(_is_rollout(first) for first in firsts)
 
 
