@@ -71,7 +71,7 @@ class Publisher:
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
-        proof = Proof(self._probe.segments[0].token_ids, logprobs)
+        proof = Proof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
         weights = self._pushed()
         if self._pusher:
             with tracing.span("push weights", "client") as span:

@@ -31,10 +31,14 @@ class Passing(NgymError):
 
 
 class Proof(NamedTuple):
-    """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens but the first, at temperature 1."""
+    """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens but the first, at temperature 1.
+
+    dtype: in which the trainer computed them, as torch calls it: `float32`, `bfloat16`.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+    dtype: str = "float32"
 
 
 class AdapterShape(NamedTuple):
