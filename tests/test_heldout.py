@@ -113,6 +113,21 @@ def test_it_is_measured_before_the_first_step_every_so_many_and_at_the_end(
     assert [step for step, *_ in noted] == measured
 
 
+def test_a_loss_that_is_not_a_number_is_logged_and_ends_the_run(
+    learner: Any, tokenizer: PreTrainedTokenizerBase, data: Path
+) -> None:
+    class Broken(sft.Sft):  # type: ignore[name-defined,misc]
+        def loss(self, scores: Any, packed: Any) -> Any:
+            return super().loss(scores._replace(logprobs_N=scores.logprobs_N * math.nan), packed)
+
+    held_out, noted = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], Broken())
+    with pytest.raises(
+        heldout.HeldOutNotFinite, match=r"the held-out loss after step 4 is nan: .* not saved"
+    ) as caught:
+        list(held_out.evaluated([], 4))
+    assert caught.value.step == 4 and math.isnan(noted[0][1]["val/loss"])
+
+
 def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
     learner: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

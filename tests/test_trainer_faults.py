@@ -7,6 +7,7 @@ import json
 import os
 import pickle  # noqa: TID251  (to be refused)
 import random
+import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from ngym.errors import ConfigError, UsageError
 checkpoints, config, engine, model, optimizer_state, resume, rollouts = map(
     trainer, ("checkpoints", "config", "engine", "model", "optimizer_state", "resume", "rollouts")
 )
+guard, loop, sft = map(trainer, ("guard", "loop", "algorithms.sft"))
 
 # Killed while it saves
 
@@ -117,12 +119,13 @@ def killed_at_each_moment(folder: Path, kills: int) -> None:
 # Checkpoints that are not what was written
 
 
-def learner(root: Path) -> Any:
+def learner(root: Path, stage: int = 0, precision: str = "fp32") -> Any:
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     launch = config.Launch(rank=0, local_rank=0, ranks=1)
     policy = model.load_policy(shape, tokenizer, 0)
-    return engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-2, name="adamw"))
+    options = config.EngineOptions(zero_stage=stage, precision=precision)
+    return engine.Engine(policy, launch, options, config.OptimizerOptions(lr=1e-2, name="adamw"))
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +320,95 @@ def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed
             assert of_stage["skipped"] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
             assert "3 optimiser steps in a row; the weights are those before" in of_stage["ended"]
         assert told[0][stage]["hashes"] == told[1][stage]["hashes"] or stage == "3"  # of ZeRO-3 each has its own part
+
+
+# Weights that are garbage
+
+
+def learned_from(root: Path, folder: Path, algorithm: str) -> list[str]:
+    """The words of a run on a small file of what this algorithm learns from."""
+    shape = [f"model.from_scratch.{name}={value}" for name, value in SHAPE.items()]
+    words = [f"{algorithm}.yaml", "output=run", "data.path=data.jsonl", "batch_size=4", "evaluation=null", *shape]
+    words += ["model.path=null", f"model.tokenizer={root}/data/tiny_policy/tokenizer", "optimizer.name=adamw"]
+    words += ["schedule=null", "schedule.name=constant", "optimizer.max_grad_norm=null", "max_skipped=9"]
+    draw = random.Random(0)
+    rows: list[Any] = []
+    for n in range(8):
+        asked = [{"role": "user", "content": f"{n} + 1?"}]
+        said = [[{"role": "assistant", "content": text}] for text in (f"{n + 1}", "No.")]
+        ids = [draw.randrange(5, 900) for _ in range(8)]
+        segment = {"token_ids": ids, "mask": [[3, 8]], "logprobs": [-7.0] * 5, "policy_version": [[3, 8, 0]]}
+        rollout = {"task_id": f"{n // 4}", "status": "ok", "segments": [segment]}
+        of_kind: dict[str, Any] = {
+            "sft": {"responses_create_params": {"input": asked + said[0]}, "messages": asked + said[0]},
+            "dpo": {"prompt": asked, "chosen": said[0], "rejected": said[1]},
+            "grpo": {"reward": float(n % 2), "_ng_task_index": n // 4, "_ng_rollout_index": n % 4, "ng": rollout},
+        }
+        rows.append(of_kind["grpo" if algorithm == "ppo" else algorithm])
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return words + (["algorithm.max_mismatch=1e9"] if algorithm in ("grpo", "ppo") else [])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lr", "steps", "reason"),
+    [
+        ("sft", "1e30", 1, "embed_tokens.weight: not finite, or too large to compute with, after step 1"),
+        ("dpo", "1e5", 1, "the policy's logprobs after step 1 are exactly uniform, whatever the prompt"),
+        ("grpo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimiser steps were skipped"),
+        ("ppo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimiser steps were skipped"),
+    ],
+)
+def test_weights_that_a_too_large_step_left_behind_are_neither_a_checkpoint_nor_a_policy(
+    root: Path, tmp_path: Path, algorithm: str, lr: str, steps: int, reason: str
+) -> None:
+    words = [*learned_from(root, tmp_path, algorithm), f"optimizer.lr={lr}", f"max_steps={steps}"]
+    process = train(tmp_path, words)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 1 and "Traceback" not in said, said
+    assert re.search(reason, said) and "so they are not saved, and the last good checkpoint is kept" in said
+    assert not (tmp_path / "run" / "policy").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
+
+
+def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_path: Path) -> None:
+    """Under ZeRO-3 no rank has all weights."""
+    words = [*learned_from(root, tmp_path, "sft"), "optimizer.lr=1e30", "max_steps=2", "engine.zero_stage=3"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    words.append("checkpoint.every=1")
+    ranks = [train(tmp_path, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert "not finite, or too large to compute with" in said[0] and not (tmp_path / "run" / "policy").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
+    root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
+) -> None:
+    trained, watch = learner(root, stage, precision), guard.Guard(None, 3)
+    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    (tmp_path / "metrics.jsonl").touch()
+    saver = resume.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
+    samples = trainer("samples")
+    batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
+
+    def step(number: int, factor: float) -> bool:
+        taken = loop.take_step(trained, sft.Sft(), batch, 10_000, factor)
+        passed: bool = watch.passes(number, batch, taken.means["loss"], taken.update.grad_norm)
+        return passed
+
+    assert step(1, 1.0)
+    saver.after(1)
+    assert step(2, 1e25)
+    with pytest.raises(guard.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
+        saver.after(2)
+    assert not step(3, 1.0)
+    saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
+    with pytest.raises(guard.NotFinite, match="the last 1 optimiser steps were skipped"):
+        saver.check()
+    assert kept.newest().step == 1
 
 
 # Rollouts that are none

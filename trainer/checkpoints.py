@@ -129,6 +129,11 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise CheckpointUnusable(self._damaged(folder, str(error).split("\n")[0], found)) from error
 
+    def discard(self, step: int) -> None:
+        """Remove the checkpoint of this step, if there is one."""
+        if (folder := self._found().get(step)) is not None:
+            _remove(folder)
+
     def clear(self) -> None:
         """Remove all of them: a new run begins in this folder."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -87,6 +87,11 @@ class Engine:
         self.device = torch.device(self._deepspeed.device)
         self._offloaded = Offloaded(self._deepspeed, self.device)
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights that it computes with, as torch calls it."""
+        return "bfloat16" if self._options.precision == "bf16" else "float32"
+
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
         """Those of this rank; each has equally many, and some may be empty. Ranks that compute together have the same.
 
@@ -177,6 +182,12 @@ class Engine:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def overflown(self) -> list[str]:
+        """The names of this rank's trainable parameters, or of its parts of them, whose norm is not finite in float32."""
+        trainable = ((name, one) for name, one in self.policy.named_parameters() if one.requires_grad)
+        parts = ((name, getattr(one, "ds_tensor", one).detach()) for name, one in trainable)  # under ZeRO-3, its shard
+        return [name for name, part in parts if not part.norm(dtype=torch.float32).isfinite()]
 
     def share(self, value: Shared) -> Shared:
         """Rank 0's value, on every rank."""

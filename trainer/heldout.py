@@ -17,6 +17,7 @@ import torch
 
 from .algorithms import Algorithm
 from .algorithms.sft import Sft
+from .guard import NOT_SAVED, NotFinite
 from .packing import pack
 from .samples import Batch, Sample
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 PLANNED_AT_ONCE = 1024  # samples
 SHOWN = ("val/loss", "val/perplexity", "val/rewards/accuracies", "val/rewards/margins")
+
+
+class HeldOutNotFinite(NotFinite):
+    """The held-out loss is not a number: the policy of this step is not worth saving."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"the held-out loss after step {step} is {loss}: the weights cannot be used, {NOT_SAVED}")
+        self.step = step
 
 
 class HeldOutData:
@@ -68,6 +77,10 @@ class HeldOutData:
             self._measure(step)
 
     def _measure(self, step: int) -> None:
+        """
+        Raises:
+            HeldOutNotFinite: the loss is not a number.
+        """
         began = time.monotonic()
         values = {f"val/{name}": value for name, value in self.means().items()}
         if isinstance(self._algorithm, Sft):
@@ -75,6 +88,8 @@ class HeldOutData:
         shown = ", ".join(f"{name.removeprefix('val/')} {values[name]:.4f}" for name in SHOWN if name in values)
         values["time/eval"] = time.monotonic() - began
         self._note(step, values, f"held-out after {step} steps: {shown} ({len(self._samples):,} samples)")
+        if not math.isfinite(values["val/loss"]):
+            raise HeldOutNotFinite(step, values["val/loss"])
 
     def means(self) -> dict[str, float]:
         """Each metric of the algorithm, a mean over the samples of all ranks."""

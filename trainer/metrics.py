@@ -64,6 +64,10 @@ class Metrics:
         self._record(step, values)
         self._say(text)
 
+    def say(self, text: str) -> None:
+        """Say something beside the steps."""
+        self._say(text)
+
     def _record(self, step: int, values: dict[str, float]) -> None:
         elapsed = time.monotonic() - self._began
         row = {"step": step, **values, "time/elapsed": round(elapsed, 3)}

@@ -84,6 +84,12 @@ class Policy(nn.Module):
                 what = f"{name} = {getattr(described, name)} of {described.model_type}"
                 raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        size: int = self.network.config.get_text_config().vocab_size
+        return size
+
     def logprobs(self, packed: Packed) -> Tensor:
         """Log p of each trained token, [N]."""
         scores: Scores = self(packed)

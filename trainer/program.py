@@ -41,6 +41,7 @@ POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"
 SPOOL = "rollouts.jsonl"
 SPOOL_FAILURES = "rollouts_failures.jsonl"
+SPOOL_TASKS = "rollouts_tasks.jsonl"
 RESOLVED = "recipe.yaml"
 OTHERWISE = "choose another output=FOLDER"
 SKIPPED = "skipped"
@@ -100,7 +101,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
         from . import critic, engine, loop, model, optimizer, ranks
-        from .guard import Guard
+        from .guard import Guard, Untrained
+        from .heldout import HeldOutNotFinite
         from .metrics import Metrics
         from .resume import Saver
         from .sources import FileSource, LiveSource, Parts, make_room, temperature
@@ -128,7 +130,16 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         shown = launch.rank == 0
         guard = Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
         checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
-        saver = Saver(checkpoints, learner, tokenizer, guard, recipe.output / METRICS, source.state, source.steps)
+        saver = Saver(
+            checkpoints,
+            learner,
+            tokenizer,
+            guard,
+            recipe.output / METRICS,
+            source.state,
+            source.steps,
+            recipe.micro_batch_tokens,
+        )
         earlier = learner.share(checkpoints.newest() if resume and shown else None)
         history: list[dict[str, float]] = []
         if earlier is None:
@@ -136,31 +147,41 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         else:
             history = saver.restore(earlier, _say)
         done = earlier.step if earlier else 0
+        untrained = Untrained()
         kept = sinks.opened(recipe.logging, recipe.output, recipe.output / RESOLVED) if shown else None
         with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
             batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
 
             def report(step: int, values: dict[str, float]) -> None:
                 metrics.log(step, values)
+                if idle := untrained.noted(values):
+                    metrics.say(f"step {step}: {idle}")
                 saver.after(step)
 
-            with closing(batches):
-                loop.train(
-                    learner,
-                    algorithm,
-                    batches,
-                    recipe.micro_batch_tokens,
-                    lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
-                    guard,
-                    report,
-                    done,
-                )
+            try:
+                with closing(batches):
+                    loop.train(
+                        learner,
+                        algorithm,
+                        batches,
+                        recipe.micro_batch_tokens,
+                        lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
+                        guard,
+                        report,
+                        done,
+                    )
+            except HeldOutNotFinite as error:
+                saver.discard(error.step)
+                raise
             saver.tidy()
+        saver.check()
         learner.save(recipe.output / POLICY, tokenizer)
         if recipe.model.lora is not None:
             learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
         if shown:
             _draw(metrics, recipe.output / CURVE)
+            if idle := untrained.summary(metrics.history, learner.steps):
+                _say(idle)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
 
 
@@ -264,7 +285,7 @@ def _claimed(output: Path, resolved: str, overwrite: bool, resume: bool) -> Iter
     output.mkdir(parents=True, exist_ok=True)
     with held_folder(output, OTHERWISE):
         if not resume:
-            for old in (METRICS, SPOOL, SPOOL_FAILURES):
+            for old in (METRICS, SPOOL, SPOOL_FAILURES, SPOOL_TASKS):
                 (output / old).unlink(missing_ok=True)
             Checkpoints(output, CheckpointOptions()).clear()
         write_whole(output / RESOLVED, resolved.encode())

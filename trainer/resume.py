@@ -48,6 +48,7 @@ class Saver:
 
     Args:
         metrics: the file of the run's metrics. source: the state of where batches come from, as JSON.
+        budget: tokens that a rank computes at once.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Saver:
         metrics: Path,
         source: Callable[[], Json | None],
         steps: int,
+        budget: int,
     ) -> None:
         self._checkpoints = checkpoints
         self._learner = learner
@@ -67,6 +69,8 @@ class Saver:
         self._metrics = metrics
         self._source = source
         self._steps = steps
+        self._budget = budget
+        self._due = False
 
     def begin(self) -> None:
         """Note that the run is at its beginning: then there is nothing to load, and no doubt that this is so."""
@@ -85,15 +89,34 @@ class Saver:
             self._guard.skipped = earlier.state["skipped"]
         return cut(self._metrics, earlier) if self._learner.rank == 0 else []
 
+    def check(self) -> None:
+        """
+        Raises:
+            NotFinite: the weights are not worth saving.
+        """
+        self._guard.check(self._learner, self._budget)
+
+    def discard(self, step: int) -> None:
+        """Remove the checkpoint of this step: its weights have turned out not to be worth saving."""
+        if self._learner.rank == 0:
+            self._checkpoints.discard(step)
+
     def tidy(self) -> None:
         """Remove the checkpoints that are not wanted any more."""
         if self._learner.rank == 0:
             self._checkpoints.tidy(line.row for line in jsonl.read(self._metrics))
 
     def after(self, step: int) -> None:
-        """Save, if it is time after this batch."""
-        if not self._checkpoints.due(step, self._steps):
+        """Save, if it is time after this batch. While steps are skipped nothing is saved: it waits for the next that is one.
+
+        Raises:
+            NotFinite: the weights are not worth saving.
+        """
+        self._due |= self._checkpoints.due(step, self._steps)
+        if not self._due or self._guard.skipping:
             return
+        self._due = False
+        self.check()
         learner = self._learner
         state: Json = {"step": step, "skipped": self._guard.skipped, "source": self._source()}
         if learner.rank == 0:
