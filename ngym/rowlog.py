@@ -79,6 +79,11 @@ class RowLog:
         os.ftruncate(self._fd, 0)
         self._size = 0
 
+    def cut(self, start: int) -> None:
+        """Drop every row from this byte on, where a row starts; after `rows()`, before the first `append`."""
+        os.ftruncate(self._fd, start)
+        self._size = start
+
     def rows(self) -> Iterator[Line]:
         """What stands in the file, each row once; then the file is mended: no torn tail, no row twice."""
         seen: set[Hashable] = set()

@@ -64,8 +64,8 @@ def write(path: Path, inputs: list[str]) -> str:
     return str(path)
 
 
-def measured(folder: Path, solver: Solver, **options: Any) -> tuple[list[Values], list[str]]:
-    """The metrics and lines of an evaluation after 0, 1, 2 and 3 (the last) steps."""
+def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tuple[list[Values], list[str]]:
+    """The metrics and lines of an evaluation after `done`, ... 2 and 3 (the last) steps."""
     train = write(folder / "train.jsonl", ["0"])
     rollouts = rl.RolloutOptions(agent="sums", tasks=train, max_output_tokens=77)
     values: list[Values] = []
@@ -76,9 +76,11 @@ def measured(folder: Path, solver: Solver, **options: Any) -> tuple[list[Values]
         lines.append(line)
 
     with reached(solver) as found:
-        asked = evaluation.Evaluation(rl.EvaluationOptions(**options), rollouts, 0.7, found, note)
-        for step in range(4):
+        file = folder / "eval_rollouts.jsonl"
+        asked = evaluation.Evaluation(rl.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done)
+        for step in range(done, 4):
             asked.after(step, last=step == 3)
+        asked.close()
     return values, lines
 
 
@@ -98,7 +100,52 @@ def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> 
     assert asked == {0.7: 3 * 16, 0.0: 3 * 4}
     assert {row["responses_create_params"]["max_output_tokens"] for row in solver.seen} == {77}
     numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.seen)
-    assert set(numbers.values()) == {3}, "each attempt has a number of its own"
+    assert set(numbers.values()) == {1} and len(numbers) == 3 * 20, "each attempt has a number of its own"
+
+
+def kept(folder: Path, failures: str = "") -> list[Json]:
+    return [json.loads(line) for line in (folder / f"eval_rollouts{failures}.jsonl").read_text("utf-8").splitlines()]
+
+
+def sampled_with(row: Json) -> Any:
+    return json.loads((row["responses_create_params"].get("metadata") or {}).get("extra_body") or "{}").get("seed")
+
+
+def test_each_sampled_attempt_has_a_seed_that_its_step_task_and_number_decide(tmp_path: Path) -> None:
+    tasks = write(tmp_path / "held_out.jsonl", ["0", "1", "2"])
+    told = []
+    for life in ("one", "other"):
+        (tmp_path / life).mkdir()
+        solver = Solver()
+        measured(tmp_path / life, solver, tasks=tasks, attempts=4, every=1)
+        told.append({(row["_ng_task_index"], row["_ng_rollout_index"]): sampled_with(row) for row in solver.seen})
+    assert told[0] == told[1], "another run of the same recipe asks for the same"
+    sampled = [seed for seed in told[0].values() if seed is not None]
+    assert len(set(sampled)) == len(sampled) == 4 * 12
+    assert list(told[0].values()).count(None) == 4 * 3, "greedy attempts need none"
+
+
+def test_every_held_out_rollout_is_kept_with_its_step_and_a_resumed_run_has_none_twice(tmp_path: Path) -> None:
+    tasks = write(tmp_path / "held_out.jsonl", ["0", "9", "breaks"])
+    settings: Values = {"tasks": tasks, "attempts": 2, "every": 1}
+    measured(tmp_path, Solver(), **settings)
+
+    def counted(failures: str = "") -> Counter[tuple[int, str, str]]:
+        return Counter(
+            (row["_ng_train"]["oldest"], row["evaluation"], row["_ng_train"]["task"])
+            for row in kept(tmp_path, failures)
+        )
+
+    whole, failed = counted(), counted("_failures")
+    ways = {"sums/avg@2": 2, "sums/greedy": 1}
+    assert whole == {(step, way, f"sums/{n}"): ways[way] for step in range(4) for way in ways for n in range(2)}
+    assert failed == {(step, way, "sums/2"): ways[way] for step in range(4) for way in ways}
+    before = [row["ng"]["rollout_id"] for row in kept(tmp_path) if row["_ng_train"]["oldest"] < 2]
+    with (tmp_path / "eval_rollouts.jsonl").open("a") as file:
+        file.write('{"a row that was be')  # the trainer was killed here
+    measured(tmp_path, Solver(), done=2, **settings)
+    assert counted() == whole and counted("_failures") == failed
+    assert [row["ng"]["rollout_id"] for row in kept(tmp_path)][: len(before)] == before
 
 
 def test_the_interval_knows_that_the_attempts_at_a_task_are_alike(tmp_path: Path) -> None:

@@ -56,6 +56,21 @@ def test_the_reward_rises_on_tasks_and_held_out(finished: tuple[Path, str, Stub]
     assert "reward/mean: " in said and (folder / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_every_held_out_rollout_is_kept_with_its_step(finished: tuple[Path, str, Stub]) -> None:
+    lines = (finished[0] / "run" / "eval_rollouts.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    of_greedy = {row["step"]: row for row in metrics_of(finished[0]) if "eval/agent/greedy" in row}
+    for step, row in of_greedy.items():
+        rewards = [
+            each["reward"]
+            for each in rows
+            if each["_ng_train"]["oldest"] == step
+            and each["evaluation"] == "agent/greedy"
+            and each["reward"] is not None
+        ]
+        assert sum(rewards) / len(rewards) == pytest.approx(row["eval/agent/greedy"])
+
+
 def test_a_step_tells_what_it_saw(finished: tuple[Path, str, Stub]) -> None:
     steps = of_steps(finished[0])
     for row in steps:
@@ -152,6 +167,19 @@ def test_several_environments_in_their_shares_with_a_curriculum(policy: Path, tm
         count = [row[f"eval/held_out/avg@2/{what}"] for what in ("count", "failed", "unscored")]
         assert sum(count) == 10 and count[0] > 0 and "eval/held_out/pass@2" in row
     assert "starting policy, agent, other" in said and "held-out after 2 steps: held_out avg@2 " in said
+
+
+def test_a_run_whose_groups_teach_nothing_says_so_at_once_and_at_the_end(policy: Path, tmp_path: Path) -> None:
+    with serving(Stub(policy, equal_share=8)) as stub:  # of eight: every reward is 0.5
+        words = [*arguments(tmp_path, policy, stub, 3), "evaluation=null"]
+        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+        assert process.returncode == 0, said
+    assert said.count("nothing was trained: in every group all rewards are equal (their mean is 0.500)") == 1
+    assert said.index("step 1: nothing was trained") < said.index("step 2/3")
+    assert (
+        "warning: 3 of 3 steps trained nothing; no step changed the weights: this policy is the one that the run "
+        "began with" in said
+    )
 
 
 def test_one_attempt_at_a_task_teaches_where_no_group_is_compared(policy: Path, tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def test_how_the_rollouts_of_a_step_are_found_is_said_and_how_far_it_holds(run: 
     found = training.samples(training_run("t1", run.folder))
     assert (found["field"], found["max_lag"]) == ("learned", 1) and "the weights before" in found["note"]
     assert training.samples(run) == {"field": None, "max_lag": None, "note": "this run kept no rollouts"}
+    (run.folder / "eval_rollouts.jsonl").touch()
+    assert training_run("t1", run.folder).held_out == run.folder / "eval_rollouts.jsonl"
 
 
 def test_a_run_from_a_file_says_that_its_rows_name_no_step(run: TrainingRun) -> None:
@@ -175,6 +177,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
         later = time.time() + 3600  # it goes on growing for as long as these tests take
         os.utime(folder / name / "metrics.jsonl", (later, later))
     write(folder / "slow" / "rollouts.jsonl", [learned(count) for count in range(1, 3)])
+    write(folder / "slow" / "eval_rollouts.jsonl", [learned(count) for count in (10, 20)])
     with viewer(folder, cache=folder / "cache") as served:
         yield served.told["url"], folder
 
@@ -292,6 +295,16 @@ def test_rollouts_of_a_step_are_a_click_away(dashboard: Callable[[str], Any]) ->
     )  # what the growing run brings every two seconds waits for the finger
     page.locator(".table-row", has_text="<b>task 2</b>").wait_for()
     assert "learned%3A2" in page.url and page.locator(".table-row", has_text="task 1").count() == 0
+
+
+def test_held_out_rollouts_of_an_evaluation_are_a_click_away(dashboard: Callable[[str], Any]) -> None:
+    page = dashboard("?step=20")
+    page.locator(".training-step a", has_text="held-out").click(delay=3000)
+    page.locator(".table-row", has_text="<b>task 20</b>").wait_for()
+    assert "learned%3A20" in page.url and page.locator(".table-row", has_text="task 10").count() == 0
+    dashboard("?tab=samples").locator(
+        ".training-steps a[title='held-out rollouts of the weights after step 20']"
+    ).wait_for()
 
 
 def test_a_metric_with_a_hostile_name_is_only_text(dashboard: Callable[[str], Any]) -> None:

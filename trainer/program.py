@@ -42,6 +42,7 @@ METRICS = "metrics.jsonl"
 SPOOL = "rollouts.jsonl"
 SPOOL_FAILURES = "rollouts_failures.jsonl"
 SPOOL_TASKS = "rollouts_tasks.jsonl"
+EVALUATED, EVALUATED_FAILURES = "eval_rollouts.jsonl", "eval_rollouts_failures.jsonl"
 RESOLVED = "recipe.yaml"
 OTHERWISE = "choose another output=FOLDER"
 SKIPPED = "skipped"
@@ -285,7 +286,7 @@ def _claimed(output: Path, resolved: str, overwrite: bool, resume: bool) -> Iter
     output.mkdir(parents=True, exist_ok=True)
     with held_folder(output, OTHERWISE):
         if not resume:
-            for old in (METRICS, SPOOL, SPOOL_FAILURES, SPOOL_TASKS):
+            for old in (METRICS, SPOOL, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES):
                 (output / old).unlink(missing_ok=True)
             Checkpoints(output, CheckpointOptions()).clear()
         write_whole(output / RESOLVED, resolved.encode())

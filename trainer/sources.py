@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from .algorithms import Algorithm
     from .engine import Engine
+    from .evaluation import Evaluation
     from .metrics import Metrics
     from .samples import Batch, Sample
     from .services import Services
@@ -144,12 +145,21 @@ class LiveSource:
         self._say = say
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
-        from .evaluation import Evaluation
+        from .evaluation import KEPT, Evaluation
 
         recipe = self._parts.recipe
         evaluation = None
         if recipe.evaluation is not None and recipe.live is not None and self._services is not None:
-            evaluation = Evaluation(recipe.evaluation, recipe.live, temperature(recipe), self._services, metrics.note)
+            evaluation = Evaluation(
+                recipe.evaluation,
+                recipe.live,
+                temperature(recipe),
+                self._services,
+                metrics.note,
+                recipe.seed,
+                recipe.output / KEPT,
+                done,
+            )
         try:
             at_hand = self._live.open(state)
             if at_hand:
@@ -157,13 +167,20 @@ class LiveSource:
             yield from checked(self._parts, self._live.batches(done, evaluation))
         except BaseException:
             with suppress(NgymError):  # what ended the run says more than what it prevents now
-                self._live.close()
+                self._close(evaluation)
             raise
         else:
-            self._live.close()
+            self._close(evaluation)
         finally:
             if self._pusher is not None:
                 self._pusher.finish()
+
+    def _close(self, evaluation: Evaluation | None) -> None:
+        try:
+            self._live.close()
+        finally:
+            if evaluation is not None:
+                evaluation.close()
 
     def state(self) -> Json | None:
         return self._live.state()

@@ -14,7 +14,6 @@ collected again, once the weights were pushed again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,6 +32,7 @@ from ngym.schema import Json
 from .groups import Group, Taken, next_batch
 from .rl import RolloutOptions
 from .spool import OURS, Spool
+from .taskfile import sampling_seed
 from .tasks import TaskSource
 
 NEVER = -(1 << 30)  # batches that weights nobody pushed have learned: further behind than any lag
@@ -207,8 +207,7 @@ class Stream:
         """For the sampling of an attempt: with the same weights, the same rollout."""
         if not self._options.seeded:
             return None
-        digest = hashlib.sha256(f"{self._seed} {group.task.number} {index}".encode()).digest()
-        return int.from_bytes(digest[:4], "big") >> 1
+        return sampling_seed(self._seed, group.task.number, index)
 
     async def _collect(self) -> None:
         async with aclosing(self._run.outcomes(self._plan())) as outcomes:

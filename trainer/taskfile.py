@@ -69,6 +69,12 @@ def task_problem(row: Json, agent: str) -> str | None:
     return None
 
 
+def sampling_seed(*parts: object) -> int:
+    """A seed for the sampling of an attempt: the same for the same parts, and as good as random."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
 def for_agent(row: Json, agent: str, params: Mapping[str, Any]) -> Json:
     """The row with its agent, and these parameters over its own."""
     return {

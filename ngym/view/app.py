@@ -144,7 +144,8 @@ class Api:
     async def training_samples(self, request: Request) -> Response:
         run = self._shown.training_run(request.path_params["id"])
         found = await asyncio.to_thread(training.samples, run)
-        return _json({**found, "file": self._shown.id_of(run.rollouts)})
+        files = {"file": self._shown.id_of(run.rollouts), "held_out": self._shown.id_of(run.held_out)}
+        return _json({**found, **files})
 
 
 async def _page(request: Request) -> Response:

@@ -200,5 +200,5 @@ def _training(shown: Opened) -> Json | None:
         return None
     packed = training.packed(shown.training.values())
     for id, run in shown.training.items():
-        packed["samples"][id]["file"] = shown.id_of(run.rollouts)
+        packed["samples"][id] |= {"file": shown.id_of(run.rollouts), "held_out": shown.id_of(run.held_out)}
     return packed

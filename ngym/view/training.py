@@ -23,8 +23,8 @@ from ngym.plot.runs import RECIPE, read_recipe
 from ngym.schema import Json
 from ngym.view.reading import said
 
-ROLLOUTS, POLICY = "rollouts.jsonl", "policy"
-READ = (METRICS, RECIPE, ROLLOUTS)  # of a run's folder
+ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
+READ = (METRICS, RECIPE, ROLLOUTS, HELD_OUT)  # of a run's folder
 PIECE_BYTES = 4 << 20  # of metrics in one answer
 TAIL_BYTES = 256 << 10  # in which the last values are looked for
 MARK_BYTES = 64  # before a cursor, by which a file that was cut is told from one that grew
@@ -35,7 +35,10 @@ BEGINNING = "0"
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """folder: of the run. metrics: its metrics.jsonl. recipe, rollouts: None where there is no such file."""
+    """folder: of the run. metrics: its metrics.jsonl. recipe, rollouts, held_out: None where there is no such file.
+
+    held_out: the rollouts of its evaluations.
+    """
 
     id: str
     name: str
@@ -43,6 +46,7 @@ class TrainingRun:
     metrics: Path
     recipe: Path | None
     rollouts: Path | None
+    held_out: Path | None = None
 
 
 class _Tail(NamedTuple):
@@ -68,7 +72,8 @@ def training_run(id: str, place: Path, name: str | None = None) -> TrainingRun:
     def there(file: str) -> Path | None:
         return folder / file if (folder / file).is_file() else None
 
-    return TrainingRun(id, name or folder.resolve().name, folder, metrics, there(RECIPE), there(ROLLOUTS))
+    name = name or folder.resolve().name
+    return TrainingRun(id, name, folder, metrics, there(RECIPE), there(ROLLOUTS), there(HELD_OUT))
 
 
 def summary(run: TrainingRun) -> Json:
@@ -136,6 +141,7 @@ def samples(run: TrainingRun) -> Json:
 
     A row of rollouts.jsonl says how many batches the oldest weights in it had learned (`_ng_train.oldest`; the filter
     `learned:N`). The step that trained it is the next one; with `max_lag: n` one of the next n + 1.
+    A held-out rollout says it in the same field: `learned:10` are those of the evaluation after step 10.
     """
     recipe = config(run)["recipe"]
     if run.rollouts is None:

@@ -115,6 +115,6 @@ function packedTraining(training) {
     training: async () => ({ runs: training.runs ?? [] }),
     trainingMetrics: async (run, after) => (after ? { next: after, entries: [] } : (training.metrics?.[run] ?? { next: 0, entries: [] })),
     trainingConfig: async (run) => training.config?.[run] ?? { recipe: {}, text: "" },
-    trainingSamples: async (run) => training.samples?.[run] ?? { steps: [], file: null },
+    trainingSamples: async (run) => training.samples?.[run] ?? { steps: [], file: null, held_out: null },
   };
 }

@@ -4,7 +4,7 @@ import { formatNumber } from "./format.js";
 import { safeLine } from "./safetext.js";
 import { trainingDuration, trainingNumber } from "./training_axes.js";
 import { trainingLowerBound } from "./training_data.js";
-import { sampleLink, trainingSwatch } from "./training_tables.js";
+import { heldOutLink, sampleLink, trainingSwatch } from "./training_tables.js";
 
 /** The values of all runs at x, the highest first; of a smoothed line also the value itself. */
 export function trainingTip(lines, x, view) {
@@ -33,7 +33,7 @@ export function trainingStepBar(bar, runs, picked, pick) {
   const move = (text, by, label) => button(text, () => pick(Math.max(0, picked + by)), { class: "button quiet icon", "aria-label": label });
   const ofRuns = runs.map((run) => {
     const [metric, value] = tellingValue(run, picked);
-    return el("span", null, trainingSwatch(run), safeLine(run.name), " ", el("b", { class: "num", title: metric }, value), " ", sampleLink(run, picked, "rollouts"));
+    return el("span", null, trainingSwatch(run), safeLine(run.name), " ", el("b", { class: "num", title: metric }, value), " ", sampleLink(run, picked, "rollouts"), " ", heldOutLink(run, picked, "held-out"));
   });
   const close = button("×", () => pick(null), { class: "button quiet icon", "aria-label": "Close" });
   clear(bar).append(move("‹", -1, "The step before"), el("b", { class: "num" }, `step ${formatNumber(picked)}`), move("›", 1, "The next step"), ...ofRuns, el("span", { class: "fill" }), close);

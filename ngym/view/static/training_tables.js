@@ -51,10 +51,36 @@ export function sampleLink(run, step, text) {
   return link(hrefOf(["r", file], { q: `${field}:${step - 1}` }), text, { title: `rollouts sampled by the weights after step ${step - 1}` });
 }
 
+/** One link to the held-out rollouts of the evaluation after a step; nothing where there was none. */
+export function heldOutLink(run, step, text) {
+  const file = run.samples?.held_out;
+  if (!file || !evaluatedSteps(run).includes(step)) return null;
+  return link(hrefOf(["r", file], { q: `learned:${step}` }), text, { title: `held-out rollouts of the weights after step ${step}` });
+}
+
 function samplesOf(run, picked) {
-  if (!run.samples) return el("p", { class: "muted" }, "not read yet");
-  if (!run.samples.field) return el("p", { class: "muted" }, safeLine(run.samples.note));
-  if (!run.samples.file) return el("p", { class: "muted" }, "its rollouts.jsonl is not open here: give ng_view the run's folder");
+  return [trainedOn(run, picked), heldOutOf(run, picked)];
+}
+
+function heldOutOf(run, picked) {
+  const steps = run.samples?.held_out ? evaluatedSteps(run) : [];
+  if (!steps.length) return null;
+  return [
+    el("p", { class: "muted" }, "Held-out rollouts of the weights after a step:"),
+    el("p", { class: "training-steps" }, steps.map((step) => el("span", { class: step === picked ? "is-picked" : null }, heldOutLink(run, step, `step ${formatNumber(step)}`)))),
+  ];
+}
+
+/** The steps after which the policy was evaluated on tasks. */
+function evaluatedSteps({ data }) {
+  const columns = [...data.columns].filter(([name]) => name.startsWith("eval/")).map(([, values]) => values);
+  return Array.from(data.steps.subarray(0, data.count)).filter((_, row) => columns.some((values) => isNumber(values[row])));
+}
+
+function trainedOn(run, picked) {
+  if (!run.samples) return [el("p", { class: "muted" }, "not read yet")];
+  if (!run.samples.field) return [el("p", { class: "muted" }, safeLine(run.samples.note))];
+  if (!run.samples.file) return [el("p", { class: "muted" }, "its rollouts.jsonl is not open here: give ng_view the run's folder")];
   const steps = rolloutSteps(run);
   const every = Math.max(1, Math.ceil(steps.length / TRAINING_OFFERED));
   const offered = steps.filter(({ step }, i) => i % every === 0 || i === steps.length - 1 || step === picked);
