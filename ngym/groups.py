@@ -10,13 +10,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ngym.errors import ServiceError
-from ngym.schema import Json
+from ngym.schema import Json, is_cut_off
 from ngym.segments import without_tokens
 
 PENDING = "reward_pending"
 ROUTE = "/verify_group"
 TIMEOUT_S = 600.0
-CUT_OFF = frozenset({"max_steps", "context", "length"})
 
 Post = Callable[..., Awaitable[Any]]
 
@@ -58,7 +57,8 @@ def rescored(row: Json, outcome: Json) -> Json:
     trace = row.get("ng")
     if not isinstance(trace, dict):
         return {**kept, **outcome}
-    ended = "truncated" if trace.get("stop_reason") in CUT_OFF else "ok"
+    cut_off = is_cut_off(trace.get("stop_reason"), trace.get("finish_reasons") or ())
+    ended = "truncated" if cut_off else "ok"
     status = "unscored" if outcome.get("reward") is None else ended
     parts = outcome.get("reward_components") or {}
     return {**kept, **outcome, "ng": {**trace, "status": status, "reward_components": parts}}

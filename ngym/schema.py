@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import orjson
@@ -15,6 +16,7 @@ Json = dict[str, Any]
 Kind = Literal["gym_server", "agent", "model"]
 Status = Literal["ok", "truncated", "unscored"]
 StopReason = Literal["answer", "max_steps", "context", "length", "user_done"]
+FinishReason = Literal["stop", "tool_calls", "length", "context", "content_filter"]
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
@@ -67,9 +69,10 @@ class Trace(TypedDict, total=False):
 
     schema_version: of the row's form. run_id: of the collection. task_id: sha256 of the input row, 16 hex digits.
     rollout_id: what goes through every hop as a header. attempt: failed attempts before this one.
-    status: truncated where the answer was cut off, unscored where the reward is null.
+    status: truncated where a turn or the rollout was cut off, unscored where the reward is null.
     policy_version: every version that sampled a part of it. segments: what a trainer steps on.
     reward_components: parts whose sum is the reward. stop_reason: why it ended. turns: model calls.
+    finish_reasons: why each of them ended, as the engine says.
     tool_calls: calls of tools. tool_errors: those of them that were answered with an error.
     timings: seconds waiting, in the model, in tools and in `/verify`, and altogether.
     spans: each call of the agent's: `seed`, `model`, `tool:` and its name, or `verify`; the seconds from the rollout's start to
@@ -87,6 +90,7 @@ class Trace(TypedDict, total=False):
     reward_components: dict[str, float]
     stop_reason: StopReason
     turns: int
+    finish_reasons: list[FinishReason]
     tool_calls: int
     tool_errors: int
     timings: dict[str, float]
@@ -107,6 +111,25 @@ class RolloutKey(NamedTuple):
     task_id: str
     task_index: int
     rollout_index: int
+
+
+CUT_OFF: frozenset[str] = frozenset({"max_steps", "context", "length"})
+"""Stop reasons of rollouts that a limit ended."""
+CUT_TURNS: frozenset[str] = frozenset({"context", "length"})
+"""Stop and finish reasons of turns that a limit ended, so that the policy did not say the end of its turn."""
+
+
+def stop_reason(told: StopReason, finish_reasons: Sequence[FinishReason]) -> StopReason:
+    """Why a rollout ended. told: by its agent, which need not know that its last turn was cut off."""
+    last = finish_reasons[-1] if finish_reasons else None
+    if told != "max_steps" and (last == "length" or last == "context"):
+        return last
+    return told
+
+
+def is_cut_off(told: str | None, finish_reasons: Iterable[str]) -> bool:
+    """Whether a limit ended a rollout with this stop reason, or one of its turns."""
+    return told in CUT_OFF or any(reason in CUT_TURNS for reason in finish_reasons)
 
 
 def task_id(row: Json) -> str:

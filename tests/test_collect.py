@@ -360,6 +360,8 @@ async def test_a_failure_that_cannot_pass_is_tried_once() -> None:
         (lambda row: scored(row, 1.0, text_item("x", prompt_token_ids=[1])), "agent_error", "all or nothing"),
         (lambda row: scored(row, ng={"segments": [1]}), "agent_error", "a record that is none: TypeError"),
         (lambda row: scored(row, ng={"timings": {"total_s": "soon"}}), "agent_error", "a record that is none: TypeError"),
+        (lambda row: scored(row, ng={"finish_reasons": "stop"}), "agent_error", "an `ng` that is no record"),
+        (lambda row: scored(row, ng={"finish_reasons": [["x"]]}), "agent_error", "a record that is none: TypeError"),
         (lambda row: scored(row, ng={"stop_reason": ["x"]}), "agent_error", "a record that is none: TypeError"),
         (lambda row: scored(row, ng=3), "agent_error", "an `ng` that is no record"),
         (lambda row: {**scored(row), "response": {"output": [], "usage": 3}}, "agent_error", "usage that is no record"),

@@ -15,6 +15,7 @@ from ngym.convert import (
     check_chat_request,
     check_create_params,
     create_params,
+    finish_reason,
     items_from_messages,
     join_think,
     messages_from_items,
@@ -615,6 +616,27 @@ def test_other_errors_are_no_overflow() -> None:
     assert is_context_overflow(400, "context_length_exceeded", "")
     assert not is_context_overflow(400, "invalid_value", "temperature must be at most 2")
     assert not is_context_overflow(400, None, "max_tokens must be at least 1, got -5.")
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "sampled", "finish"),
+    [
+        ("completed", None, 3, "tool_calls"),
+        ("incomplete", {"reason": "max_output_tokens"}, 3, "length"),
+        ("incomplete", {"reason": "content_filter"}, 3, "content_filter"),
+        ("incomplete", None, 3, "length"),  # vLLM's own server tells no details
+        ("incomplete", None, 0, "context"),
+    ],
+)
+def test_an_incomplete_response_with_a_whole_call_is_none_that_calls_a_tool(
+    status: str, details: Any, sampled: int, finish: str
+) -> None:
+    call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": "{}"}
+    response = {"id": "resp_1", "created_at": 1, "model": "m", "status": status, "incomplete_details": details}
+    response |= {"output": [call], "usage": {"output_tokens": sampled}}
+    completion = chat_from_response(response)
+    assert completion["choices"][0]["finish_reason"] == ("length" if finish == "context" else finish)
+    assert finish_reason(response) == finish_reason(completion) == finish
 
 
 def test_an_overflow_is_an_incomplete_response_in_which_nothing_was_sampled() -> None:

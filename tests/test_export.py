@@ -212,6 +212,16 @@ def test_what_was_cut_off_in_mid_turn_never_passes_for_a_turn(stop: str, tmp_pat
     assert written == rows
 
 
+@pytest.mark.parametrize("turns", [["length"], ["tool_calls", "length"], ["length", "stop"], ["stop", "context"]])
+def test_a_turn_that_was_cut_off_never_passes_for_one_though_the_agent_went_on(turns: list[str], tmp_path: Path):
+    whole, cut = rollout(1, called("a", "{}"), answered("a", "3"), "good"), rollout(1, called("a", "{"), "bad")
+    whole["ng"]["finish_reasons"], cut["ng"]["finish_reasons"] = ["tool_calls", "stop"], turns
+    for format in CHAT:
+        written, tally = exported(tmp_path, format, whole, cut, keep_truncated=True)
+        assert tally.dropped[Reason.CUT] == 1 and "bad" not in json.dumps(written)
+        assert ("good" in json.dumps(written)) == (format != "preferences")
+
+
 def test_what_the_step_limit_stopped_is_a_bad_example_and_a_good_one_only_if_asked(tmp_path: Path):
     rows = [rollout(1, called("a", "{}"), stop="max_steps"), rollout(0.5, "half")]
     for format in ("demonstrations", "sharegpt", "kto"):

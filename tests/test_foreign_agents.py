@@ -11,8 +11,10 @@ from house import house
 from machine import PATIENCE_S
 from stub_agents import scored, text_item
 
+from ngym import ModelCall, model_server
 from ngym.collect import Limits, Recipe, Rollout, collect
 from ngym.collect.pickup import Pickup
+from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
 from ngym.services.loader import load
 
@@ -58,6 +60,7 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
             'Now it is {"total":5}.\xfe',
         ]
         assert (trace["turns"], trace["tool_calls"], trace["policy_version"]) == (3, 2, [0])
+        assert trace["finish_reasons"] == ["tool_calls", "tool_calls", "stop"]
         assert outcome.row["response"]["usage"]["output_tokens"] == sum(map(len, sampled))
         assert len(segment["logprobs"]) == sum(map(len, sampled))
         names, starts, seconds = zip(*trace["spans"], strict=True)
@@ -69,6 +72,60 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
         assert [item["type"] for item in output] == [*["function_call", "function_call_output"] * 2, "message"]
         assert [item["call_id"] for item in output[:4:2]] == [item["call_id"] for item in output[1:4:2]]
     assert b"ngym_captured_rollouts 0.0" in left.body  # they were fetched
+
+
+def cutting(last: str) -> Any:
+    """models/scripted, whose second turn is cut off: by its limit, behind a whole call; or it does not fit the context."""
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        messages = create_params(request)["input"]
+        if not any(item.get("type") == "function_call_output" for item in messages):
+            return await chat_policy.respond(request, call)
+        if last == "context":
+            return chat_from_response(overflow_response({}, response_id="resp_0", model="m"))
+        completion = await chat_policy.respond(request, call)
+        completion["choices"][0]["finish_reason"] = "length"
+        return completion
+
+    return model_server(
+        respond=respond, api="chat", options=chat_policy.SCRIPTED.Options, lifespan=chat_policy.SCRIPTED.replies
+    )
+
+
+@pytest.mark.parametrize("last", ["length", "context"])
+@pytest.mark.parametrize("name", list(NEEDS))
+async def test_a_turn_that_was_cut_off_ends_the_rollout_of_a_foreign_agent_and_it_is_scored(name: str, last: str):
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    apps = {
+        "policy": cutting(last),
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    task = {"responses_create_params": {"input": "Count to five."}, "target": 2}
+    async with house(options, **apps) as peers:
+        row = await peers["actor"].post("/run", task)
+    trace = row["ng"]
+    assert row["reward"] == 1.0, "the call of its first turn was run, that of the second was not"
+    assert (trace["stop_reason"], trace["status"], trace["tool_calls"]) == (last, "truncated", 1)
+    assert (trace["turns"], trace["finish_reasons"]) == (2, ["tool_calls", last])
+    assert [len(segment["mask"]) for segment in trace["segments"]] == [1 if last == "context" else 2]
+
+
+@pytest.mark.parametrize("name", ["openai_agents"])
+async def test_a_tool_that_does_not_exist_is_the_policys_doing_and_scored(name: str):
+    pytest.importorskip("agents")
+    apps = {
+        "policy": chat_policy.app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    replies = [{"tool_calls": [{"name": "subtract", "arguments": "{}"}]}]
+    options = {"policy": {"replies": replies, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    async with house(options, **apps) as peers:
+        row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Count."}, "target": 2})
+    assert (row["reward"], row["ng"]["stop_reason"], row["ng"]["turns"]) == (0.0, "answer", 1)
 
 
 async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured():
@@ -101,6 +158,7 @@ async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured(
         (segment,) = row["ng"]["segments"]
         assert bytes(segment["token_ids"]).endswith(b"\xffassistant\none two\xfe")
         assert row["ng"]["policy_version"] == [0]
+        assert row["ng"]["finish_reasons"] == ["stop"]
         ((name, start, seconds),) = row["ng"]["spans"]
         assert name == "model" and 0 < seconds < start + seconds < row["ng"]["timings"]["total_s"]
     assert b"ngym_captured_rollouts 0.0" in left.body

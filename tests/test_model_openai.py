@@ -174,6 +174,27 @@ async def test_tool_calls_and_reasoning_come_through_chat():
     assert endpoint.body["tools"][0]["function"]["name"] == "add"
 
 
+@pytest.mark.parametrize(("sampled", "status"), [(4, "completed"), (5, "incomplete")])
+@pytest.mark.parametrize("where", ["request", "extra_body"])
+async def test_a_call_that_used_all_its_tokens_was_cut_off_whatever_the_endpoint_calls_its_end(
+    sampled: int, status: str, where: str
+):
+    """vLLM's own server says tool_calls."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    answer = completion(None, tool_calls=[call])
+    answer["choices"][0]["finish_reason"] = "tool_calls"
+    answer["usage"] = {"prompt_tokens": 9, "completion_tokens": sampled, "total_tokens": 9 + sampled}
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    limit = {"max_output_tokens": 5} if where == "request" else {}
+    options = {} if where == "request" else {"extra_body": {"max_tokens": 5}}
+    async with model(Endpoint(chat_completions=answer), api="chat", **options) as client:
+        response = (await ask(client, tools=[tool], **limit)).json()
+        chat = {"messages": [{"role": "user", "content": "?"}], "max_tokens": limit.get("max_output_tokens")}
+        told = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["finish_reason"]
+    assert (response["status"], response["output"][-1]["status"]) == (status, status)
+    assert told == ("length" if status == "incomplete" else "tool_calls")
+
+
 async def test_think_tags_are_reasoning_where_the_options_say_so():
     endpoint = Endpoint(chat_completions=completion("<think>\nhm\n</think>\n\n4"))
     async with model(endpoint, api="chat", reasoning="tags") as client:

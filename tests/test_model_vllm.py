@@ -36,6 +36,7 @@ ADD = {
     "description": "Adds.",
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
 }
+CONTEXT = 1024
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
@@ -70,7 +71,7 @@ def reference(checkpoint: Path) -> Any:
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Servers]:
     """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
-    policy = {"model": str(checkpoint), "engine": {"max_model_len": 1024}}
+    policy = {"model": str(checkpoint), "engine": {"max_model_len": CONTEXT}}
     thinker = {"model": str(checkpoint), "reasoning_parser": "qwen3"}
     stanzas = {"policy": {"options": policy}, "thinker": {"options": thinker}}
     with Servers(tmp_path_factory.mktemp("services"), root, stanzas) as servers:
@@ -297,6 +298,7 @@ def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server
     messages = [user("a" * 2000)]
     completion = asked(policy, "/v1/chat/completions", {"messages": messages}, stream=stream)
     assert completion["choices"][0]["finish_reason"] == "length" and completion["usage"]["completion_tokens"] == 0
+    assert completion["usage"]["total_tokens"] == completion["usage"]["prompt_tokens"] > CONTEXT
     body = {"messages": messages, "max_tokens": 10, "model": "policy"}
     message = asked(policy, "/v1/messages", body, stream=stream)
     assert message["stop_reason"] == "model_context_window_exceeded"
@@ -304,13 +306,30 @@ def test_what_does_not_fit_the_context_is_incomplete_and_no_error(policy: Server
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_that_outgrows_the_context_from_its_own_ids_is_incomplete_too(
-    policy: Server, stream: bool
+    policy: Server, tokenizer: Any, stream: bool
 ) -> None:
+    """Be it for its own ids alone (a policy may spell with more tokens than a tokenizer), or for its text as well."""
     talk = TALKS["responses"]
-    first = asked(policy, talk.path, talk.body | FORCED, stream=False)
+    answers = (asked(policy, talk.path, talk.body | FORCED | {"seed": seed}, stream=False) for seed in range(50))
+    canonical = len(tokenizer.encode(CALL_TEXT + "<|im_end|>"))
+    first = next(answer for answer in answers if len(tokens_of(answer)[1]) > canonical + 8)
     body = talk.next(talk.body, first)
-    body["input"].append(user("a" * 1100))
-    assert asked(policy, talk.path, body, stream=stream)["status"] == "incomplete"
+
+    def prompt_of(length: int) -> tuple[int, dict[str, Any]]:
+        """The tokens of the prompt with so many more letters, and the answer."""
+        said = {"input": [*body["input"], user("!" * length)], "max_output_tokens": 1}
+        answer = asked(policy, talk.path, body | said, stream=stream)
+        return answer["usage"]["input_tokens"], answer
+
+    room = CONTEXT - prompt_of(100)[0] + 100
+    spelt = len(tokens_of(first)[1]) - canonical
+    text_full = room + spelt
+    for length in (room - 1, room, room + 1, text_full - 1, text_full, text_full + 1, room + 900, room + 100_000):
+        tokens, answer = prompt_of(length)
+        fits = length < room
+        assert answer["usage"]["output_tokens"] == (1 if fits else 0), length
+        assert answer["status"] == "incomplete" and answer["usage"]["total_tokens"] == tokens + fits
+        assert tokens == CONTEXT + length - room or (tokens >= CONTEXT and length >= text_full)
 
 
 def test_long_prompts_with_seeds_leave_the_engine_alive_and_repeat_themselves(policy: Server) -> None:
@@ -410,7 +429,9 @@ def asked(policy: Server, path: str, body: dict[str, Any], *, stream: bool) -> d
         reply = policy.post(path, **body)
         assert reply.status_code == 200, reply.text
         return reply.json()
-    extra = {"extra_body": {name: body.pop(name) for name in ("structured_outputs", "ignore_eos") if name in body}}
+    extra = {
+        "extra_body": {name: body.pop(name) for name in ("structured_outputs", "ignore_eos", "seed") if name in body}
+    }
     base, _, api = (policy.url + path).partition("/v1/")
     if api == "messages":
         with anthropic.Anthropic(base_url=base, api_key="none").messages.stream(**body, **extra) as events:
@@ -483,6 +504,43 @@ TALKS = {
 }
 
 
+def ending(answer: dict[str, Any]) -> str:
+    """Why its turn ended, in the words of its API."""
+    if "output" in answer:
+        return answer["status"]
+    return answer["stop_reason"] if "content" in answer else answer["choices"][0]["finish_reason"]
+
+
+WHOLE, CUT = ("completed", "tool_calls", "tool_use"), ("incomplete", "length", "max_tokens")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", TALKS)
+def test_a_turn_that_its_limit_cut_off_is_not_whole_though_its_text_is_a_call(
+    policy: Server, tokenizer: Any, api: str, stream: bool
+) -> None:
+    talk = TALKS[api]
+    name = "max_output_tokens" if api == "responses" else "max_tokens"
+
+    def answer(text: str, limit: int) -> tuple[str, str]:
+        body = talk.body | {"structured_outputs": {"choice": [text]}, "seed": 7, name: limit}
+        given = asked(policy, talk.path, body, stream=stream)
+        assert "add" in json.dumps(given["output"] if "output" in given else given.get("content") or given["choices"])
+        return ending(given), tokenizer.decode(talk.carrier(given)[TOKEN_FIELDS[1]])
+
+    end, whole = answer(CALL_TEXT, 200)
+    assert end in WHOLE and whole == CALL_TEXT + "<|im_end|>"
+    tokens = len(
+        talk.carrier(asked(policy, talk.path, talk.body | FORCED | {"seed": 7}, stream=stream))[TOKEN_FIELDS[1]]
+    )
+    assert answer(CALL_TEXT, tokens) == (end, whole)
+    for limit, text in ((tokens - 1, CALL_TEXT), (tokens - 2, CALL_TEXT.removesuffix("</tool_call>"))):
+        cut, said = answer(CALL_TEXT, limit)
+        assert cut in CUT and said == text
+    rambling, said = answer(CALL_TEXT + " and so on" * 40, 150)
+    assert rambling in CUT and said.startswith(CALL_TEXT + " and so on")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", TALKS)
 @pytest.mark.parametrize("captured", [False, True])
@@ -509,6 +567,7 @@ def test_in_every_api_a_call_goes_on_from_the_very_ids_of_the_one_before(
         told = policy.get(prefix + "/segments").json()
         [segment] = told["segments"]
         assert told["calls"] == 2 and segment["token_ids"] == prompt_2 + sampled_2
+        assert told["finish_reasons"] == ["tool_calls", "length"]
         assert segment["mask"] == [
             [len(prompt), len(prompt) + len(sampled)],
             [len(prompt_2), len(prompt_2 + sampled_2)],

@@ -28,6 +28,7 @@ from ngym import (
     gym_server,
 )
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
+from ngym.groups import rescored
 from ngym.peers import Peers
 from ngym.replicas import rendezvous
 from ngym.services.app import JsonResponse, add_route, json_body, service_app
@@ -442,7 +443,51 @@ async def test_an_incomplete_response_tells_length_from_context(tokens: int, sto
     )
     async with simple_house(model) as peers:
         row = await peers["agent"].post("/run", ROW)
-    assert (row["ng"]["stop_reason"], row["ng"]["status"]) == (stop, "truncated")
+    assert (row["ng"]["stop_reason"], row["ng"]["status"], row["ng"]["finish_reasons"]) == (stop, "truncated", [stop])
+
+
+async def test_a_call_of_a_turn_that_was_cut_off_is_not_run_and_the_rollout_is_scored():
+    cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    async with simple_house(scripted(calls("add", '{"amount": 7}'), **cut)) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    ng = row["ng"]
+    assert (row["reward"], ng["tool_calls"], ng["stop_reason"], ng["status"]) == (0.0, 0, "length", "truncated")
+
+
+@pytest.mark.parametrize(
+    ("finishes", "stop", "status"),
+    [
+        (["stop", "tool_calls"], "answer", "ok"),
+        (["stop", "length"], "length", "truncated"),
+        (["stop", "context"], "context", "truncated"),
+        (["length", "stop"], "answer", "truncated"),
+    ],
+)
+async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that_tells(
+    finishes: list[str], stop: str, status: str
+):
+    left = list(finishes)
+
+    async def says_how(request: Request):
+        finish = left.pop(0)
+        answer = {"status": "completed", "output": calls("add", "{}") if finish == "tool_calls" else says("7")}
+        if finish in ("length", "context"):
+            answer |= {"status": "incomplete", "incomplete_details": None}
+        return JsonResponse(answer | {"usage": {"input_tokens": 3, "output_tokens": int(finish != "context")}})
+
+    async def heedless(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+        for _ in finishes:
+            response = await rollout.sample(request)
+        return rollout.finish(response, response["output"], "answer")
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", says_how)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=counter(), model=model, agent=agent(respond=heedless)) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    ng = row["ng"]
+    assert (ng["finish_reasons"], ng["stop_reason"], ng["status"]) == (finishes, stop, status)
+    assert rescored(row, {"reward": 1.0})["ng"]["status"] == status
 
 
 async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_called():

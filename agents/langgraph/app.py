@@ -9,7 +9,7 @@ from langchain_core.messages import AnyMessage
 from langchain_core.tools import StructuredTool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
-from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import Field
 
@@ -34,14 +34,24 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     graph.add_node("act", act)
     graph.add_node("tools", ToolNode(tools))
     graph.add_edge(START, "act")
-    graph.add_conditional_edges("act", tools_condition)
+    graph.add_conditional_edges("act", _next)
     graph.add_edge("tools", "act")
     messages = messages_from_items(request["input"], request.get("instructions"))
     try:
         done = await graph.compile().ainvoke({"messages": messages}, {"recursion_limit": 2 * options.max_steps})
     except GraphRecursionError:
         return rollout.answer("", "max_steps")
-    return rollout.answer(str(done["messages"][-1].text))
+    last = done["messages"][-1]
+    return rollout.answer(str(last.text), "length" if _is_cut_off(last) else "answer")
+
+
+def _next(state: MessagesState) -> str:
+    """The tools that a whole turn calls; the calls of a turn that was cut off are not run."""
+    return END if _is_cut_off(state["messages"][-1]) else str(tools_condition(state))
+
+
+def _is_cut_off(message: AnyMessage) -> bool:
+    return message.response_metadata.get("finish_reason") == "length"
 
 
 def _tool(tool: dict[str, Any], rollout: RolloutContext) -> StructuredTool:

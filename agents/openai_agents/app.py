@@ -10,7 +10,15 @@ from agents.tool_context import ToolContext
 from openai import AsyncOpenAI
 from pydantic import Field
 
-from agents import Agent, FunctionTool, MaxTurnsExceeded, OpenAIResponsesModel, RunConfig, Runner
+from agents import (
+    Agent,
+    FunctionTool,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+)
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
 
 
@@ -39,6 +47,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         result = await Runner.run(actor, request["input"], max_turns=options.max_steps, run_config=quiet)
     except MaxTurnsExceeded:
         return rollout.answer("", "max_steps")
+    except ModelBehaviorError as error:  # the policy's doing, and scored: a turn that was cut off, an unknown tool
+        return rollout.answer("", "length" if "response.incomplete" in str(error) else "answer")
     return rollout.answer(str(result.final_output))
 
 

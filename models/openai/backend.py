@@ -123,9 +123,11 @@ class Backend:
             raise UpstreamError(f"{self._options.base_url}: the response failed: {reason}", failure="model_error")
 
     async def _chat(self, params: Json) -> Json:
-        completion = await self._upstream.post("/chat/completions", self._chat_request(params))
+        request = self._chat_request(params)
+        completion = await self._upstream.post("/chat/completions", request)
         style = self._options.reasoning
         self._check("/chat/completions", shapes.chat_completion(completion))
+        _mark_cut_off(completion, request)
         response = response_from_chat(completion, params, style=style)
         if self._options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
             raise self._without_tokens()
@@ -167,6 +169,18 @@ class Backend:
 
     def _overflow(self, params: Json) -> Json:
         return overflow_response(params, response_id=f"resp_{secrets.token_hex(12)}", model=self._options.model)
+
+
+def _mark_cut_off(completion: Json, request: Json) -> None:
+    """vLLM's own server says `tool_calls` where a text that the limit cut off parses as a call; in a stream it does not.
+
+    That the answer has all the tokens it may have tells them apart, and from a call that ends exactly there it cannot.
+    """
+    limits = [request[name] for name in ("max_completion_tokens", "max_tokens") if request.get(name) is not None]
+    sampled = (completion.get("usage") or {}).get("completion_tokens")
+    for choice in completion["choices"]:
+        if choice.get("finish_reason") == "tool_calls" and limits and sampled is not None and sampled >= min(limits):
+            choice["finish_reason"] = "length"
 
 
 def _without_ours(item: Json) -> Json:

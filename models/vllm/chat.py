@@ -24,7 +24,7 @@ from ngym.near import did_you_mean
 from ngym.schema import Json
 from ngym.splice import Ends, Seen, begins_with, splice
 
-from .chunks import ChatInChunks
+from .chunks import ChatInChunks, ContextFull
 from .tokens import Tokens, recorded
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ HOSTED = (  # what a hosted API does with a request: an engine has no part in it
     "verbosity",
 )
 KNOWN = frozenset(ChatCompletionRequest.model_fields)
-PROMPT_TOO_LONG = ("input_tokens", "input_text")  # what vLLM's renderer names when a prompt exceeds the context
 CUT_OFF = "a weight push of mode abort cut this answer off; ask again, and the new weights answer"
 CONTRADICTION = (
     "the engine gave up: the grammar of this request (its schema, choice or tools) allows no token that its other fields "
@@ -52,10 +51,6 @@ CONTRADICTION = (
 BEAMS_ARE_WHOLE = "field 'beam_width': beams are told apart at their end; ask without stream"
 
 Chunks = AsyncGenerator[Json]
-
-
-class ContextFull(Exception):
-    """The conversation has outgrown the context: that ends a rollout, and is no error."""
 
 
 class Chat:
@@ -75,8 +70,8 @@ class Chat:
         tokens = Tokens()
         try:
             answer = await self._ask(self._checked(request | {"stream": False}), call.seen, tokens)
-        except ContextFull:
-            return self._nothing("chat.completion", "message")
+        except ContextFull as full:
+            return self._nothing("chat.completion", "message", full.tokens)
         assert isinstance(answer, ChatCompletionResponse)
         if tokens.aborted:
             raise NotReady(CUT_OFF)  # vLLM would call the half of it completed
@@ -96,8 +91,8 @@ class Chat:
         checked = self._checked(request | {"stream": True})
         try:
             answer = await self._ask(checked, call.seen, tokens)
-        except ContextFull:
-            yield self._nothing("chat.completion.chunk", "delta")
+        except ContextFull as full:
+            yield self._nothing("chat.completion.chunk", "delta", full.tokens)
             return
         assert not isinstance(answer, ChatCompletionResponse)
         try:
@@ -143,11 +138,7 @@ class Chat:
             await self._go_on_from(seen, request)
             recorded.set(None if request.use_beam_search else tokens)
             answer = await self._serving.create_chat_completion(request)
-        except VLLMValidationError as error:
-            if error.parameter in PROMPT_TOO_LONG:
-                raise ContextFull from None
-            raise _refusal(create_error_response(error).error) from None
-        except ServiceError:
+        except (ContextFull, ServiceError):
             raise
         except Exception as error:
             raise _told(error, request) from error
@@ -156,8 +147,6 @@ class Chat:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError  # vLLM makes an answer of it that nobody reads
-        if "max_model_len" in answer.error.message:  # exactly as long as the context: refused one step later
-            raise ContextFull
         raise _refusal(answer.error)
 
     async def _go_on_from(self, seen: SeenCall | None, request: ChatCompletionRequest) -> None:
@@ -184,15 +173,15 @@ class Chat:
         ids: list[int] | None = engine_input["prompt_token_ids"] if engine_input["type"] == "token" else None
         return ids
 
-    def _nothing(self, kind: str, said: str) -> Json:
-        """The answer of no tokens to a conversation that leaves no room for any."""
+    def _nothing(self, kind: str, said: str, prompt: int) -> Json:
+        """The answer of no tokens to a conversation that leaves no room for any. prompt: its tokens, as counted."""
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
             "model": self._serving.models.model_name(),
             "choices": [{"index": 0, said: {"role": "assistant", "content": ""}, "finish_reason": "length"}],
-            "usage": {"prompt_tokens": None, "completion_tokens": 0, "total_tokens": None},
+            "usage": {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt},
         }
 
 

@@ -1,6 +1,9 @@
-"""vLLM's stream of a chat answer as plain dicts: its own generator writes each chunk as text, which we would read again.
+"""vLLM's chat handler with three changes.
 
-What an answer says is told by vLLM's parser of the family, as there. One choice; no echo, no beams.
+- A stream is a series of plain dicts: vLLM's own generator writes each chunk as text, which we would read again. One
+  choice; no echo, no beams. What an answer says is told by vLLM's parser of the family, as there.
+- The finish_reason is the engine's: vLLM answers `tool_calls` where a text that was cut off parses as a call.
+- A prompt without room for one token in the context is a ContextFull, counted in tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, RequestResponseMetadata
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EngineInput
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.abstract_parser import Parser
 from vllm.renderers.chat_utils import ConversationMessage
@@ -19,9 +25,57 @@ from vllm.tokenizers import TokenizerLike
 
 from ngym.schema import Json
 
+PROMPT_TOO_LONG = ("input_tokens", "input_text")  # the parameter that vLLM's renderer names for such a prompt
+
+
+class ContextFull(Exception):
+    """A prompt leaves no room in the context: that ends a rollout, and is no error.
+
+    tokens: of the prompt. vLLM stops counting one token beyond the context, so a longer prompt may have more.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"a prompt of {tokens} tokens leaves no room in the context")
+        self.tokens = tokens
+
 
 class ChatInChunks(OpenAIServingChat):
     """vLLM's chat handler but for that."""
+
+    async def render_chat_request(
+        self, request: ChatCompletionRequest
+    ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
+        """The prompt of a conversation, or the ids that the request brings for it. Raises ContextFull."""
+        context: int = self.model_config.max_model_len
+        try:
+            rendered = await super().render_chat_request(request)
+        except VLLMValidationError as error:
+            if error.parameter in PROMPT_TOO_LONG:
+                raise ContextFull(context + 1) from None
+            raise
+        if not isinstance(rendered, ErrorResponse):
+            longest = max(self._extract_prompt_len(prompt) for prompt in rendered[1])
+            if longest >= context:
+                raise ContextFull(longest)
+        return rendered
+
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *told: Any, **more: Any
+    ) -> ErrorResponse | ChatCompletionResponse:
+        """vLLM's answer, which says `tool_calls` only where the engine stopped by itself."""
+        last: RequestOutput | None = None
+
+        async def seen() -> AsyncGenerator[RequestOutput]:
+            nonlocal last
+            async for last in result_generator:
+                yield last
+
+        answer = await super().chat_completion_full_generator(request, seen(), *told, **more)
+        if isinstance(answer, ChatCompletionResponse) and last is not None:
+            for choice, output in zip(answer.choices, last.outputs, strict=True):
+                called = choice.finish_reason == "tool_calls"
+                choice.finish_reason = _finish_reason(output.finish_reason, called)
+        return answer
 
     async def chat_completion_stream_generator(
         self,
@@ -59,13 +113,19 @@ class ChatInChunks(OpenAIServingChat):
             chunk: Json = {**head, "choices": [choice]}
             if output.finish_reason is not None:
                 named = not isinstance(request.tool_choice, str | None)  # the API calls that a stop
-                calling = called and not named and output.finish_reason == "stop"
-                choice["finish_reason"] = "tool_calls" if calling else output.finish_reason
+                choice["finish_reason"] = _finish_reason(output.finish_reason, called and not named)
                 chunk["usage"] = _usage(result, sampled, parser if self._include_reasoning_tokens_details else None)
             elif not (choice["delta"] or request.logprobs):
                 continue
             delta = {}
             yield chunk
+
+
+def _finish_reason(engines: str | None, called: bool) -> str | None:
+    """That of an answer. engines: the engine's own; `repetition` cuts an answer off as a limit does."""
+    if engines == "stop" and called:
+        return "tool_calls"
+    return "length" if engines == "repetition" else engines
 
 
 def _said(

@@ -10,7 +10,17 @@ from typing import Any, Literal
 from ngym import tracing
 from ngym.collect.plan import PlannedRollout
 from ngym.errors import BadRequest, FailureClass, ServiceError, UpstreamError
-from ngym.schema import SCHEMA_VERSION, Failure, Json, RolloutKey, Segment, Status, StopReason
+from ngym.schema import (
+    SCHEMA_VERSION,
+    Failure,
+    Json,
+    RolloutKey,
+    Segment,
+    Status,
+    StopReason,
+    is_cut_off,
+    stop_reason,
+)
 from ngym.segments import extend, tokens_of, versions_in, without_tokens
 
 TokenFormat = Literal["ng", "nemo"]
@@ -24,7 +34,6 @@ STAGES: dict[FailureClass, str] = {
     "verify_error": "verify",
     "judge_error": "verify",
 }
-TRUNCATED: frozenset[str] = frozenset({"max_steps", "context", "length"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,8 @@ def _trusted(attempt: Attempt, answer: Any) -> Json:
         )
     answer["reward"] = None if reward is None else float(reward)
     trace = answer.setdefault("ng", {})
-    if not isinstance(trace, dict) or not isinstance(trace.setdefault("timings", {}), dict):
+    whole = isinstance(trace, dict) and isinstance(trace.setdefault("timings", {}), dict)
+    if not whole or not isinstance(trace.get("finish_reasons") or [], list):
         raise ServiceError(f"{agent} answered /run with an `ng` that is no record", failure="agent_error")
     return answer
 
@@ -178,8 +188,10 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
     """The agent's `ng`, completed."""
     told: Json = row["ng"]
     segments = told.get("segments") or _segments(response["output"])
+    finish_reasons = told.get("finish_reasons") or []
     stop: StopReason = told.get("stop_reason") or ("length" if response.get("status") == "incomplete" else "answer")
-    status: Status = told.get("status") or ("truncated" if stop in TRUNCATED else "ok")
+    stop = stop_reason(stop, finish_reasons)
+    status: Status = told.get("status") or ("truncated" if is_cut_off(stop, finish_reasons) else "ok")
     timings = told["timings"]
     total_s = timings.get("total_s")
     output = response["output"]
@@ -196,6 +208,7 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
         "reward_components": told.get("reward_components") or row.get("reward_components") or {},
         "stop_reason": stop,
         "turns": told["turns"] if "turns" in told else _turns(output),
+        "finish_reasons": finish_reasons,
         "tool_calls": told["tool_calls"] if "tool_calls" in told else _count(output, "function_call"),
         "tool_errors": told.get("tool_errors"),
         # what the agent did not spend on the rollout: its queue, the network, the collector's own work

@@ -9,14 +9,13 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from operator import itemgetter
 from typing import Any
 
 import orjson
 
 from ngym.errors import Unreachable, UpstreamError, boundary
 from ngym.peers import Peers
-from ngym.schema import TOKEN_FIELDS, Json, Segment, Span
+from ngym.schema import TOKEN_FIELDS, FinishReason, Json, Segment, Span
 
 TIMEOUT_S = 60.0
 NOT_OURS = frozenset({404, 405})  # a model server that captures nothing, or captured nothing of this rollout
@@ -65,16 +64,18 @@ class Pickup:
             return
         models = await self._known_models()
         segments: list[Segment] = []
-        spans: list[Span] = []
+        calls: list[tuple[Span, FinishReason]] = []
         for model in self._of_agent.get(agent, models):
             for url in self._peers.urls.get(model, ()):
-                found, calls = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
+                found, made = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
                 segments += found
-                spans += calls
-        if segments:
+                calls += made
+        if calls:
+            calls.sort(key=lambda call: call[0][1])
             trace = answer.setdefault("ng", {})
             trace["segments"] = segments
-            trace.setdefault("spans", sorted(spans, key=itemgetter(1)))
+            trace["finish_reasons"] = [finish_reason for _, finish_reason in calls]
+            trace.setdefault("spans", [span for span, _ in calls])
 
     async def _known_models(self) -> list[str]:
         async with self._asking:
@@ -84,7 +85,10 @@ class Pickup:
             raise Unreachable(f"the head at {self._peers.head_url} does not say which services are models")
         return self._models
 
-    async def _captured(self, model: str, url: str, began: float) -> tuple[list[Segment], list[Span]]:
+    async def _captured(
+        self, model: str, url: str, began: float
+    ) -> tuple[list[Segment], list[tuple[Span, FinishReason]]]:
+        """The segments, and for each call its span and why its turn ended."""
         where, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
         try:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
@@ -102,7 +106,8 @@ class Pickup:
         with boundary("model_error", f"{model} answered GET {url} with no segments"):
             kept: Json = reply.json()
             found: list[Segment] = kept["segments"]
-            return found, [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]
+            spans: list[Span] = [("model", round(elapsed - ago, 6), seconds) for ago, seconds in kept["spans"]]
+            return found, list(zip(spans, kept["finish_reasons"], strict=True))
 
     async def _config(self) -> Any:
         url, opener = f"{self._peers.head_url}/config", self._peers.authorization(None)

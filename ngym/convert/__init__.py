@@ -46,6 +46,7 @@ from ngym.convert.requests import MaxTokensField, chat_request, create_params, e
 from ngym.convert.response_stream import ResponseStream
 from ngym.convert.responses import (
     chat_from_response,
+    finish_reason,
     new_response,
     overflow_response,
     response_from_chat,
@@ -75,6 +76,7 @@ __all__ = [
     "create_params",
     "create_params_from_messages_api",
     "extra_body",
+    "finish_reason",
     "items_from_messages",
     "join_think",
     "last_user_text",

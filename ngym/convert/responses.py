@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 from ngym.convert.items import CallIds, assistant_items, message_item, output_text
 from ngym.convert.parts import content_text
@@ -12,12 +12,12 @@ from ngym.convert.requests import wants_logprobs
 from ngym.convert.signed import BETWEEN, block_from_reasoning
 from ngym.convert.think import ReasoningStyle
 from ngym.errors import UpstreamError
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.schema import TOKEN_FIELDS, FinishReason, Json
 
 Incomplete = Literal["max_output_tokens", "content_filter"]
 
 INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
+_FINISH: dict[str, FinishReason] = {"max_output_tokens": "length", "content_filter": "content_filter"}
 
 _ECHOED: Json = {  # the request's fields that a Response repeats, and what they are when the request left them out
     "background": False,
@@ -117,6 +117,29 @@ def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle 
     return response | ({"ng": completion["ng"]} if "ng" in completion else {})
 
 
+def finish_reason(answer: Json) -> FinishReason:
+    """Why the turn of a Response or a Chat Completion ended.
+
+    `context`: not one token was sampled, because the conversation did not fit.
+    """
+    if "output" in answer:
+        usage = answer.get("usage") or {}
+        finish, sampled = _finish_of_response(answer), usage.get("output_tokens")
+    else:
+        choice = answer["choices"][0]
+        finish, sampled = choice.get("finish_reason"), (answer.get("usage") or {}).get("completion_tokens")
+        if finish not in get_args(FinishReason):
+            finish = "tool_calls" if choice["message"].get("tool_calls") else "stop"
+    return "context" if finish == "length" and sampled == 0 else finish
+
+
+def _finish_of_response(response: Json) -> FinishReason:
+    if response.get("status") == "incomplete":
+        return _FINISH.get((response.get("incomplete_details") or {}).get("reason", ""), "length")
+    called = any(item.get("type") == "function_call" for item in response["output"])
+    return "tool_calls" if called else "stop"
+
+
 def chat_from_response(response: Json) -> Json:
     """A Response -> one Chat Completion: reasoning in `reasoning_content`, token data on the message.
 
@@ -145,12 +168,11 @@ def chat_from_response(response: Json) -> Json:
     if calls:
         message["tool_calls"] = calls
     message |= {name: item[name] for item in items for name in TOKEN_FIELDS if name in item}
-    reason = (response.get("incomplete_details") or {}).get("reason", "")
     logprobs = [entry for part in parts for entry in part.get("logprobs") or ()]
     choice = {
         "index": 0,
         "message": message,
-        "finish_reason": _FINISH.get(reason) or ("tool_calls" if calls else "stop"),
+        "finish_reason": _finish_of_response(response),
         "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
     }
     completion: Json = {

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ngym.export.tally import Reason
-from ngym.schema import Json
+from ngym.schema import CUT_TURNS, Json
 
 Ending = Literal["whole", "step limit", "cut"]
 """whole: the policy ended it. step limit: every turn is whole, but there might have been more. cut: in mid-turn, so that
 an end of turn after it was never said."""
-
-CUT_STOPS = ("length", "context")
 
 
 class NoRollout(Exception):
@@ -82,8 +80,12 @@ def _task_index(row: Json) -> int:
 
 
 def _ending(trace: Json, response: Json) -> Ending:
-    stop = trace.get("stop_reason")
-    if stop in CUT_STOPS or response.get("status") == "incomplete":
+    stop, turns = trace.get("stop_reason"), trace.get("finish_reasons") or []
+    if not isinstance(turns, list):
+        raise NoRollout(f"no rollout: 'ng.finish_reasons' must be a list, not {type(turns).__name__}")
+    if response.get("status") == "incomplete" or any(
+        reason in CUT_TURNS for reason in (stop, *turns) if isinstance(reason, str)
+    ):
         return "cut"
     if stop == "max_steps":
         return "step limit"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
+from ngym.convert import finish_reason
 from ngym.schema import Json, StopReason
 from ngym.segments import with_latest_tokens
 from ngym.services.rollout import RolloutContext
@@ -32,8 +33,9 @@ async def act(
     while True:
         response = await rollout.sample({**request, "input": prompt + with_latest_tokens(output)})
         output += response["output"]
-        if response.get("status") == "incomplete":
-            return Acted(response, "length" if _said_anything(response) else "context")
+        stopped = stop_reason(response)
+        if stopped != "answer":  # its calls, whole or not, are not run
+            return Acted(response, stopped)
         calls = [item for item in response["output"] if item.get("type") == "function_call"]
         if not calls or not execute_tools:
             return Acted(response, "answer")
@@ -45,6 +47,13 @@ async def act(
             output += [await rollout.call_tool(call) for call in calls]
 
 
+def stop_reason(response: Json) -> StopReason:
+    """What a response means for its rollout: an answer, or a turn that was cut off and ends it."""
+    if response.get("status") != "incomplete":
+        return "answer"
+    return "context" if finish_reason(response) == "context" else "length"
+
+
 def as_items(prompt: Any) -> list[Json]:
     """A request's `input` as items."""
     return [user(prompt)] if isinstance(prompt, str) else list(prompt or [])
@@ -53,9 +62,3 @@ def as_items(prompt: Any) -> list[Json]:
 def user(text: str) -> Json:
     """What somebody says to the model."""
     return {"role": "user", "content": text}
-
-
-def _said_anything(response: Json) -> bool:
-    """An incomplete response without a single token means that the prompt itself did not fit."""
-    usage = response.get("usage") or {}
-    return usage.get("output_tokens") != 0

@@ -18,7 +18,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from ngym import correlation
-from ngym.convert import usage_from_chat
+from ngym.convert import finish_reason, usage_from_chat
 from ngym.errors import BadRequest, ServiceError, boundary
 from ngym.schema import Json
 from ngym.segments import ModelCall as CallTokens
@@ -218,6 +218,9 @@ def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
 
 
 def _tokens(answer: Json) -> CallTokens | None:
+    """Its token data; that of a conversation which did not fit is empty."""
+    if finish_reason(answer) == "context":
+        return CallTokens([], [], [], [])
     if "output" in answer:
         return tokens_of(answer)
     return tokens_of({"output": [answer["choices"][0]["message"]], "ng": answer.get("ng")})

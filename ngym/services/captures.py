@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from ngym.schema import Json
+from ngym.convert import finish_reason
+from ngym.schema import FinishReason, Json
 from ngym.schema import Segment as SegmentJson
 from ngym.segments import ModelCall as CallTokens
 from ngym.services.said import Said, answered, said
@@ -50,7 +51,10 @@ class _Segment:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call: its context begins at `before` in its segment, what it sampled is [start, end). began: by time.monotonic()."""
+    """One call: its context begins at `before` in its segment, what it sampled is [start, end). began: by time.monotonic().
+
+    finish: why its turn ended.
+    """
 
     segment: _Segment
     before: int
@@ -58,6 +62,7 @@ class _Call:
     end: int
     versions: list[list[int]]
     usage: Json | None
+    finish: FinishReason
     asked: bytes
     answered: bytes
     began: float
@@ -75,8 +80,8 @@ class _Rollout:
         return sum(len(segment.ids) for segment in self.segments())
 
     def segments(self) -> list[_Segment]:
-        """In the order in which they began."""
-        return list({id(call.segment): call.segment for call in self.calls}.values())
+        """Those with tokens, in the order in which they began."""
+        return list({id(call.segment): call.segment for call in self.calls if call.segment.ids}.values())
 
 
 class Question(NamedTuple):
@@ -137,16 +142,17 @@ class Captures:
         return Question(rollout_id, began, so_far, None, None, repeated)
 
     def keep(self, question: Question, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
-        """Its answer, native and with token data, is there."""
+        """Its answer, native and with token data, is there. tokens: none, of a conversation that did not fit."""
         rollout = self._rollouts.pop(question.rollout_id, None) or _Rollout()
         self._rollouts[question.rollout_id] = rollout
         rollout.used_at = time.monotonic()
         self._tokens -= rollout.tokens()
         if question.repeated:
             _take_back(rollout, question.said.turns[-1].digest)
-        call = _placed(question, tokens, usage, answered(question.said, answer))
+        call = _placed(question, tokens, usage, answer)
         rollout.calls.append(call)
-        rollout.by_answer[call.answered] = call
+        if tokens.prompt_token_ids:
+            rollout.by_answer[call.answered] = call
         self._tokens += rollout.tokens()
         self._forget()
 
@@ -168,6 +174,7 @@ class Captures:
             "segments": segments,
             "policy_version": sorted({span[2] for segment in segments for span in segment["policy_version"]}),
             "usage": usage,
+            "finish_reasons": [call.finish for call in rollout.calls],
             "spans": [[round(now - call.began, 6), round(call.seconds, 6)] for call in rollout.calls],
         }
 
@@ -194,7 +201,7 @@ class Captures:
             self._forgotten.labels(why).inc()
 
 
-def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: bytes) -> _Call:
+def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
     """The call in the segment that it continues, if its prompt begins with all ids of that; else in a new one."""
     continues = question.continues
     prompt = array("I", tokens.prompt_token_ids)
@@ -215,8 +222,9 @@ def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: 
         len(segment.ids),
         tokens.versions,
         usage,
+        finish_reason(answer),
         asked=question.said.turns[-1].digest,
-        answered=answer,
+        answered=answered(question.said, answer),
         began=question.began,
         seconds=time.monotonic() - question.began,
     )

@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
-from ngym.convert import message_item, new_response, output_text, overflow_response
+from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
 from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import ServiceError, UpstreamError, boundary
 from ngym.peers.reading import SHOWN_BYTES
-from ngym.schema import SCHEMA_VERSION, Json, Segment, Span, StopReason, Trace
+from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
 from ngym.segments import extend, tokens_of, versions_in
 from ngym.services.options import ServiceContext
 from ngym.usage import added
@@ -41,6 +41,7 @@ class RolloutContext:
         self.tools: list[Json] = []
         self.segments: list[Segment] = []
         self.turns = 0
+        self.finish_reasons: list[FinishReason] = []
         self.tool_calls = 0
         self.tool_errors = 0
         self.stop_reason: StopReason = "answer"
@@ -94,6 +95,7 @@ class RolloutContext:
         if call is not None:
             extend(self.segments, call)
         self.turns += 1
+        self.finish_reasons.append(finish_reason(response))
         self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
         self.took("model", started, "model_s")
         return response
@@ -208,6 +210,7 @@ class RolloutContext:
         self.segments += kept["segments"]
         self._usage = kept["usage"] if self.turns == 0 else added(self._usage, kept["usage"])
         self.turns += kept["calls"]
+        self.finish_reasons += kept["finish_reasons"]
         return {**response, "usage": self._usage}
 
     def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:
@@ -218,7 +221,8 @@ class RolloutContext:
     def trace(self, reward: float | None, components: dict[str, float] | None) -> Trace:
         """The `ng` record of the row (wire.md, section 3)."""
         seconds = {name: round(value, 6) for name, value in self.seconds.items()}
-        truncated = self.stop_reason in ("max_steps", "context", "length")
+        stopped = stop_reason(self.stop_reason, self.finish_reasons)
+        truncated = is_cut_off(stopped, self.finish_reasons)
         return Trace(
             schema_version=SCHEMA_VERSION,
             rollout_id=self.rollout_id,
@@ -226,8 +230,9 @@ class RolloutContext:
             policy_version=versions_in(self.segments),
             segments=self.segments,
             reward_components=components or {},
-            stop_reason=self.stop_reason,
+            stop_reason=stopped,
             turns=self.turns,
+            finish_reasons=self.finish_reasons,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
             timings={**seconds, "total_s": round(time.perf_counter() - self._started, 6)},

@@ -8,11 +8,9 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ngym import tracing
-from ngym.convert import usage_from_chat
+from ngym.convert import finish_reason, usage_from_chat
 from ngym.schema import TOKEN_FIELDS, Json
 from ngym.segments import without_tokens
-
-FINISHES = {"max_output_tokens": "length", "content_filter": "content_filter"}  # why a Response is incomplete
 
 
 class Traffic:
@@ -77,23 +75,11 @@ class Call:
         span = self._span
         span.set("gen_ai.response.id", answer.get("id"))
         span.set("gen_ai.response.model", answer.get("model"))
-        span.set("gen_ai.response.finish_reasons", _of_response(answer) if is_response else _of_chat(answer))
+        span.set("gen_ai.response.finish_reasons", [finish_reason(answer)])
         span.set("gen_ai.usage.input_tokens", read)
         span.set("gen_ai.usage.output_tokens", written)
         span.set("ngym.policy_version", max(versions, default=None))
         span.say("ngym.model.output", without_tokens(answer["output"]) if is_response else _messages(answer))
-
-
-def _of_chat(answer: Json) -> list[str]:
-    return [str(choice.get("finish_reason")) for choice in answer["choices"]]
-
-
-def _of_response(answer: Json) -> list[str]:
-    if answer.get("status") == "incomplete":
-        why = (answer.get("incomplete_details") or {}).get("reason", "")
-        return [FINISHES.get(why, why)]
-    called = any(item.get("type") == "function_call" for item in answer["output"])
-    return ["tool_calls" if called else "stop"]
 
 
 def _messages(answer: Json) -> list[Json]:
