@@ -90,6 +90,21 @@ async def test_reading_changes_nothing_and_doing_the_job_twice_does():
             assert (await peers["workplace"].post("/verify", rollout(row, *calls(*made))))["reward"] == reward
 
 
+async def test_the_calls_of_a_turn_that_was_cut_off_were_not_run_and_do_nothing():
+    row = next(row for row in rows("workplace", "train") if len(row["actions"]) == 1)
+    made = calls(tuple(row["actions"][0]))
+    result = {"type": "function_call_output", "call_id": made[0]["call_id"], "output": "{}"}
+    endings = {"whole": ("completed", made), "run": ("incomplete", [*made, result, *calls(("today", {}))])}
+    endings["cut off"] = ("incomplete", made)
+    async with serving("workplace") as peers:
+        rewards = {}
+        for name, (status, output) in endings.items():
+            task = rollout(row, *output)
+            task["response"]["status"] = status
+            rewards[name] = (await peers["workplace"].post("/verify", task))["reward"]
+    assert rewards == {"whole": 1.0, "run": 1.0, "cut off": 0.0}
+
+
 async def test_each_tool_says_what_is_wrong_and_leaves_the_office_as_it_is():
     row = rows("workplace", "train")[0]
     async with serving("workplace") as peers:

@@ -149,6 +149,7 @@ function identity(row, trace) {
     ["attempt", trace.attempt ?? row.attempt],
     ["agent", row.agent_ref?.name],
     ["model", row.response?.model],
+    ["turns ended", [trace.finish_reasons ?? []].flat().join(", ")],
     ["policy versions", [trace.policy_version ?? []].flat().join(", ")],
     ["started", trace.started_at],
     ["run", trace.run_id],
