@@ -25,11 +25,14 @@ class Camp(NamedTuple):
 class Votes:
     """The scored rollouts of one task, by their answer. A rollout without an answer does not vote."""
 
-    totals: dict[bytes | None, tuple[int, float]] = field(default_factory=lambda: defaultdict(lambda: (0, 0.0)))
+    totals: dict[int | None, tuple[int, float]] = field(default_factory=lambda: defaultdict(lambda: (0, 0.0)))
 
     def add(self, answer: Any, reward: float) -> None:
         """answer: any JSON; None, or blank, is none."""
-        key = _key(answer)
+        self.add_key(answer_key(answer), reward)
+
+    def add_key(self, key: int | None, reward: float) -> None:
+        """key: of the answer, see `answer_key`."""
         count, total = self.totals[key]
         self.totals[key] = (count + 1, total + reward)
 
@@ -54,11 +57,12 @@ class Votes:
         return _expected(tuple(camps), silent, k)
 
 
-def _key(answer: Any) -> bytes | None:
+def answer_key(answer: Any) -> int | None:
+    """What two rollouts of a task have in common that gave the same answer: 64 bits; None: no answer."""
     if answer is None:
         return None
     text = answer.strip().encode() if isinstance(answer, str) else orjson.dumps(answer, option=orjson.OPT_SORT_KEYS)
-    return blake2b(text, digest_size=12).digest() if text else None
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") if text else None
 
 
 def _vote_of_all(camps: list[Camp], silent: Camp) -> float:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from statistics import NormalDist, fmean, stdev
+
+from ngym.dense import NONE, DenseInts
 
 LEVEL = 0.95
 RESAMPLES = 1000
+FEW_VALUES = 1024
 EXACT_TASKS = 1000  # with more tasks a bootstrap of a mean equals the normal interval, at a thousand times its cost
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 
@@ -67,33 +72,87 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:
     return Interval(means[round(tail * (RESAMPLES - 1))], means[round((1 - tail) * (RESAMPLES - 1))])
 
 
-class Rewards:
-    """Rewards as they come, by task; the running mean and its interval cost O(1) an update."""
+class Values:
+    """Numbers as they come: each distinct one with its count while they are few, else 8 bytes a number. Not in their order."""
 
     def __init__(self) -> None:
-        self.by_task: dict[int, list[float]] = {}
+        self._counts: dict[float, int] | None = {}
+        self._all = array("d")
+
+    def __len__(self) -> int:
+        return len(self._all) if self._counts is None else sum(self._counts.values())
+
+    def __iter__(self) -> Iterator[float]:
+        if self._counts is None:
+            return iter(self._all)
+        return chain.from_iterable(repeat(value, count) for value, count in self._counts.items())
+
+    def add(self, value: float) -> None:
+        if self._counts is None:
+            self._all.append(value)
+            return
+        number = float(value)
+        self._counts[number] = self._counts.get(number, 0) + 1
+        if len(self._counts) > FEW_VALUES:
+            self._all = array("d", iter(self))
+            self._counts = None
+
+
+class Rewards:
+    """Rewards as they come, by task; the running mean and its interval cost O(1) an update, a reward 28 bytes."""
+
+    def __init__(self) -> None:
+        self.values = array("d")  # in the order in which they came
+        self._before = array("i")  # of each: the place of the one before it of the same task
+        self._number = array("i")  # of each: how many of the task came up to it, and the sum of those less the origin
+        self._sum = array("d")
+        self._last = DenseInts()  # of each task: the place of its last one
         self.count = 0
         self.binary = True  # every reward is 0 or 1: then the best of k is pass@k
         self._total = 0.0
-        self._over: dict[int, float] = {}  # by task: the sum of its rewards less the origin
         self._origin = 0.0  # the first reward: squares of what lies far from 0 would round away by what rewards differ
         self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2; rewards less the origin
         self._sum_sn = 0.0
         self._sum_nn = 0
 
     def add(self, task: int, reward: float) -> None:
-        rewards = self.by_task.setdefault(task, [])
         if not self.count:
             self._origin = reward
-        n, total, over = len(rewards), self._over.get(task, 0.0), reward - self._origin
-        rewards.append(reward)
-        self._over[task] = total + over
+        last = self._last.get(task)
+        n, total = (0, 0.0) if last is None else (self._number[last], self._sum[last])
+        over = reward - self._origin
+        self._last.put(task, self.count)
+        self._before.append(NONE if last is None else last)
+        self._number.append(n + 1)
+        self._sum.append(total + over)
+        self.values.append(reward)
         self.binary = self.binary and reward in (0.0, 1.0)
         self._sum_ss += over * (2 * total + over)
         self._sum_sn += total + over * (n + 1)
         self._sum_nn += 2 * n + 1
         self.count += 1
         self._total += reward
+
+    @property
+    def tasks(self) -> int:
+        """Tasks that have a reward."""
+        return len(self._last)
+
+    def groups(self) -> Iterator[tuple[int, list[int]]]:
+        """Each task, by its number, and where in `values` its rewards are, in the order in which they came."""
+        for task, last in self._last.items():
+            yield task, self._places(last)
+
+    def by_task(self) -> Iterator[tuple[int, list[float]]]:
+        """Each task, by its number, and its rewards."""
+        return ((task, [self.values[place] for place in places]) for task, places in self.groups())
+
+    def _places(self, last: int | None) -> list[int]:
+        places: list[int] = []
+        while last is not None and last != NONE:
+            places.append(last)
+            last = self._before[last]
+        return places[::-1]
 
     @property
     def mean(self) -> float | None:
@@ -107,7 +166,7 @@ class Rewards:
         Clustered standard error (arXiv 2411.00640): sqrt(m/(m-1) * sum over tasks of (sum of the task's deviations)^2) / N
         for m tasks and N rollouts, with Student's t of m - 1 degrees of freedom.
         """
-        tasks = len(self.by_task)
+        tasks = self.tasks
         if tasks < 2:
             return None
         mean = self._total / self.count
@@ -119,10 +178,10 @@ class Rewards:
 
     def best_of(self) -> list[BestOfK]:
         """The expected best of k for each k worth showing, over the tasks that have k scored rollouts."""
-        most = max(map(len, self.by_task.values()), default=0)
+        most = max((len(places) for _, places in self.groups()), default=0)
         found = []
         for k in spread_of_k(most):
-            values = [best_at_k(rewards, k) for rewards in self.by_task.values() if len(rewards) >= k]
+            values = array("d", (best_at_k(rewards, k) for _, rewards in self.by_task() if len(rewards) >= k))
             found.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
         return found
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from statistics import fmean
 
-from ngym.majority import Votes
+from ngym.majority import Votes, answer_key
 from ngym.metrics import BestOfK, Rewards, bootstrap, spread_of_k
 from ngym.schema import Json, value_of
 
 ANSWER = "extracted_answer"  # where a verifier says which answer it found; null: none
+NO_ANSWER, NO_FIELD = 0, 1  # in the place of an answer's key
 MOST_VALUES = 100  # of a field by which rollouts are told apart; the rest are one
 OTHER = "(other)"
 
@@ -21,8 +24,8 @@ class Scores:
     """Rollouts as they come."""
 
     rewards: Rewards = field(default_factory=Rewards)
-    votes: dict[int, Votes] = field(default_factory=lambda: defaultdict(Votes))
     rollouts: int = 0
+    _answers: array[int] = field(default_factory=lambda: array("Q"))  # a key, NO_ANSWER or NO_FIELD for each reward
 
     @property
     def unscored(self) -> int:
@@ -37,7 +40,9 @@ class Scores:
             return
         self.rewards.add(task, reward)
         if ANSWER in row:
-            self.votes[task].add(row[ANSWER], reward)
+            key = answer_key(row[ANSWER])
+            self._answers.extend(repeat(NO_FIELD, self.rewards.count - 1 - len(self._answers)))
+            self._answers.append(NO_ANSWER if key is None else max(key, NO_FIELD + 1))
 
     def best_name(self, item: BestOfK) -> str:
         """`pass@k` where rewards are 0 and 1, else `best@k`: the same formula."""
@@ -45,12 +50,25 @@ class Scores:
 
     def majority(self) -> list[BestOfK]:
         """The mean over tasks of the expected reward of the answer that most of k rollouts give. Empty without answers."""
-        found = []
-        for k in spread_of_k(max((votes.rollouts for votes in self.votes.values()), default=0)):
-            values = [value for votes in self.votes.values() if (value := votes.at_k(k)) is not None]
-            if k > 1 and values:
-                found.append(BestOfK(k, fmean(values), bootstrap(values), len(values)))
-        return found
+        most = max((len(self._voters(places)) for _, places in self.rewards.groups()), default=0)
+        at_k = {k: array("d") for k in spread_of_k(most) if k > 1}
+        for _, places in self.rewards.groups() if at_k else ():
+            votes = self._votes(places)
+            for k, values in at_k.items():
+                if (value := votes.at_k(k)) is not None:
+                    values.append(value)
+        return [BestOfK(k, fmean(values), bootstrap(values), len(values)) for k, values in at_k.items() if values]
+
+    def _voters(self, places: Sequence[int]) -> list[int]:
+        return [place for place in places if place < len(self._answers) and self._answers[place] != NO_FIELD]
+
+    def _votes(self, places: Sequence[int]) -> Votes:
+        """Of one task. places: of its rewards."""
+        votes = Votes()
+        for place in self._voters(places):
+            key = self._answers[place]
+            votes.add_key(None if key == NO_ANSWER else key, self.rewards.values[place])
+        return votes
 
     def named(self) -> list[tuple[str, BestOfK]]:
         """`pass@k` or `best@k`, then `majority@k`."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from ngym.metrics import Rewards
+import orjson
+
+from ngym.metrics import Rewards, Values
 from ngym.schema import Json
 from ngym.scores import Scores, Subsets, parts_of
 
 
 @dataclass
 class AgentTally:
-    """All rows of one agent so far. `numbers`: name -> one value per row that knows it; 8 bytes each.
+    """All rows of one agent so far, in 16 to 50 bytes a row. `numbers`: name -> one value per row that knows it.
 
     subsets: the rows by what a field of theirs says. own: what the environment's compute_metrics says of them.
     """
@@ -23,7 +26,7 @@ class AgentTally:
     agent_ref: Json
     subsets: Subsets | None = None
     scores: Scores = field(default_factory=Scores)
-    numbers: dict[str, array[float]] = field(default_factory=dict)
+    numbers: dict[str, Values] = field(default_factory=dict)
     own: Json | None = None
     output_tokens: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -70,11 +73,22 @@ class AgentTally:
     def _number(self, name: str, value: Any) -> None:
         if isinstance(value, int | float):
             if name not in self.numbers:
-                self.numbers[name] = array("d")
-            self.numbers[name].append(value)
+                self.numbers[name] = Values()
+            self.numbers[name].add(value)
 
     def as_json(self) -> Json:
         """This agent's entry in the aggregate file: NeMo Gym's keys, and ours under `ng`."""
+        return {**self._metrics(), "group_level_metrics": list(self._groups()), "ng": self.summary()}
+
+    def as_bytes(self) -> Iterator[bytes]:
+        """`as_json` as JSON, in parts: there may be millions of tasks, and each gets a line."""
+        yield orjson.dumps(self._metrics(), option=orjson.OPT_INDENT_2).removesuffix(b"\n}")
+        yield b',\n  "group_level_metrics": ['
+        for number, group in enumerate(self._groups()):
+            yield (b",\n    " if number else b"\n    ") + orjson.dumps(group)
+        yield b'\n  ],\n  "ng": ' + orjson.dumps(self.summary(), option=orjson.OPT_INDENT_2) + b"\n}"
+
+    def _metrics(self) -> Json:
         scores = {**self.scores.metrics(), **(self.subsets.metrics() if self.subsets else {})}
         own = (self.own or {}).get("metrics", {})
         metrics = {
@@ -86,20 +100,21 @@ class AgentTally:
             "agent_ref": self.agent_ref,
             "agent_metrics": {**metrics, **scores, **own},
             "key_metrics": {"mean/reward": self.rewards.mean, **scores, **own},
-            "group_level_metrics": [
-                {"_ng_task_index": task, "rollouts": len(rewards), "mean/reward": fmean(rewards),
-                 "min/reward": min(rewards), "max/reward": max(rewards)}
-                for task, rewards in sorted(self.rewards.by_task.items())
-            ],
-            "ng": self.summary(),
-        }  # fmt: skip
+        }
+
+    def _groups(self) -> Iterator[Json]:
+        for task, rewards in self.rewards.by_task():
+            yield {
+                "_ng_task_index": task, "rollouts": len(rewards), "mean/reward": fmean(rewards),
+                "min/reward": min(rewards), "max/reward": max(rewards),
+            }  # fmt: skip
 
     def summary(self) -> Json:
         """The numbers of the final table, as JSON."""
         return {
             "agent": self.agent_ref["name"],
             "rollouts": self.rollouts,
-            "tasks": len(self.rewards.by_task),
+            "tasks": self.rewards.tasks,
             "mean_reward": self.rewards.mean,
             "mean_reward_interval": self.rewards.interval,
             "best_of_k": [{"name": name, **asdict(item)} for name, item in self.scores.named()],
@@ -163,6 +178,14 @@ class Aggregates:
     def as_json(self) -> list[Json]:
         return [tally.as_json() for tally in self.by_agent.values()]
 
+    def as_bytes(self) -> Iterator[bytes]:
+        """`as_json` as JSON, in parts."""
+        yield b"["
+        for number, tally in enumerate(self.by_agent.values()):
+            yield b",\n" if number else b"\n"
+            yield from tally.as_bytes()
+        yield b"\n]\n"
+
     def _of(self, agent_ref: Json) -> AgentTally:
         name = agent_ref["name"]
         if name not in self.by_agent:
@@ -170,6 +193,7 @@ class Aggregates:
         return self.by_agent[name]
 
 
-def _statistics(values: array[float]) -> dict[str, float]:
+def _statistics(numbers: Values) -> dict[str, float]:
+    values = array("d", iter(numbers))
     found = {"mean": fmean(values), "min": min(values), "max": max(values), "median": median(values)}
     return {**found, "std": stdev(values)} if len(values) > 1 else found

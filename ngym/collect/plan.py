@@ -9,6 +9,7 @@ from pathlib import Path
 
 import orjson
 
+from ngym.dense import DenseInts
 from ngym.errors import UsageError
 from ngym.jsonl import checked
 from ngym.near import did_you_mean, nearest
@@ -56,13 +57,13 @@ def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
 
     A caller's `_ng_task_index` is kept, otherwise it is the row's own; rows that share one continue its rollout indices.
     """
-    counted: dict[int, int] = {}
+    counted = DenseInts()
     for position, row in enumerate(islice(rows, recipe.limit)):
         task_index, first = position, 0
         if "_ng_task_index" in row:
             task_index = row["_ng_task_index"]
-            first = counted.get(task_index, 0)
-            counted[task_index] = first + recipe.repeats
+            first = counted.get(task_index) or 0
+            counted.put(task_index, first + recipe.repeats)
         identity = task_id(row)
         reference: AgentRef = row.get("agent_ref") or {"type": AGENT_TYPE, "name": recipe.agent or ""}
         indices = range(first, first + recipe.repeats)
@@ -84,10 +85,15 @@ def input_rows(path: Path, recipe: Recipe, agents: Collection[str] | None = None
     Args:
         agents: the agents that exist; None if that is not known.
     """
-    if agents is not None and recipe.agent is not None and recipe.agent not in agents:
-        raise UsageError(f"--agent: no agent named {recipe.agent!r}{did_you_mean(recipe.agent, agents)}")
+    check_agent(recipe, agents)
     check = RowCheck(recipe, agents)
     return (line.row for line in checked(path, check, recipe.limit))
+
+
+def check_agent(recipe: Recipe, agents: Collection[str] | None) -> None:
+    """UsageError where --agent names none of the agents that exist."""
+    if agents is not None and recipe.agent is not None and recipe.agent not in agents:
+        raise UsageError(f"--agent: no agent named {recipe.agent!r}{did_you_mean(recipe.agent, agents)}")
 
 
 def checked_rows(rows: Iterable[Json], recipe: Recipe, agents: Collection[str]) -> Iterator[Json]:

@@ -23,7 +23,7 @@ def tables(aggregates: Aggregates) -> Iterator[Table]:
     from rich.table import Table
 
     for name, tally in aggregates.by_agent.items():
-        title = f"{name}: {tally.rollouts:,} rollouts of {len(tally.rewards.by_task):,} tasks"
+        title = f"{name}: {tally.rollouts:,} rollouts of {tally.rewards.tasks:,} tasks"
         table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
         for row in _lines(tally):
             table.add_row(*row)
@@ -94,7 +94,7 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     rewards, means = tally.rewards, {name: sum(values) / len(values) for name, values in tally.numbers.items()}
     yield "mean reward", _number(rewards.mean), _interval(rewards.interval)
     for name, item in tally.scores.named():
-        fewer = f" over {item.tasks} tasks" if item.tasks < len(rewards.by_task) else ""
+        fewer = f" over {item.tasks} tasks" if item.tasks < rewards.tasks else ""
         yield name, _number(item.mean), _interval(item.interval) + fewer
     for name, value in sorted(means.items()):
         if name.startswith(PART):

@@ -120,7 +120,7 @@ def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
         "interval": _pair(whole.interval),
         "binary": whole.binary,
         "pass_at": {str(item.k): item.mean for item in whole.best_of()},
-        "histogram": _histogram([reward for rewards in whole.by_task.values() for reward in rewards]),
+        "histogram": _histogram(whole.values),
         "by_environment": [
             own.as_json(name) for name, own in sorted(environments.items(), key=lambda each: each[0] or "")
         ],
