@@ -20,8 +20,8 @@ from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
 from ngym.held import held_folder
 
-config, conversations, model, packing, samples = map(
-    trainer, ("config", "conversations", "model", "packing", "samples")
+config, conversations, earlier, model, packing, samples = map(
+    trainer, ("config", "conversations", "earlier", "model", "packing", "samples")
 )
 CPU = torch.device("cpu")
 SHAPE = {
@@ -34,6 +34,7 @@ SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
+SMALL = [f"model.from_scratch.{name}={size}" for name, size in SHAPE.items()]
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +288,58 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(main, ["sft.yaml"])
     assert result.exit_code == 2
     assert result.stderr == "runs/sft: holds an earlier run; choose another output=FOLDER, or pass --overwrite\n"
+
+
+def test_an_overwrite_that_does_not_begin_to_train_leaves_the_earlier_run_as_it_was(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = root / "data" / "calculator" / "generate.py"
+    subprocess.run([sys.executable, script, "demonstrations", "--output", "few.jsonl", "--count", "8"], check=True)
+    run = tmp_path / "run"
+    (run / "policy").mkdir(parents=True)
+    (run / "policy" / "config.json").write_text("{}")
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    (run / "recipe.yaml").write_text("seed: 9\n")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def files(folder: Path) -> dict[str, str]:
+        return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+    before = files(run)
+    words = ["ngym", "train", "sft.yaml", "data.path=few.jsonl", "output=run", "max_steps=1", *SMALL, "--overwrite"]
+    cannot = [sys.executable, "-m", *words, "data.max_tokens=1"]
+    ended = subprocess.run(cannot, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 2 and "no sample to train on" in ended.stderr, ended
+    assert files(run) == before | {".held": ""}
+
+    ended = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert files(run / ".old") == before
+    assert (run / "policy" / "model.safetensors").exists() and json.loads((run / "metrics.jsonl").read_text())[
+        "step"
+    ] == 1
+
+
+def test_what_a_killed_overwrite_has_moved_is_put_back_at_the_next_start(tmp_path: Path) -> None:
+    for name in ("initial", "checkpoints"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of").write_text("the earlier run")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "policy").mkdir()
+    earlier.set_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
+    (tmp_path / "initial").mkdir()
+    (tmp_path / "initial" / "of").write_text("the new run")
+    earlier.put_back(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "initial", "metrics.jsonl", "policy"]
+    assert (tmp_path / "initial" / "of").read_text() == "the earlier run"
+
+    earlier.replace(tmp_path, in_use=[tmp_path / "policy"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".old", "initial", "policy"]
+    (tmp_path / "policy").rmdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    earlier.replace(tmp_path)
+    assert (tmp_path / ".old" / "metrics.jsonl").read_text() == '{"step": 1}\n', "a run without results replaces none"
 
 
 @pytest.mark.parametrize("words", [["--overwrite"], ["--resume"], ["--overwrite", "--sweep", "seed=0,1"]])

@@ -134,10 +134,6 @@ class Checkpoints:
         if (folder := self._found().get(step)) is not None:
             _remove(folder)
 
-    def clear(self) -> None:
-        """Remove all of them: a new run begins in this folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _found(self) -> dict[int, Path]:
         if not self._folder.is_dir():
             return {}

@@ -10,7 +10,8 @@ import yaml
 
 from . import arithmetic
 from .config import as_yaml, read_launch
-from .program import POLICY, check_live, checked, holds_a_run
+from .earlier import POLICY, holds_a_run
+from .program import check_live, checked
 from .resume import resumable
 from .sweep import planned
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +20,21 @@ from ngym.tree import Tree
 
 from . import arithmetic, offline, sinks
 from .checkpoint import committed
-from .checkpoints import CheckpointOptions, Checkpoints
+from .checkpoints import Checkpoints
 from .config import DpoOptions, Launch, Recipe, as_yaml, read_launch, read_recipe
+from .earlier import (
+    ADAPTER,
+    CURVE,
+    INITIAL,
+    METRICS,
+    POLICY,
+    RESOLVED,
+    SKIPPED,
+    holds_a_run,
+    put_back,
+    replace,
+    set_aside,
+)
 from .model_options import ModelOptions
 from .resume import resumable
 from .rl import GrpoOptions, RolloutOptions
@@ -37,16 +49,7 @@ if TYPE_CHECKING:
     from .packing import Packed
     from .services import Services
 
-POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
-METRICS = "metrics.jsonl"
-SPOOL = "rollouts.jsonl"
-SPOOL_FAILURES = "rollouts_failures.jsonl"
-SPOOL_TASKS = "rollouts_tasks.jsonl"
-EVALUATED, EVALUATED_FAILURES = "eval_rollouts.jsonl", "eval_rollouts_failures.jsonl"
-RESOLVED = "recipe.yaml"
 OTHERWISE = "choose another output=FOLDER"
-SKIPPED = "skipped"
-CURVE = "curve.png"
 
 
 def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, resume: bool) -> Path:
@@ -59,10 +62,10 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
     recipe, tree = checked(files, overrides)
     launch = read_launch()
     if launch.rank:
-        _run(recipe, launch, resume)
+        _run(recipe, launch, resume, lambda: None)
     else:
-        with _claimed(recipe.output, as_yaml(recipe, tree), overwrite, resume):
-            _run(recipe, launch, resume)
+        with _claimed(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
+            _run(recipe, launch, resume, begin)
     return recipe.output
 
 
@@ -84,8 +87,10 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tre
     return recipe, tree
 
 
-def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
-    """torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
+def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]) -> None:
+    """begin: called when everything is ready and training begins.
+
+    torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
     # On a CPU the threads of torch spin while they wait; where anything else runs, that makes two slower than one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
@@ -144,6 +149,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool) -> None:
         earlier = learner.share(checkpoints.newest() if resume and shown else None)
         history: list[dict[str, float]] = []
         if earlier is None:
+            begin()
             saver.begin()
         else:
             history = saver.restore(earlier, _say)
@@ -210,7 +216,7 @@ def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
     """The recipe with the folder of its new policy instead of one from scratch: only what is in a folder can be served."""
     folder = recipe.output.resolve() / INITIAL
     if launch.rank == 0 and not resume:
-        shutil.rmtree(folder, ignore_errors=True)  # an earlier run's, which would be served
+        set_aside(recipe.output, [INITIAL])  # an earlier run's, which would be served
     saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
     return recipe.model_copy(update={"model": saved})
 
@@ -277,24 +283,31 @@ def _draw(metrics: Metrics, image: Path) -> None:
 
 
 @contextmanager
-def _claimed(output: Path, resolved: str, overwrite: bool, resume: bool) -> Iterator[None]:
-    """The run's folder is this process's alone; unless the run goes on, it is without an earlier one's results."""
+def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> Iterator[Callable[[], None]]:
+    """The run's folder is this process's alone. Call what it gives when training begins: an earlier run moves into `.old/`.
+
+    A run that ends before that leaves an earlier one as it was.
+    """
+    output = recipe.output
     if resume:
         resumable(output, resolved)
     elif holds_a_run(output) and not overwrite:
         raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
     output.mkdir(parents=True, exist_ok=True)
-    with held_folder(output, OTHERWISE):
-        if not resume:
-            for old in (METRICS, SPOOL, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES):
-                (output / old).unlink(missing_ok=True)
-            Checkpoints(output, CheckpointOptions()).clear()
+    read = [recipe.model.path, recipe.model.tokenizer, recipe.data.path if recipe.data else None]
+
+    def begin() -> None:
+        replace(output, [Path(path) for path in read if path is not None])
         write_whole(output / RESOLVED, resolved.encode())
-        yield
 
-
-def holds_a_run(output: Path) -> bool:
-    return (output / METRICS).exists() or (output / POLICY).exists()
+    with held_folder(output, OTHERWISE):
+        put_back(output)
+        if resume:
+            write_whole(output / RESOLVED, resolved.encode())
+        try:
+            yield begin
+        finally:
+            put_back(output)
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,7 @@ from ngym import jsonl
 from ngym.schema import Json
 
 from . import outcomes
-from .program import METRICS, POLICY
+from .earlier import METRICS, POLICY
 
 
 def of_run(output: Path) -> Json:

@@ -28,8 +28,9 @@ from . import child, outcomes
 from .checkpoints import FOLDER as CHECKPOINTS
 from .combinations import Axis, Combination, axes, combinations
 from .config import as_yaml, read_launch
+from .earlier import METRICS, POLICY, RESOLVED
 from .outcomes import Outcome
-from .program import METRICS, OTHERWISE, POLICY, RESOLVED, checked
+from .program import OTHERWISE, checked
 
 INTERRUPTED = 130
 
@@ -81,7 +82,8 @@ def _sweep(
                 try:
                     _run(run, files, overrides, resume, known)
                 finally:
-                    outcomes.write(folder, others + [known[name] for name in names if name in known])
+                    redone = {**earlier, **known}  # until a run is done again, its earlier outcome counts
+                    outcomes.write(folder, others + [redone[name] for name in names if name in redone])
     finally:
         ended = [known[name] for name in names if name in known]
         print()
@@ -185,15 +187,15 @@ def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool,
     goes_on = resume and any((run.folder / CHECKPOINTS).glob("*"))
     how = "--resume" if goes_on else "--overwrite"
     words = [*files, *overrides, *run.combination.overrides, _output(run.folder), how]
-    began = time.monotonic()
+    began, earlier = time.monotonic(), None if goes_on else _version(run.folder / METRICS)
 
     def enter(status: outcomes.Status, code: int, problem: str | None) -> None:
         seconds = round(time.monotonic() - began, 1)
-        metrics = outcomes.last_metrics(run.folder / METRICS)
+        file = run.folder / METRICS
+        # a run that never began to train has none; what is there is an earlier run's
+        metrics = {} if _version(file) == earlier else outcomes.last_metrics(file)
         known[name] = Outcome(name, values, status, code, seconds, problem, metrics)
 
-    if not goes_on:
-        (run.folder / METRICS).unlink(missing_ok=True)  # a run that never comes to its first step has none
     try:
         ended = child.run([sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"))
     except (KeyboardInterrupt, SystemExit):
@@ -201,6 +203,12 @@ def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool,
         raise
     failed = ended.exit_code != 0
     enter("failed" if failed else "finished", ended.exit_code, ended.last if failed else None)
+
+
+def _version(file: Path) -> tuple[int, ...] | None:
+    """Tells a file from one that takes its place."""
+    found = file.stat() if file.exists() else None
+    return found and (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -55,7 +55,7 @@ def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[Co
     help="Run every combination of these values.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on after the last checkpoint of the run in the output folder.")
-@click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder; it is kept in .old.")
 @click.option("--dry-run", is_flag=True, help="Check and show the resolved recipe (with --sweep: the runs), and stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 def main(
