@@ -17,7 +17,7 @@ from ngym.notebook import html
 from ngym.notebook.background import Background, Work
 from ngym.notebook.watch import Watch
 from ngym.peers import Peers
-from ngym.supervise.headfile import find_running, token_of
+from ngym.supervise.headfile import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.shown import shown_config
@@ -27,7 +27,6 @@ from ngym.unless import never
 Result = TypeVar("Result")
 Files = str | Path | Sequence[str | Path]
 DEFAULT_CONFIG = "global_config.yaml"
-DEFAULT_HEAD = "http://127.0.0.1:11000"
 OWNER = "ngym"
 COLUMNS = ("name", "kind", "status", "url", "restarts")
 
@@ -167,8 +166,7 @@ class Place:
         config = self._life.config if self._life else self.config
         if config is not None:
             return Known.of(shown_config(config))
-        running = find_running(Path.cwd())
-        url = self._url or (running.url if running else DEFAULT_HEAD)
+        url = head_of(Path.cwd(), self._url, "or name a run with head=, or a config with config=")
         return await discover(url, token_of(url, Path.cwd()))
 
     @asynccontextmanager

@@ -92,6 +92,25 @@ def find_running(root: Path) -> Running | None:
     return None
 
 
+def head_of(root: Path, given: str | None, otherwise: str) -> str:
+    """The URL of the head to use: the given one, else that of the run in this folder.
+
+    There is no default port: who listens there may serve another folder's code under the same names.
+
+    Args:
+        otherwise: what else the user can do, for the message.
+
+    Raises:
+        UsageError: none is given, and nothing runs here.
+    """
+    if given is not None:
+        return given.rstrip("/")
+    running = find_running(root)
+    if running is None:
+        raise UsageError(f"nothing runs in {root}: start the services there with ng_run, {otherwise}")
+    return running.url
+
+
 def token_of(url: str, root: Path) -> str | None:
     """What opens the head at this URL: the token of the run in this folder if it is that one's, else NGYM_TOKEN's."""
     running = find_running(root)
