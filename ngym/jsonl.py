@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -76,27 +76,42 @@ def _skip_line(file: BinaryIO) -> bool:
     return False
 
 
-def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:
+class CheckedLines:
     """The good lines of a file, streamed; at its end, one UsageError with every bad line (the first 20 by name).
 
     Args:
         check: what is wrong with a row, or None.
         limit: look at the first lines only.
+
+    Attributes:
+        bad: how many bad lines were found so far.
     """
-    bad: list[str] = []
-    count = 0
-    for line in islice(read(path), limit):
-        problem = line.problem or check(line.row)
-        if problem is None:
-            yield line
-            continue
-        count += 1
-        if count <= REPORTED_LINES:
-            bad.append(f"{path}:{line.number}: {problem}")
-    if count > REPORTED_LINES:
-        bad.append(f"... and {count - REPORTED_LINES} more lines of {path}")
-    if bad:
-        raise UsageError("\n".join(bad))
+
+    def __init__(self, path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> None:
+        self.bad = 0
+        self._path = path
+        self._check = check
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[Line]:
+        named: list[str] = []
+        for line in islice(read(self._path), self._limit):
+            problem = line.problem or self._check(line.row)
+            if problem is None:
+                yield line
+                continue
+            self.bad += 1
+            if self.bad <= REPORTED_LINES:
+                named.append(f"{self._path}:{line.number}: {problem}")
+        if self.bad > REPORTED_LINES:
+            named.append(f"... and {self.bad - REPORTED_LINES} more lines of {self._path}")
+        if named:
+            raise UsageError("\n".join(named))
+
+
+def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:
+    """`CheckedLines` for callers that only want the lines."""
+    return iter(CheckedLines(path, check, limit))
 
 
 def _line(number: int, start: int, end: int, text: bytes, complete: bool) -> Line:
@@ -139,20 +154,32 @@ def _check_regular(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A small file, entirely or not at all: written aside, synced, renamed. A link to a file stays one."""
+    """A small file, entirely or not at all, see `whole_file`."""
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written, entirely or not at all: aside, synced, and renamed if the block ends well. A link stays one.
+
+    Raises:
+        UsageError: something that is no file has its name. WriteFailed: it cannot be written.
+    """
     _check_regular(path)
     there = Path(os.path.realpath(path))
     beside = there.with_name(there.name + ".tmp")
     try:
-        with beside.open("wb") as file:
-            file.write(data)
+        with beside.open("wb", buffering=READ_BYTES) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.rename(there)
     except OSError as error:
+        raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
         with suppress(OSError):
             beside.unlink()
-        raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
     sync_folder(there.parent)
 
 

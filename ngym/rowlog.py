@@ -74,11 +74,6 @@ class RowLog:
     def empty(self) -> bool:
         return self._size == 0
 
-    def clear(self) -> None:
-        """Drop every row (the user said so)."""
-        os.ftruncate(self._fd, 0)
-        self._size = 0
-
     def cut(self, start: int) -> None:
         """Drop every row from this byte on, where a row starts; after `rows()`, before the first `append`."""
         os.ftruncate(self._fd, start)
@@ -140,13 +135,13 @@ class RowLog:
         if self._committer is not None:
             await self._committer
 
-    def close(self) -> None:
+    def close(self, *, remove_empty: bool = True) -> None:
         """Let go of the file; an empty one is removed. A write that hangs keeps it until it ends."""
         self._thread.shutdown(wait=False)
         if self._writing is not None and not self._writing.done():
             self._writing.add_done_callback(lambda _: os.close(self._fd))
             return
-        if self.empty:
+        if self.empty and remove_empty:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
 

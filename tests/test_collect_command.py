@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from ngym.collect.nemo_flags import hint, translated
 from ngym.errors import UsageError
 from ngym.jsonl import read
 from ngym.schema import Json
+from ngym.supervise.headfile import HeadFile, Running
 
 
 @dataclass(frozen=True)
@@ -125,21 +128,76 @@ async def test_nemo_gyms_flags_and_its_head_are_understood(tasks: Path, tmp_path
     assert {"input": "task 0", "temperature": 0.5} in [row["responses_create_params"] for row in sent]
 
 
-async def test_services_of_a_config_are_started_and_stopped(tasks: Path, tmp_path: Path) -> None:
-    (tmp_path / "gym_servers").mkdir()
-    (tmp_path / "gym_servers" / "odd.py").write_text(
+def small_config(folder: Path) -> Path:
+    """A config with one agent, whose environment rewards odd tasks."""
+    (folder / "gym_servers").mkdir()
+    (folder / "gym_servers" / "odd.py").write_text(
         '"""odd: reward 1 for odd tasks."""\n'
         "from ngym import VerifyRequest, gym_server\n\n\n"
         "class Task(VerifyRequest):\n    n: int\n\n\n"
         "def verify(task: Task) -> float:\n    return float(task.n % 2)\n\n\n"
         "app = gym_server(verify=verify)\n"
     )
-    (tmp_path / "global_config.yaml").write_text(
+    config = folder / "global_config.yaml"
+    config.write_text(
         "ngym: {head: {port: 0}}\n"
         "policy: {kind: model, app: models/scripted}\n"
         "odd: {kind: gym_server, app: gym_servers/odd}\n"
         "agent: {kind: agent, app: agents/simple, gym: odd, model: policy}\n"
     )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("odd.prt=1", "unknown key 'prt'"),
+        ("policy.replies=none.jsonl", "none.jsonl"),
+        ("odd.port=TAKEN", "is in use by another program"),
+        ("ngym.head.prt=1", "unknown key 'head.prt'"),
+    ],
+)
+async def test_an_overwrite_that_cannot_start_touches_nothing_and_tells_only_its_reason(
+    tasks: Path, tmp_path: Path, override: str, reason: str
+) -> None:
+    config = small_config(tmp_path)
+    (tmp_path / "out.jsonl").write_bytes(b'{"old": "rows"}\n')
+    (tmp_path / "out_run.json").write_bytes(b'{"old": "run"}')
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        run = ("--config", config, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--overwrite")
+        done = await ended(*run, override.replace("TAKEN", str(taken.getsockname()[1])), cwd=tmp_path)
+    assert done.code in (1, 2) and reason in done.err, done
+    assert "--resume" not in done.out + done.err and "out.jsonl" not in done.out and "rollouts" not in done.out
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+async def test_an_overwrite_that_is_interrupted_before_its_first_row_says_that_the_old_rows_are_there(
+    tasks: Path, tmp_path: Path
+) -> None:
+    begun = asyncio.Event()
+
+    async def answer(row: Json) -> Json:
+        begun.set()
+        await asyncio.sleep(3600)
+        return scored(row)
+
+    async with head() as url:
+        run = ("--agent", "agent", "--input", tasks, "--output", "out.jsonl")
+        assert (await ended("--head", url, *run, cwd=tmp_path)).code == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    async with head(answer) as url:
+        process = await started("--head", url, *run, "--overwrite", cwd=tmp_path)
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert (process.returncode, err) == (130, b"")
+    assert out.decode().splitlines()[-1] == "interrupted before the first new row; out.jsonl is as it was"
+    assert (tmp_path / "out.jsonl").read_bytes() == before and not (tmp_path / "out.jsonl.new").exists()
+
+
+async def test_services_of_a_config_are_started_and_stopped(tasks: Path, tmp_path: Path) -> None:
+    small_config(tmp_path)
     run = (
         "--config",
         "global_config.yaml",
@@ -306,6 +364,20 @@ def test_an_agent_that_does_not_exist_is_named(tasks: Path) -> None:
     assert result.exit_code == 2
     assert "--agent: no agent named 'maths_agent' (did you mean 'math_agent'?)" in result.output
     assert not (tasks.parent / "out.jsonl").exists()
+
+
+async def test_without_a_run_in_the_folder_no_other_is_used(tasks: Path, tmp_path: Path) -> None:
+    done = await ended("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)
+    assert done.code == 2 and done.out == ""
+    assert done.err == (
+        f"nothing runs in {tmp_path}: start the services there with ng_run, name a run with --head URL, or add --config "
+        "FILE and they are started and stopped here\n"
+    )
+    assert not (tmp_path / "out.jsonl").exists()
+    async with head() as url:
+        claimed = HeadFile.claim(tmp_path, Running(url, os.getpid(), "admin"))
+        assert (await ended("--agent", "agent", "--input", tasks, "--output", "out.jsonl", cwd=tmp_path)).code == 0
+        claimed.remove()
 
 
 async def test_an_agent_that_the_run_does_not_have_is_told_with_the_run(tasks: Path, tmp_path: Path) -> None:

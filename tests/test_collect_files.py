@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -19,7 +21,9 @@ import pytest
 from stub_agents import Answer, instant_agent, problem, scored, serving, task
 
 from ngym.collect import Limits, Recipe
+from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
+from ngym.collect.inputs import InputCheck
 from ngym.collect.record import Source
 from ngym.errors import UsageError
 from ngym.held import FileLocked
@@ -68,13 +72,15 @@ async def sitting(
             peers = Peers({"agent": [url]})
             run = files.run(peers, Limits(4, max_attempts=max_attempts, retry_s=(0.0,)))
             count = 0
-            async with aclosing(run.outcomes(files.todo(max_attempts))) as outcomes:
-                async for _ in outcomes:
-                    count += 1
-                    if count == stop_after:
-                        break
-            await files.flush()
-            await peers.close()
+            try:
+                async with aclosing(run.outcomes(files.todo(max_attempts))) as outcomes:
+                    async for _ in outcomes:
+                        count += 1
+                        if count == stop_after:
+                            break
+            finally:
+                await files.flush()
+                await peers.close()
         files.finish("done" if stop_after is None else "interrupted")
     finally:
         files.close()
@@ -141,6 +147,154 @@ async def test_overwrite_forgets_old_failures_too(tasks: Path) -> None:
     assert len(rows(tasks.with_name("out_failures.jsonl"))) == 10
     files = await sitting(Source(tasks, Recipe("agent")), overwrite=True)
     assert not tasks.with_name("out_failures.jsonl").exists() and files.aggregates.given_up == 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_old_files(tasks: Path) -> None:
+    folder, out = tasks.parent, tasks.with_name("out.jsonl")
+    await sitting(
+        Source(tasks, Recipe("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
+    )
+    before = contents(folder)
+    during: list[dict[str, bytes]] = []
+
+    def answer(row: Json) -> Any:
+        during.append(contents(folder))
+        return scored(row)
+
+    await sitting(Source(tasks, Recipe("agent", limit=1)), answer, overwrite=True)
+    assert before.items() <= during[0].items(), "nothing of the old set is touched"
+    assert keys(out) == [(0, 0)]
+    after = contents(folder)
+    olds = {name.removesuffix(".old"): content for name, content in after.items() if name.endswith(".old")}
+    assert olds == {name: content for name, content in before.items() if name != "tasks.jsonl"}
+    assert not any(name.endswith(".new") for name in after)
+    assert "out_failures.jsonl" not in after
+    assert json.loads(after["out_run.json"])["run_id"] != json.loads(olds["out_run.json"])["run_id"]
+
+
+async def test_an_overwrite_that_ends_before_its_first_row_leaves_everything_as_it_was(tasks: Path) -> None:
+    await sitting(Source(tasks, Recipe("agent")))
+    before = contents(tasks.parent)
+    source = Source(tasks, Recipe("agent", repeats=2))
+    files = Files(tasks.with_name("out.jsonl"), source)
+    files.prepare(resume=False, overwrite=True, max_attempts=3, agents={"agent"}, command=[])
+    assert files.replaces
+    await files.flush()
+    files.finish("interrupted")
+    files.close()
+    assert contents(tasks.parent) == before
+    again = await sitting(Source(tasks, Recipe("agent")), lambda row: problem(500), resume=True)
+    assert again.progress.done == 10, "the old run can be resumed"
+
+
+async def test_old_rollouts_are_not_replaced_by_a_run_without_any(tasks: Path) -> None:
+    out = tasks.with_name("out.jsonl")
+    await sitting(Source(tasks, Recipe("agent")))
+    before = out.read_bytes()
+    await sitting(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False), overwrite=True)
+    assert not out.exists() and len(rows(tasks.with_name("out_failures.jsonl"))) == 10
+    await sitting(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
+    assert len(rows(out)) == 2 and Path(f"{out}.old").read_bytes() == before
+    await sitting(Source(tasks, Recipe("agent", limit=3)), overwrite=True)
+    assert len(rows(Path(f"{out}.old"))) == 2 and len(rows(out)) == 3
+
+
+OVERWRITER = """
+import os, signal, sys
+from pathlib import Path
+
+step = int(sys.argv[3])
+calls = 0
+
+def counted(call):
+    def wrapper(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return wrapper
+
+for name in ("rename", "unlink", "link", "fdatasync", "fsync", "open"):
+    setattr(os, name, counted(getattr(os, name)))  # Path.rename and Path.unlink call these
+
+from ngym.collect import Limits, Recipe
+from ngym.collect.aggregate import Aggregates
+from ngym.collect.files import Files
+from ngym.collect.inputs import InputCheck
+from ngym.collect.record import Source
+from ngym.process import run
+from ngym.peers import Peers
+
+async def main(files, url):
+    peers = Peers({"agent": [url]})
+    collection = files.run(peers, Limits(4))
+    async for outcome in collection.outcomes(files.todo(3)):
+        pass
+    await files.flush()
+    await peers.close()
+    files.finish("done")
+
+folder, url = Path(sys.argv[1]), sys.argv[2]
+files = Files(folder / "out.jsonl", Source(folder / "tasks.jsonl", Recipe("agent", repeats=2)))
+calls = 0
+files.prepare(resume=False, overwrite=True, max_attempts=3, agents=None, command=[])
+run(main(files, url))
+files.close()
+print(calls)
+"""
+
+
+async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_no_new_one(tasks: Path) -> None:
+    """Before each call that touches the disk; then --resume continues whichever run has the rows."""
+    out = tasks.with_name("out.jsonl")
+    await sitting(
+        Source(tasks, Recipe("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
+    )
+    first = contents(tasks.parent)
+    resumed_old = resumed_new = 0
+    with instant_agent() as url:
+        for step in range(1, 200):
+            for path in tasks.parent.iterdir():
+                path.unlink()
+            for name, content in first.items():
+                tasks.with_name(name).write_bytes(content)
+            command = [sys.executable, "-c", OVERWRITER, str(tasks.parent), url, str(step)]
+            ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False)
+            assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
+            old_rows, before = first["out.jsonl"], contents(tasks.parent)
+            if before.get("out.jsonl") != old_rows:
+                assert before["out.jsonl.old"] == old_rows, f"step {step}"
+                assert before["out.jsonl"].count(b"\n") >= 1, f"step {step}: a new row takes the place of the old ones"
+            if ended.returncode == 0:
+                break
+            replaced = b"\n" in before.get("out.jsonl.new", b"") or before["out.jsonl"] != old_rows
+            repeats = 2 if replaced else 1
+            files = await sitting(Source(tasks, Recipe("agent", repeats=repeats)), max_attempts=1, resume=True)
+            after = contents(tasks.parent)
+            assert not any(name.endswith(".new") for name in after), f"step {step}"
+            if replaced:
+                resumed_new += 1
+                assert sorted(keys(out)) == [(n, i) for n in range(10) for i in range(2)]
+                assert after["out.jsonl.old"] == old_rows and after["out_run.json.old"] == first["out_run.json"]
+                assert after["out_failures.jsonl.old"] == first["out_failures.jsonl"]
+            else:
+                resumed_old += 1
+                assert (files.progress.done, files.progress.given_up) == (9, 1)
+                assert after["out.jsonl"] == old_rows and "out.jsonl.old" not in after
+    assert ended.returncode == 0 and resumed_old > 5 and resumed_new > 5
+
+
+async def test_an_input_that_an_overwrite_would_replace_is_refused(tasks: Path) -> None:
+    await sitting(Source(tasks, Recipe("agent")))
+    old = tasks.with_name("out.jsonl.old")
+    old.write_bytes(tasks.read_bytes())
+    with pytest.raises(UsageError, match=r"out\.jsonl\.old is --input, and is written with --output"):
+        Files(tasks.with_name("out.jsonl"), Source(old, Recipe("agent")))
 
 
 async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) -> None:
@@ -322,7 +476,9 @@ from contextlib import aclosing
 from pathlib import Path
 
 from ngym.collect import Limits, Recipe
+from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
+from ngym.collect.inputs import InputCheck
 from ngym.collect.record import Source
 from ngym.process import run
 from ngym.peers import Peers
@@ -414,3 +570,114 @@ def test_a_hundred_kills_lose_no_acknowledged_row_and_double_none(tmp_path: Path
 @pytest.mark.soak
 def test_kills_while_rows_of_megabytes_are_written_lose_none_and_double_none(tmp_path: Path) -> None:
     killed_and_resumed(tmp_path, count=2400, kills=12, characters=some_of_megabytes)
+
+
+# A large input: its first part is checked before the first rollout, the rest meanwhile
+
+
+@pytest.fixture
+def small_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any file is a large one: only its first two rows or so are checked before the first rollout."""
+    monkeypatch.setattr(InputCheck.first, "__defaults__", (100,))
+
+
+@pytest.mark.usefixtures("small_first_part")
+async def test_of_a_large_input_only_a_first_part_is_read_before_the_first_rollout(tasks: Path) -> None:
+    files = Files(tasks.with_name("out.jsonl"), Source(tasks, Recipe("agent")))
+    files.prepare(resume=False, overwrite=False, max_attempts=3, agents={"agent"}, command=[])
+    record = json.loads(tasks.with_name("out_run.json").read_text())
+    assert 0 < record["rollouts"] < 10 and record["digests"]["input"] is None
+    plan = files.todo(3)
+    assert (await anext(plan)).key.task_index == 0
+    assert [rollout.key.task_index async for rollout in plan] == list(range(1, 10))
+    assert (files.progress.total, files.progress.complete) == (10, True)
+    files.close()
+    record = json.loads(tasks.with_name("out_run.json").read_text())
+    assert record["rollouts"] == 10
+    assert record["digests"] == Source(tasks, Recipe("agent")).digests()
+    assert len(rows(tasks.with_name("out_materialized_inputs.jsonl"))) == 10
+
+
+@pytest.mark.usefixtures("small_first_part")
+async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept(tasks: Path) -> None:
+    good = tasks.read_bytes()
+    lines = good.splitlines(keepends=True)
+    tasks.write_bytes(b"".join([*lines[:8], b"{torn\n", b'{"x": 1}\n', *lines[8:]]))
+    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+    with pytest.raises(UsageError) as caught:
+        await sitting(source)
+    said = str(caught.value).splitlines()
+    assert (
+        len(said) == 2 and said[0].startswith(f"{tasks}:9: not JSON") and said[1].startswith(f"{tasks}:10: no respons")
+    )
+    kept = out.read_bytes() if out.exists() else b""
+    tasks.write_bytes(good)
+    await sitting(source, resume=True)
+    assert sorted(keys(out)) == [(n, 0) for n in range(10)] and out.read_bytes().startswith(kept)
+
+
+@pytest.mark.usefixtures("small_first_part")
+async def test_a_run_that_never_read_its_input_to_the_end_is_resumed_by_its_tasks(tasks: Path) -> None:
+    source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
+
+    async def some(how_many: int, resume: bool) -> None:
+        files = Files(out, source)
+        files.prepare(resume=resume, overwrite=False, max_attempts=3, agents={"agent"}, command=[])
+        async with serving(scored) as url:
+            peers = Peers({"agent": [url]})
+            run = files.run(peers, LIMITS)
+            plan = files.todo(3)
+            first = [await anext(plan) for _ in range(how_many)]
+            async with aclosing(run.outcomes(first)) as outcomes:
+                assert [outcome async for outcome in outcomes]
+            await files.flush()
+            await peers.close()
+        files.close()  # as if it had been killed
+
+    await some(3, resume=False)
+    record = tasks.with_name("out_run.json")
+    content = json.loads(record.read_text())
+    content["digests"]["input"] = None
+    record.write_text(json.dumps(content))
+    before = tasks.read_bytes()
+    tasks.write_bytes(before.replace(b"task 1", b"task X"))
+    with pytest.raises(UsageError, match=r"1 of its rows are of tasks that .* does not have"):
+        await sitting(source, resume=True)
+    tasks.write_bytes(before)
+    await sitting(source, resume=True)
+    assert sorted(keys(out)) == [(n, 0) for n in range(10)]
+
+
+@pytest.mark.usefixtures("small_first_part")
+def test_agents_that_only_a_later_row_names_are_known_before_services_start(tasks: Path) -> None:
+    named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(5)]
+    tricky = [{**task(9), "note": {"agent_ref": {"name": "nobody"}}, "text": '"agent_ref": {"name": "quoted"}'}]
+    written(tasks, named + tricky)
+    files = Files(tasks.with_name("out.jsonl"), Source(tasks, Recipe("agent_0")))
+    agents = {f"agent_{n}" for n in range(6)}
+    files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
+    assert files.progress.agents == agents - {"agent_5"}
+    files.close()
+
+
+def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:
+    """Of a task with one rollout: reward, answer, and what differs from row to row."""
+    row = {"_ng_task_index": 0, "_ng_rollout_index": 0, "agent_ref": {"name": "agent"}, "reward": 1.0, "n": 0,
+           "extracted_answer": "0", "response": {"usage": {"input_tokens": 5, "output_tokens": 3}},
+           "ng": {"status": "ok", "stop_reason": "answer", "turns": 1, "tool_calls": 0, "tool_errors": 0,
+                  "timings": {"total_s": 0.5}}}  # fmt: skip
+    aggregates, counts = Aggregates(), 60_000
+
+    def add(first: int, last: int) -> None:
+        for n in range(first, last):
+            ng = {**row["ng"], "timings": {"total_s": n / 7}}
+            aggregates.add({**row, "_ng_task_index": n, "n": n, "extracted_answer": str(n), "ng": ng})
+
+    tracemalloc.start()
+    add(0, counts)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown / counts < 50
+    [told] = json.loads(b"".join(aggregates.as_bytes()))
+    assert told == orjson.loads(orjson.dumps(aggregates.as_json()[0]))
+    assert len(told["group_level_metrics"]) == counts

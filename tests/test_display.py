@@ -258,7 +258,7 @@ def row(index: int) -> Json:
 
 async def test_a_log_gets_the_last_state_and_no_escape_codes() -> None:
     aggregates, log = Aggregates(), io.StringIO()
-    meter = Meter(aggregates, Progress(total=3), lambda: 0, {})
+    meter = Meter(aggregates, Progress(total=3, complete=True), lambda: 0, {})
     async with display(meter, log, lost=lambda: None) as show:
         show.say(f"first timeout: {HOSTILE}")
         for index in range(3):

@@ -50,7 +50,9 @@ class CollectCommand(Command):
     "--concurrency", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rollouts in flight."
 )
 @click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")
-@click.option("--overwrite", is_flag=True, help="Delete what --output holds, and start again.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace what --output holds, with the first new row; it is kept as FILE.old."
+)
 @click.option("--temperature", type=click.FloatRange(0), metavar="T", help="Overrides every row's.")
 @click.option("--max-output-tokens", type=click.IntRange(1), metavar="N", help="Overrides every row's.")
 @click.option(
@@ -84,7 +86,9 @@ class CollectCommand(Command):
     metavar="FILE",
     help="Start these services here, and stop them at the end; repeat it.",
 )
-@click.option("--head", metavar="URL", help="The run to use.  [default: the one in this folder, else port 11000]")
+@click.option(
+    "--head", metavar="URL", help="The run to use, such as http://127.0.0.1:11000.  [default: the one in this folder]"
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, show what would be done, and do nothing.")
 @click.option("--by", metavar="FIELD", help="Also a table by what this field of the rows says, such as level.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to standard error.")

@@ -10,7 +10,8 @@ import orjson
 
 from ngym.cli.collect_options import Options
 from ngym.collect.discovery import Known
-from ngym.collect.files import Paths, check_places
+from ngym.collect.files import check_places
+from ngym.collect.overwrite import Paths
 from ngym.collect.plan import PlannedRollout, input_rows, planned
 from ngym.collect.record import RunRecord, Source
 from ngym.config import Config

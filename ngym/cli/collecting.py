@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TextIO
@@ -34,13 +34,12 @@ from ngym.peers import Peers
 from ngym.rowlog import DiskFull
 from ngym.screen import clock, harmless, is_live
 from ngym.supervise.board import told
-from ngym.supervise.headfile import find_running, token_of
+from ngym.supervise.headfile import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.shown import shown_config
 from ngym.supervise.supervisor import Supervisor
 
-DEFAULT_HEAD = "http://127.0.0.1:11000"
 FLUSH_S = 4.0
 NOT_READY_S = 2.0  # how often the head is asked who is not ready
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,11 +69,12 @@ def _known(options: Options, config: Config | None) -> Known:
     """Who there is, or will be: from the config that we start, else from the head."""
     if config is not None:
         return Known.of(shown_config(config))
-    running = find_running(Path.cwd())
-    url = options.head or (running.url if running else DEFAULT_HEAD)
+    url = head_of(
+        Path.cwd(),
+        options.head,
+        "name a run with --head URL, or add --config FILE and they are started and stopped here",
+    )
     known = process.run(discover(url, token_of(url, Path.cwd())))
-    if not options.head and not running:
-        click.echo(f"note: nothing runs in this folder; the run at {url} is used", err=options.as_json)
     if options.agent is not None and options.agent not in known.agents:
         raise UsageError(
             f"--agent: no agent named {options.agent!r} in the run at {url}{did_you_mean(options.agent, known.agents)}; "
@@ -93,6 +93,7 @@ class Session:
         self.gate = Gate()
         self.status = "failed"
         self._seconds = 0.0
+        self._outcomes = 0  # of this sitting
         self._told: set[str] = set()
         self._supervisor: Supervisor | None = None
         self._on_state: Callable[[State], None] = lambda state: None
@@ -131,11 +132,12 @@ class Session:
             agents=self.known.agents,
             command=sys.argv,
             tick=lambda text: self._echo(f"\r\x1b[2K{text}", nl=False) if live else None,
+            starts=bool(options.configs),
         )
         if live:
             self._echo("\r\x1b[2K", nl=False)
         before = store.progress
-        if options.agent and options.agent not in before.agents:
+        if options.agent and before.complete and options.agent not in before.agents:
             self._echo(f"note: every row names its own agent ({', '.join(sorted(before.agents))}); --agent is not used")
         if before.done or before.given_up or store.duplicates:
             self._echo(
@@ -236,10 +238,11 @@ class Session:
             for end in done:
                 end.result()
 
-    async def _consume(self, run: Run, plan: Iterable[PlannedRollout], show: Show) -> None:
+    async def _consume(self, run: Run, plan: AsyncIterator[PlannedRollout], show: Show) -> None:
         """To the end of the plan; the first failure of each class is told at once."""
         async with aclosing(run.outcomes(plan)) as outcomes:
             async for outcome in outcomes:
+                self._outcomes += 1
                 if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in self._told:
                     failure = outcome.failure
                     self._told.add(failure["class"])
@@ -248,8 +251,13 @@ class Session:
                     )
 
     def _tell(self, store: Files) -> None:
-        """The tables, how it ended, and where the files are."""
+        """The tables, how it ended, and where the files are; nothing of a run that failed before its first outcome."""
         total, aggregates = store.progress.total, store.aggregates
+        if self.status == "failed" and not self._outcomes:
+            return
+        if store.replaces:
+            self._echo(f"{self.status} before the first new row; {store.paths.output} is as it was")
+            return
         if self.options.as_json:
             click.echo(orjson.dumps(as_json(aggregates, store.paths, store.run_id, self.status, self._seconds, total)))
             return
@@ -258,11 +266,18 @@ class Session:
         console = Console(file=self.stream, highlight=False)
         for table in tables(aggregates):
             console.print(table)
-        self._echo(f"{self.status}: {aggregates.done:,} of {total:,} rollouts in {clock(self._seconds)}")
+        more = "" if store.progress.complete else " or more"  # the input was not read to its end
+        self._echo(f"{self.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(self._seconds)}")
         for line in first_failures(aggregates):
             self._echo(f"  {harmless(line)}")
-        if aggregates.done + aggregates.given_up < total:
-            self._echo("go on with the same command and --resume")
+        if aggregates.done + aggregates.given_up < total or more:
+            self._echo(
+                "to continue, run the same command with --resume instead of --overwrite"
+                if self.options.overwrite
+                else "to continue, run the same command with --resume"
+            )
+        if store.unwritten:
+            self._echo(f"{store.unwritten}; --resume writes it")
         for line in files(store.paths, console.width - 2 if console.is_terminal else None):
             self._echo(f"  {line}")
 

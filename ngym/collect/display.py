@@ -63,10 +63,12 @@ class Meter:
     def standing(self) -> Standing:
         """As it is now, for whoever draws it, in whatever thread."""
         rollouts, _ = self.rates()
-        left = self.before.total - self.settled
-        seconds = left / rollouts if left and rollouts > 0 else None
+        total, complete = self.before.total, self.before.complete
+        left = total - self.settled
+        seconds = left / rollouts if complete and left and rollouts > 0 else None
         elapsed = time.monotonic() - self.started
-        return Standing(self.settled, self.before.total, elapsed, seconds, tuple(self._facts()), tuple(self._pauses()))
+        facts, pauses = tuple(self._facts()), tuple(self._pauses())
+        return Standing(self.settled, total, elapsed, seconds, facts, pauses, complete)
 
     def _facts(self) -> list[str]:
         """Rewards, failures, rates, and what is in flight."""
@@ -97,7 +99,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands. left_s: None while that is not known."""
+    """Where a run stands. left_s: None while that is not known. complete: whether `total` is all, see `Progress`."""
 
     settled: int
     total: int
@@ -105,16 +107,21 @@ class Standing:
     left_s: float | None
     facts: tuple[str, ...]
     pauses: tuple[str, ...]
+    complete: bool = True
+
+    @property
+    def count(self) -> str:
+        return f"{self.settled:,}/{self.total:,}{'' if self.complete else '+'}"
 
     def line(self) -> str:
         to_go = () if self.left_s is None else (f"{clock(self.left_s)} to go",)
-        return " | ".join([f"{self.settled:,}/{self.total:,}", *self.facts, *to_go, *self.pauses])
+        return " | ".join([self.count, *self.facts, *to_go, *self.pauses])
 
     def picture(self, size: Size) -> list[Text]:
         """A bar, why it pauses, and as many facts as fit below."""
         from rich.text import Text
 
-        count = f"{self.settled:,}/{self.total:,}  {clock(self.elapsed_s)}"
+        count = f"{self.count}  {clock(self.elapsed_s)}"
         if self.left_s is not None:
             count += f"  {clock(self.left_s)} to go"
         drawn = bar(self.settled, self.total, size.width - len(count) - 2)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import orjson
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.gate import Gate
+from ngym.collect.inputs import InputCheck
 from ngym.collect.outcome import FailedAttempt, Outcome
+from ngym.collect.overwrite import NEW, OLD, Paths, discard, recover
+from ngym.collect.overwrite import replace as replace_files
 from ngym.collect.plan import PlannedRollout, input_rows, planned
-from ngym.collect.record import RunRecord, Source
+from ngym.collect.record import REMEDY, RunRecord, Source
 from ngym.collect.run import Limits, Run
 from ngym.errors import UsageError
-from ngym.jsonl import WriteFailed, check_output, write_whole
+from ngym.jsonl import READ_BYTES, WriteFailed, check_output, whole_file, write_whole
 from ngym.peers import Peers
 from ngym.rowlog import RowLog
 from ngym.schema import Json, RolloutKey
@@ -27,29 +30,15 @@ from ngym.schema import Json, RolloutKey
 TICK_S = 0.2
 
 
-class Paths(NamedTuple):
-    """Beside `out.jsonl`: out_failures.jsonl and so on."""
-
-    output: Path
-    failures: Path
-    materialized: Path
-    aggregates: Path
-    run: Path
-
-    @classmethod
-    def beside(cls, output: Path) -> Paths:
-        def sibling(ending: str) -> Path:
-            return output.with_name(output.stem + ending)
-
-        siblings = ("_failures.jsonl", "_materialized_inputs.jsonl", "_aggregate_metrics.json", "_run.json")
-        return cls(output, *map(sibling, siblings))
-
-
 @dataclass
 class Progress:
-    """How far the plan is: rollouts in all, finished before this sitting, given up before it; the agents it needs."""
+    """How far the plan is: rollouts in all, finished before this sitting, given up before it; the agents it needs.
+
+    complete: whether the input was read to its end; until then `total` grows.
+    """
 
     total: int = 0
+    complete: bool = False
     done: int = 0
     given_up: int = 0
     agents: set[str] = field(default_factory=set)
@@ -63,7 +52,8 @@ class Progress:
 class Files:
     """The files of one collection, locked for this process. by: the field by whose values the numbers are told, too.
 
-    Use: `Files(...)` locks; `prepare` checks the input, resumes or clears, and writes everything but rows; `keep` appends.
+    Use: `Files(...)` locks; `prepare` checks the input and resumes or begins; `keep` appends; `finish` writes everything but
+    rows. With `overwrite` the old files are untouched until the first row is kept, see `ngym.collect.overwrite`.
 
     Raises:
         FileLocked, UsageError, WriteFailed: see RowLog.
@@ -83,12 +73,17 @@ class Files:
         self.aggregates = Aggregates(by)
         self.progress = Progress()
         self.duplicates = 0
+        self._on_stall = on_stall
         self._done: set[RolloutKey] = set()
         self._left: list[Outcome] = []  # handed to the log when the run was cancelled
         self._failed: dict[RolloutKey, list[str]] = {}  # the class of each failed attempt
         self._record = RunRecord.new(self.paths.run)
+        self._sent: Sent | None = None
+        self._check: InputCheck | None = None
+        recover(self.paths)
         self._rows = RowLog(self.paths.output, _row_key, on_stall=on_stall)
         self._failures = RowLog(self.paths.failures, _failure_key, on_stall=on_stall)
+        self._old: tuple[RowLog, RowLog] | None = None  # those that are replaced with the first row
 
     def prepare(
         self,
@@ -99,12 +94,14 @@ class Files:
         agents: Collection[str] | None,
         command: list[str],
         tick: Callable[[str], None] = lambda text: None,
+        starts: bool = False,
     ) -> None:
-        """Everything that comes before the first rollout.
+        """Everything that comes before the first rollout. Of a large input only a first part is read, see `InputCheck`.
 
         Args:
             agents: the agents that exist; None if that is not known.
             tick: told what is being done, a few times a second.
+            starts: whether agents are started for this collection: `progress.agents` then has all that the input names.
 
         Raises:
             UsageError: bad input lines (all of them), output that exists, or a run that is not this one.
@@ -112,15 +109,26 @@ class Files:
         used = not (self._rows.empty and self._failures.empty)
         if used and not (resume or overwrite):
             raise UsageError(
-                f"{self.paths.output} already holds rollouts; add --resume to go on with that run, or --overwrite to start again"
+                f"{self.paths.output} already holds rollouts; add --resume to continue that run, or --overwrite to replace it"
             )
         if used and resume:
             self._continue(tick)
-        self._materialize(agents, max_attempts, tick)
-        if used and not resume:
-            self._rows.clear()
-            self._failures.clear()
+            self._materialize(agents, max_attempts, tick)
+        else:
+            if used:
+                self._stage()
+            self._read_input(agents, starts)
         self._record.begin(self.source, self.progress.total, command)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether an old collection is untouched until the first row of this one."""
+        return self._old is not None
+
+    @property
+    def unwritten(self) -> str | None:
+        """Why the file of what was sent to the agents is not there; None if it is."""
+        return self._sent.problem if self._sent is not None else None
 
     @property
     def run_id(self) -> str:
@@ -138,13 +146,24 @@ class Files:
             gate=gate,
         )
 
-    def todo(self, max_attempts: int) -> Iterator[PlannedRollout]:
-        """The rollouts that are neither done nor out of attempts."""
+    async def todo(self, max_attempts: int) -> AsyncIterator[PlannedRollout]:
+        """The rollouts that are neither done nor out of attempts.
+
+        Raises:
+            UsageError: bad lines in the part of a large input that `prepare` has not read; all are named.
+        """
         plan = planned(input_rows(self.source.input, self.source.recipe), self.source.recipe)
         for _, group in groupby(plan, lambda rollout: rollout.first):
             due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
             keys = tuple(rollout.key for rollout in due)
-            yield from (replace(rollout, group=keys) for rollout in due)
+            for rollout in due:
+                self._check_input()
+                if self._sent is not None:
+                    self._sent.add(rollout.row)
+                yield replace(rollout, group=keys)
+        if self._check is not None:
+            await self._check.done()
+            self._count_input()
 
     async def keep(self, outcome: Outcome) -> None:
         """Append an outcome's row; returns when it is on the disk."""
@@ -154,6 +173,7 @@ class Files:
         except asyncio.CancelledError:
             self._left.append(outcome)  # nobody waits for it any more, but flush() will write it
             raise
+        self._take_over()
         self._count(outcome)
 
     def _settled(self, rollout: PlannedRollout, max_attempts: int) -> bool:
@@ -170,9 +190,12 @@ class Files:
             self.aggregates.add(outcome.row)
 
     def finish(self, status: str) -> None:
-        """Write the aggregates, and how this sitting ended."""
+        """Write the aggregates, and how this sitting ended; nothing where an old collection is still in its place."""
+        if self._old is not None:
+            return
         self._keep_own_metrics()
-        write_whole(self.paths.aggregates, orjson.dumps(self.aggregates.as_json(), option=orjson.OPT_INDENT_2))
+        with whole_file(self.paths.aggregates) as file:
+            file.writelines(self.aggregates.as_bytes())
         self._record.end(status)
 
     def _keep_own_metrics(self) -> None:
@@ -189,13 +212,74 @@ class Files:
     async def flush(self) -> None:
         """Put on the disk what waits; nothing can be kept after it."""
         await asyncio.gather(self._rows.flush(), self._failures.flush())
+        self._take_over()
         for outcome in self._left:
             self._count(outcome)
 
     def close(self) -> None:
         """Let go of the files."""
+        if self._check is not None:
+            self._check.close()
+        if self._sent is not None:
+            self._sent.close()
         self._rows.close()
         self._failures.close()
+        if self._old is not None:
+            if self._rows.empty and self._failures.empty:
+                discard(self.paths)
+            for log in self._old:
+                log.close()
+
+    def _stage(self) -> None:
+        """Let a new run begin beside the files of the old one."""
+        new = self.paths.named(NEW)
+        self._old = self._rows, self._failures
+        self._failures = RowLog(new.failures, _failure_key, on_stall=self._on_stall)  # first, see `recover`
+        self._rows = RowLog(new.output, _row_key, on_stall=self._on_stall)
+        self._record = RunRecord.new(new.run)
+        write_whole(new.aggregates, b"[]\n")
+
+    def _take_over(self) -> None:
+        """Replace the old collection if this one has a row by now."""
+        if self._old is None or (self._rows.empty and self._failures.empty):
+            return
+        replace_files(self.paths)
+        self._rows.path, self._failures.path = self.paths.output, self.paths.failures
+        self._record.path = self.paths.run
+        if self._sent is not None:
+            self._sent.path = self.paths.materialized
+        for log in self._old:
+            log.close(remove_empty=False)  # its name is the new file's by now
+        self._old = None
+
+    def _read_input(self, agents: Collection[str] | None, starts: bool) -> None:
+        """Check what has to be checked before the first rollout of a new run."""
+        recipe, progress = self.source.recipe, self.progress
+        self._check = InputCheck(self.source.input, recipe, agents)
+        self._check.first()
+        progress.agents = set(self._check.named)
+        if starts and not self._check.complete:
+            known = self._check.names_in_rest()
+            progress.agents |= known if agents is None else known & set(agents)
+        self._sent = Sent((self.paths.named(NEW) if self._old else self.paths).materialized)
+        self._check.begin_rest()
+        self._record.input_digest = self._check.digest
+        self._count_input()
+
+    def _check_input(self) -> None:
+        """UsageError if the rest of the input has a bad line."""
+        if self._check is not None:
+            self._check.raise_if_bad()
+            self._count_input()
+
+    def _count_input(self) -> None:
+        """Take over what the check of the input has found out by now."""
+        check = self._check
+        if check is None or (self.progress.complete and self._record.input_digest is not None):
+            return
+        self.progress.total, self.progress.complete = check.rows * self.source.recipe.repeats, check.complete
+        if check.complete and check.digest is not None and self._record.input_digest is None:
+            self._record.learn(self.progress.total, check.digest)
 
     def _continue(self, tick: Callable[[str], None]) -> None:
         """Take up the run whose rows stand in the files."""
@@ -238,6 +322,13 @@ class Files:
             beside.unlink(missing_ok=True)
         if self.progress.total == 0:
             raise UsageError(f"{self.source.input}: no rows in it; each line is one task")
+        self.progress.complete = True
+        if not self._record.knows_its_input and self.progress.done < len(self._done):
+            lost = len(self._done) - self.progress.done
+            raise UsageError(
+                f"{self.paths.output}: {lost:,} of its rows are of tasks that {self.source.input} does not have (the run ended "
+                f"before it had read its input); restore it, {REMEDY}"
+            )
 
     def _settle(self, rollout: PlannedRollout, max_attempts: int) -> None:
         self.progress.total += 1
@@ -252,7 +343,8 @@ class Files:
 def check_places(output: Path, source: Path) -> None:
     """UsageError where the output cannot be there."""
     check_output(output)
-    for written in Paths.beside(output):
+    paths = Paths.beside(output)
+    for written in (*paths, *paths.named(NEW), *paths.named(OLD)):
         if written.exists() and source.exists() and written.samefile(source):
             of = (
                 "is both --input and --output"
@@ -260,6 +352,37 @@ def check_places(output: Path, source: Path) -> None:
                 else f"is --input, and is written with --output {output}"
             )
             raise UsageError(f"{written} {of}; choose another --output")
+
+
+class Sent:
+    """`out_materialized_inputs.jsonl` of a new run: each row as it is sent. A disk without room costs this file, not the run.
+
+    problem: why the file could not be written; --resume writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem: str | None = None
+        try:
+            self._file = path.open("wb", buffering=READ_BYTES)
+        except OSError as error:
+            raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
+
+    def add(self, row: Json) -> None:
+        if self.problem is None:
+            self._try(lambda: self._file.write(orjson.dumps(row) + b"\n"))
+
+    def close(self) -> None:
+        self._try(self._file.close)
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self.problem = f"{self.path}: cannot be written: {error.strerror}"
+            with suppress(OSError):
+                self._file.close()
+            self.path.unlink(missing_ok=True)
 
 
 class _Ticker:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 import ngym
+from ngym.collect.inputs import digest_of
 from ngym.collect.outcome import TokenFormat
 from ngym.collect.plan import Recipe
 from ngym.errors import UsageError
@@ -43,22 +44,26 @@ class Source:
         own = {key: recipe[key] for key in ("agent", "params", "seed")}
         return {**own, "token_format": self.token_format, "services": stanzas}
 
-    def digests(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str | None]:
         """`{"input": sha256 of the file, "config": sha256 of config()}`."""
-        try:
-            with self.input.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UsageError(f"{self.input}: cannot be read: {error.strerror}") from None
+        return {"input": digest_of(self.input), "config": self.config_digest()}
+
+    def config_digest(self) -> str:
         settings = orjson.dumps(self.config(), option=orjson.OPT_SORT_KEYS)
-        return {"input": content, "config": hashlib.sha256(settings).hexdigest()}
+        return hashlib.sha256(settings).hexdigest()
 
 
 class RunRecord:
-    """`out_run.json`: the run's id, what it collects, and each sitting of it."""
+    """`out_run.json`: the run's id, what it collects, and each sitting of it.
 
-    def __init__(self, path: Path, content: Json) -> None:
-        self._path = path
+    path: where it is written; a new run's becomes another one when it takes the place of an old one.
+    input_digest: sha256 of the input; None until a new run has read its input to the end. A run that was interrupted before
+    that is resumed without it: its rows name their tasks.
+    """
+
+    def __init__(self, path: Path, content: Json, input_digest: str | None = None) -> None:
+        self.path = path
+        self.input_digest = input_digest
         self._content = content
 
     @classmethod
@@ -75,15 +80,19 @@ class RunRecord:
             UsageError: there is none, or what it collected is not `source`; both hashes are named.
         """
         record = cls(path, _read(path, output))
-        before, now = record._content["digests"], source.digests()
-        if before["input"] != now["input"]:
-            raise UsageError(_changed(output, f"the input ({source.input})", before["input"], now["input"]))
-        if before["config"] != now["config"]:
+        before, config = record._content["digests"], source.config_digest()
+        if before["config"] != config:
             difference = _difference(record._content["config"], source.config())
-            raise UsageError(
-                _changed(output, "the config or its overrides", before["config"], now["config"]) + difference
-            )
+            raise UsageError(_changed(output, "the config or its overrides", before["config"], config) + difference)
+        record.input_digest = digest_of(source.input)
+        if before["input"] not in (None, record.input_digest):
+            raise UsageError(_changed(output, f"the input ({source.input})", before["input"], record.input_digest))
         return record
+
+    @property
+    def knows_its_input(self) -> bool:
+        """Whether an earlier sitting has read the input to its end."""
+        return self._content.get("digests", {}).get("input") is not None
 
     @property
     def run_id(self) -> str:
@@ -96,11 +105,18 @@ class RunRecord:
             "repeats": source.recipe.repeats,
             "limit": source.recipe.limit,
             "rollouts": rollouts,
-            "digests": source.digests(),
+            "digests": {"input": self.input_digest, "config": source.config_digest()},
             "config": source.config(),
             "versions": {"ngym": ngym.__version__, "python": platform.python_version()},
         }
         self._content["sittings"].append({"started_at": _now(), "pid": os.getpid(), "command": command})
+        self._save()
+
+    def learn(self, rollouts: int, input_digest: str | None) -> None:
+        """Note what was found out by reading the input to its end."""
+        self.input_digest = input_digest
+        self._content["rollouts"] = rollouts
+        self._content["digests"]["input"] = input_digest
         self._save()
 
     def end(self, status: str) -> None:
@@ -109,7 +125,7 @@ class RunRecord:
         self._save()
 
     def _save(self) -> None:
-        write_whole(self._path, orjson.dumps(self._content, option=orjson.OPT_INDENT_2))
+        write_whole(self.path, orjson.dumps(self._content, option=orjson.OPT_INDENT_2))
 
 
 def _read(path: Path, output: Path) -> Json:
@@ -125,7 +141,7 @@ def _read(path: Path, output: Path) -> Json:
     raise UsageError(f"{path} {problem}, so nobody can tell which run wrote {output}; {REMEDY}")
 
 
-def _changed(output: Path, what: str, before: str, now: str) -> str:
+def _changed(output: Path, what: str, before: str, now: str | None) -> str:
     return f"{output}: {what} changed since this run began: sha256 {before} then, {now} now; restore it, {REMEDY}"
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +20,7 @@ from ngym.export.rollout import NoRollout, Rollout, parse
 from ngym.export.scan import Scan
 from ngym.export.shapes import leaders_first
 from ngym.export.tally import Tally
-from ngym.jsonl import BOM, READ_BYTES, WriteFailed, sync_folder
+from ngym.jsonl import BOM, whole_file
 
 REREAD = 64  # conversations that are kept for the next pairs of their task
 
@@ -48,7 +47,7 @@ def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int]
                 show(line)
                 break
         elif rows:
-            with written_whole(options.output) as file:
+            with whole_file(options.output) as file:
                 for line in lines:
                     file.write(line + b"\n")
     return tally
@@ -97,23 +96,6 @@ class Renderer:
         return UsageError(
             f"{path} changed while it was read (at byte {place.start}); export again when nobody writes it"
         )
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written: aside, synced and renamed if the block ends well, removed if not."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        with beside.open("wb", buffering=READ_BYTES) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(path)
-    except OSError as error:
-        raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -74,7 +74,8 @@ def collect_rollouts(
         repeats: rollouts of each task. limit: the first tasks only. concurrency: rollouts in flight.
         temperature, max_output_tokens, params, seed: as --temperature, --max-output-tokens, --set and --seed.
         timeout_s: one attempt. max_attempts: for failures that may pass.
-        resume: go on where the same call was stopped. overwrite: delete what `output` holds.
+        resume: go on where the same call was stopped. overwrite: replace what `output` holds, with
+            the first new row; it is kept under `.old` names.
         progress: show how far it is.
 
     Raises:
@@ -186,6 +187,7 @@ class _Call:
             max_attempts=self._asked.limits.max_attempts,
             agents=known.agents,
             command=COMMAND,
+            starts=self._place.config is not None,
         )
 
     async def _with_services(self, store: Files, known: Known, gate: Gate) -> None:

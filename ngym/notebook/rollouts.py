@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.files import Paths
+from ngym.collect.overwrite import Paths
 from ngym.errors import UsageError
 from ngym.metrics import Interval, Rewards, best_at_k
 from ngym.notebook import html
