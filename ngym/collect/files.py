@@ -200,6 +200,8 @@ class Files:
 
     def _keep_own_metrics(self) -> None:
         """What an environment said of the same rollouts in an earlier sitting, if nobody asked it in this one."""
+        if self._check is not None:
+            return  # a new run: what is there is another run's
         try:
             before = orjson.loads(self.paths.aggregates.read_bytes())
             told = {each["agent_ref"]["name"]: each["ng"] for each in before}
