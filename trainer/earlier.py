@@ -33,6 +33,11 @@ def holds_a_run(output: Path) -> bool:
     return (output / METRICS).exists() or (output / POLICY).exists()
 
 
+def is_interrupted(output: Path) -> bool:
+    """Whether a run was killed before it began to train, and has to be undone by `put_back`."""
+    return (output / PARTIAL).is_dir()
+
+
 def set_aside(output: Path, names: Collection[str]) -> None:
     """Move these of a run's files into `.old.partial/`; `put_back` undoes it."""
     partial = output / PARTIAL

@@ -31,6 +31,7 @@ from .earlier import (
     RESOLVED,
     SKIPPED,
     holds_a_run,
+    is_interrupted,
     put_back,
     replace,
     set_aside,
@@ -289,6 +290,9 @@ def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> It
     A run that ends before that leaves an earlier one as it was.
     """
     output = recipe.output
+    if is_interrupted(output):
+        with held_folder(output, OTHERWISE):
+            put_back(output)
     if resume:
         resumable(output, resolved)
     elif holds_a_run(output) and not overwrite:
@@ -301,7 +305,6 @@ def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> It
         write_whole(output / RESOLVED, resolved.encode())
 
     with held_folder(output, OTHERWISE):
-        put_back(output)
         if resume:
             write_whole(output / RESOLVED, resolved.encode())
         try:
