@@ -18,17 +18,22 @@ NgymError
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 NOT_THE_AUTHORS = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<",
 )
+
+MOST_DETAIL = 4000  # characters of an error's line; it may quote what it was called with
+MOST_PROBLEMS = 8  # of a request are named
+MOST_NAME, MOST_MESSAGE = 100, 400  # characters of a problem's field, and of what is wrong with it
 
 FailureClass = Literal[
     "config",  # the row, the config or the environment is not what it must be; trying again would not help
@@ -84,6 +89,7 @@ class ServiceError(NgymError):
         extra: dict[str, Any] | None = None,
         retry_after_s: float = 1.0,
     ) -> None:
+        detail = cut(detail, MOST_DETAIL)
         super().__init__(detail)
         self.detail = detail
         self.failure = failure
@@ -124,6 +130,31 @@ class ToolError(BadRequest):
 
     title = "The tool cannot do this"
     is_for_the_model = True
+
+
+class Problem(NamedTuple):
+    """What is wrong, and in which field."""
+
+    field: str
+    message: str
+
+
+def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
+    """The refusal that names the first of these problems; no more of them are looked for.
+
+    Args:
+        what: is wrong, such as "row 3".
+    """
+    found = [Problem(cut(each.field, MOST_NAME), cut(each.message, MOST_MESSAGE)) for each in islice(problems, MOST_PROBLEMS + 1)]
+    named = found[:MOST_PROBLEMS]
+    text = "; ".join(f"field {each.field!r}: {each.message}" for each in named)
+    more = "; and more" if len(found) > len(named) else ""
+    return BadRequest(f"{what}: {text}{more}" if what else text + more, extra={"errors": [each._asdict() for each in named]})
+
+
+def cut(text: str, most: int) -> str:
+    """The text; of a longer one so many characters, and how many it has."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 class NotFound(ServiceError):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
+
+LONGEST = 100  # characters of a word that is looked for
+MOST_CHOICES = 1000  # that it is compared with, at some microseconds each
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that the writer most likely meant, or None."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    """The choice that the writer most likely meant, or None. A long word is none that was misspelt."""
+    if len(word) > LONGEST:
+        return None
+    found = difflib.get_close_matches(word, islice(choices, MOST_CHOICES), n=1, cutoff=0.6)
     return found[0] if found else None
 
 

@@ -9,25 +9,39 @@ from typing import Any
 
 REDACTED = "<redacted>"
 MIN_LITERAL = 8  # a shorter value would be found in words that are none
-SECRET_WORDS = ("authorization", "credential", "credentials", "passphrase", "passwd", "password", "secret", "token")
-SECRET_NAMES = ("api_key", "apikey", "access_key", "private_key", "secret_key", "auth_key", "account_key")
+SECRET_WORDS = frozenset(
+    ["authorization", "bearer", "cookie", "cookies", "credential", "credentials", "passphrase", "passwd", "password", "passwords", "pat", "pwd", "secret", "secrets", "sk", "token"]
+)
+SECRET_NAMES = ("api_key", "api_keys", "apikey", "apikeys", "access_key", "access_keys", "private_key", "secret_key", "auth_key",
+                "account_key", "access_token", "auth_token", "x_auth")  # fmt: skip
+SECRET_MAPS = ("env", "environment", "environment_variables", "headers", "default_headers", "extra_headers")
+"""Options whose every value is a secret: what a program or a server of somebody else's is called with."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"'@]*:[^/?#\s\"']*@")  # user:password@ of a URL, wherever it stands
+_PASSWORD = re.compile(r"://[^/?#\s\"'@:]*:([^/?#\s\"']+)@")
 
 
 def redacted(value: Any, key: str = "") -> Any:
     """The value with every secret leaf replaced. A name that ends in `_env` only names a variable, and is shown."""
     if isinstance(value, dict):
+        if is_map_of_secrets(key):
+            return {name: REDACTED if item else item for name, item in value.items()}
         return {name: redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(item, key) for item in value]
-    if isinstance(value, str) and value and is_secret(key):
-        return REDACTED
-    return value
+    if not isinstance(value, str) or not value:
+        return value
+    return REDACTED if is_secret(key) else _CREDENTIALS.sub(f"{REDACTED}@", value)
 
 
 def is_secret(key: str) -> bool:
     """Whether a key of this name holds a secret: by whole words, so that `max_tokens` and `primary_key` do not."""
     name = key.lower().replace("-", "_")
     return name.endswith(SECRET_NAMES) or name.rpartition("_")[2] in SECRET_WORDS
+
+
+def is_map_of_secrets(key: str) -> bool:
+    """Whether an option of this name maps names to secrets."""
+    return key.lower().replace("-", "_") in SECRET_MAPS
 
 
 class Redactor:
@@ -59,11 +73,11 @@ def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
 def _secret_leaves(value: Any, key: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _secret_leaves(item, str(name))
+            yield from [str(item)] if is_map_of_secrets(key) else _secret_leaves(item, str(name))
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _secret_leaves(item, key)
     elif isinstance(value, str) and key.endswith("_env"):
         yield os.environ.get(value, "")
-    elif isinstance(value, str) and is_secret(key):
-        yield value
+    elif isinstance(value, str):
+        yield from [value] if is_secret(key) else _PASSWORD.findall(value)

@@ -11,7 +11,8 @@ from shipped import ROOT, calls, says
 
 from ngym.errors import ServiceError
 from ngym.schema import SESSION_HEADER
-from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
 from ngym.services.loader import load
 from ngym.services.options import ServiceOptions
 

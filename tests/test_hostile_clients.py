@@ -37,7 +37,8 @@ from ngym import (
 from ngym.listening import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
 from ngym.peers import Peers
 from ngym.schema import Json
-from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
 from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
 from ngym.services.model import ModelOptions
 from ngym.services.options import ServiceContext

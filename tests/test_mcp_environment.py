@@ -18,7 +18,8 @@ from shipped import ROOT, calls, made_again, questions, rollout, rows, says
 
 from ngym import ServiceOptions
 from ngym.errors import ConfigError, ServiceError, Unreachable
-from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
 from ngym.services.loader import load
 
 ROUGH = str(Path(__file__).parent / "rough_mcp_server.py")

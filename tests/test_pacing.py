@@ -15,7 +15,8 @@ from ngym.collect import Limits, Recipe, collect
 from ngym.collect.window import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
 from ngym.services.loader import load
 from ngym.services.options import ServiceOptions
 from ngym.services.turns import STARTS, Turns

@@ -31,7 +31,8 @@ from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
 from ngym.groups import rescored
 from ngym.peers import Peers
 from ngym.replicas import rendezvous
-from ngym.services.app import JsonResponse, add_route, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
 from ngym.services.loader import load
 from ngym.services.sessions import SessionStore
 from ngym.services.steps import Step, step_server

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from ngym import ServiceContext, ServiceOptions
 from ngym.sandbox import Limits, Program, Sandbox, SandboxOptions, sandbox_of
 from ngym.sandbox.options import Local
-from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app, validated
+from ngym.services.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.bodies import json_body, valid_body
 
 
 class Options(ServiceOptions):
@@ -32,7 +33,7 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
 
 
 async def run(request: Request) -> Response:
-    asked: Run = validated(Run, await json_body(request), "a run")
+    asked: Run = await valid_body(request, Run, await json_body(request), "a run")
     limits = asked.limits.at_most(context_of(request).options.most)
     return JsonResponse(await app.state.sandbox.execute(asked.program, limits))
 

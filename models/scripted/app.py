@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 from pydantic import Field
 
 from ngym import ModelCall, ServiceContext, model_server
-from ngym.convert import message_item, new_response, output_text, response_events
+from ngym.convert import message_item, new_response, output_text, overflow_response, response_events
+from ngym.services.bodies import by_size
 from ngym.services.model import ModelOptions
 
 from .rules import Answer, Reply, answer, read_replies, situation
 from .tokens import logprob, render, shortened
 
 _WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
+CONTEXT = 1_000_000  # tokens, where they are told: each is an object
 ECHO = Reply(text="{user}")
 
 
@@ -43,10 +45,10 @@ async def replies(context: ServiceContext) -> AsyncIterator[tuple[Reply, ...]]:
 async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     """The first reply that fits, cut to `max_output_tokens`; usage counts one token a byte."""
     options: Options = call.options
-    response = _response(request, call)
+    response = await by_size(call.size, _response, request, call)
     thinking_s = options.latency_s
     if options.word_latency_s:
-        thinking_s += options.word_latency_s * sum(len(_words(event)) for event in response_events(response))
+        thinking_s += options.word_latency_s * sum(1 for event in response_events(response) for _ in _words(event))
     if thinking_s:
         await asyncio.sleep(thinking_s)
     return response
@@ -55,26 +57,30 @@ async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
 async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
     """The same reply, said word by word."""
     options: Options = call.options
-    for event in response_events(_response(request, call)):
-        words = _words(event)
-        for word in words:
+    for event in response_events(await by_size(call.size, _response, request, call)):
+        said = False
+        for word in _words(event):
             await asyncio.sleep(options.word_latency_s)
             yield {**event, "delta": word}
-        if not words:
+            said = True
+        if not said:
             yield event
         if event["type"] == "response.in_progress" and options.latency_s:
             await asyncio.sleep(options.latency_s)
 
 
-def _words(event: dict[str, Any]) -> list[str]:
+def _words(event: dict[str, Any]) -> Iterator[str]:
     """What an event says, each word with the spaces before it."""
-    return _WORD.findall(event["delta"]) if "delta" in event else []
+    for word in _WORD.finditer(event.get("delta", "")):
+        yield word[0]
 
 
 def _response(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
     options: Options = call.options
     said = answer(call.state, situation(request["input"]))
     prompt = render(request, call.seen)
+    if options.tokens and len(prompt) > CONTEXT:
+        return overflow_response(request, response_id=f"resp_{secrets.token_hex(12)}", model=options.model)
     said, sampled, cut = shortened(said, request.get("max_output_tokens"))
     stem = secrets.token_hex(12)
     output = _items(said, stem)

@@ -21,7 +21,8 @@ from starlette.responses import Response
 
 from ngym.errors import BadRequest, ServiceError, Unauthorized
 from ngym.remote import Unanswered
-from ngym.services.app import JsonResponse, add_route, json_body, validated
+from ngym.services.app import JsonResponse, add_route
+from ngym.services.bodies import json_body, validated
 
 from .engine import Engine
 

@@ -27,7 +27,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ngym.errors import BadRequest, NotFound, ServiceError
-from ngym.services.app import JsonResponse, json_body, validated
+from ngym.services.app import JsonResponse
+from ngym.services.bodies import BULK_WEIGHT, json_body, validated
 
 from .adapter import AdapterFiles, AdapterShape
 from .engine import Engine, PauseMode, Seconds
@@ -100,7 +101,7 @@ class WeightPush:
         )
 
     async def _begin(self, request: Request) -> Response:
-        body: Begin = validated(Begin, await json_body(request), "a weight push")
+        body: Begin = validated(Begin, await json_body(request, BULK_WEIGHT), "a weight push")
         if self._ours is None:
             raise _conflict("vLLM cannot be given other weights here: the README of models/vllm says which models")
         await self._refuse_stale(body.version)

@@ -1,7 +1,9 @@
-"""Do we understand this request? Each top-level field is looked up in a table; a 422 names every wrong one."""
+"""Do we understand this request? Each top-level field is looked up in a table; a 422 names the first wrong ones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from ngym.convert.checks import (
@@ -22,50 +24,50 @@ from ngym.convert.checks import (
     text_format,
     tool_choice,
 )
-from ngym.convert.shapes import Problem, input_problems, message_problems, tool_problems
-from ngym.errors import BadRequest
+from ngym.convert.shapes import input_problems, message_problems, tool_problems
+from ngym.errors import Problem, refused
 from ngym.near import did_you_mean
 from ngym.schema import Json
 
 
 def check_create_params(body: Json) -> Json:
-    """A `/v1/responses` body without its nulls, checked; BadRequest lists each wrong field."""
+    """A `/v1/responses` body without its nulls, checked; BadRequest names the first wrong fields."""
     params = known(body, RESPONSES, RESPONSES_REFUSED)
-    problems = list(input_problems(params.get("input")))
-    problems += tool_problems(params, "name")
-    return sound(params, problems)
+    return sound(params, input_problems(params.get("input")), tool_problems(params, "name"))
 
 
 def check_chat_request(body: Json) -> Json:
-    """A `/v1/chat/completions` body without its nulls, checked; BadRequest lists each wrong field."""
+    """A `/v1/chat/completions` body without its nulls, checked; BadRequest names the first wrong fields."""
     request = known(body, CHAT, CHAT_REFUSED)
-    problems = list(message_problems(request.get("messages")))
-    problems += tool_problems(request, "function")
-    return sound(request, problems)
+    return sound(request, message_problems(request.get("messages")), tool_problems(request, "function"))
 
 
-def known(body: Json, checks: dict[str, Check], refused: dict[str, str]) -> Json:
+def known(body: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Json:
     """The fields that were given; BadRequest for those that are unknown, refused, or of the wrong type."""
-    problems = []
     given = {name: value for name, value in body.items() if value is not None}
+    return sound(given, _field_problems(given, checks, not_supported))
+
+
+def _field_problems(given: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Iterator[Problem]:
     for name, value in given.items():
         check = checks.get(name)
         if check is not None:
             wrong = check(value)
-        elif name in refused:
-            wrong = f"is not supported: {refused[name]}"
+        elif name in not_supported:
+            wrong = f"is not supported: {not_supported[name]}"
         else:
             wrong = f"is not known{did_you_mean(name, checks)}"
         if wrong:
-            problems.append(Problem(name, wrong))
-    return sound(given, problems)
+            yield Problem(name, wrong)
 
 
-def sound(value: Json, problems: list[Problem]) -> Json:
-    if not problems:
+def sound(value: Json, *problems: Iterable[Problem]) -> Json:
+    """The value, which has none of these problems; BadRequest names the first that it has, and no more are looked for."""
+    found = chain.from_iterable(problems)
+    first = next(found, None)
+    if first is None:
         return value
-    text = "; ".join(f"field {problem.field!r}: {problem.message}" for problem in problems[:8])
-    raise BadRequest(text, extra={"errors": [problem._asdict() for problem in problems]})
+    raise refused(chain((first,), found))
 
 
 def _background(value: Any) -> str | None:

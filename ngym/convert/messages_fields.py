@@ -7,19 +7,24 @@ from typing import Any
 
 from ngym.convert.checks import COUNT, FLAG, LIST, OBJECT, TEXT, Check, object_of, of_type, one_of
 from ngym.convert.fields import NUMBER_OF, SAMPLING, known, sound
-from ngym.convert.shapes import Problem, are_tags, shown, token_problems
+from ngym.convert.shapes import are_tags, shown, token_problems
+from ngym.errors import Problem
 from ngym.near import did_you_mean
 from ngym.schema import Json
 
 
 def check_messages_request(body: Json) -> Json:
-    """A `/v1/messages` body without its nulls, checked; BadRequest lists each wrong field."""
+    """A `/v1/messages` body without its nulls, checked; BadRequest names the first wrong fields."""
     request = known(body, MESSAGES, MESSAGES_REFUSED)
     missing = [Problem(name, "is missing") for name in ("max_tokens", "messages") if not request.get(name)]
-    problems = [*missing, *_message_problems(request.get("messages", [])), *_tool_problems(request)]
-    if isinstance(request.get("system"), list):
-        problems += _block_problems(request["system"], "system", _BLOCKS["system"])
-    return sound(request, problems)
+    system = request["system"] if isinstance(request.get("system"), list) else []
+    return sound(
+        request,
+        missing,
+        _message_problems(request.get("messages", [])),
+        _tool_problems(request),
+        _block_problems(system, "system", _BLOCKS["system"]),
+    )
 
 
 def _thinking(value: Any) -> str | None:

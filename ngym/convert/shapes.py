@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from ngym.errors import Problem
 from ngym.near import did_you_mean
 from ngym.schema import TOKEN_FIELDS, Json
-
-
-class Problem(NamedTuple):
-    """What is wrong, and in which field."""
-
-    field: str
-    message: str
-
 
 _ROLES = frozenset({"user", "assistant", "system", "developer", "tool"})
 _STRINGS_OF = {

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -19,7 +20,8 @@ from ngym.groups import ROUTE, TIMEOUT_S
 from ngym.peers.session import ToolErrors
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.segments import without_tokens
-from ngym.services.app import JsonResponse, add_route, context_of, json_body, service_app
+from ngym.services.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.bodies import json_body, off_loop
 from ngym.services.edge import BULK_BYTES, ROW_BYTES
 from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.rollout import RolloutContext
@@ -97,14 +99,15 @@ def agent(
         if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
             scored["response"] = response
         scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
-        return JsonResponse(scored, headers={WAITING_HEADER: str(turns.waiting)})
+        headers = {WAITING_HEADER: str(turns.waiting)}
+        return await off_loop(request, partial(JsonResponse, headers=headers), scored)
 
     async def responses(request: Request) -> Response:
         await _turn(turns)
         params = await json_body(request)
         rollout = _rollout(request, _checked(params))
         rollout.row = {"responses_create_params": params}
-        return JsonResponse(await _respond(respond, rollout, params))
+        return await off_loop(request, JsonResponse, await _respond(respond, rollout, params))
 
     async def aggregate(request: Request) -> Response:
         context = context_of(request)

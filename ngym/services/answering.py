@@ -6,6 +6,7 @@ stored -> the client's API
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from ngym.schema import Json
 from ngym.segments import ModelCall as CallTokens
 from ngym.segments import tokens_of
 from ngym.services.admission import Admission
-from ngym.services.app import JsonResponse, context_of, json_body
+from ngym.services.app import JsonResponse, context_of
+from ngym.services.bodies import LOOP_BYTES, by_size, json_body, off_loop
 from ngym.services.calls import ModelCall, Respond, Stream
 from ngym.services.captures import Captures, Question
 from ngym.services.edge import Handler
@@ -82,10 +84,11 @@ class Answering:
 
         async def handle(request: Request) -> Response:
             with refusals(tongue.refusal):
-                body = tongue.check(await json_body(request))
+                body = await off_loop(request, tongue.check, await json_body(request))
                 began = 0.0 if self._admission.is_open else await self._admission.enter()
                 try:
-                    asked = self._asked(request, tongue, body, await request.body())
+                    raw, rollout_id = await request.body(), rollout_of(request)
+                    asked = await off_loop(request, self._asked, request, tongue, body, raw, rollout_id)
                     response = await (self._streamed if body.get("stream") else self._whole)(tongue, asked)
                 except BaseException:
                     self._admission.leave(began)
@@ -98,9 +101,8 @@ class Answering:
 
         return handle
 
-    def _asked(self, request: Request, tongue: Tongue, body: Json, raw: bytes) -> Asked:
+    def _asked(self, request: Request, tongue: Tongue, body: Json, raw: bytes, rollout_id: str | None) -> Asked:
         context = context_of(request)
-        rollout_id = rollout_of(request)
         whole = body
         if not body.keys().isdisjoint(OF_THE_SERVER):
             whole = {name: value for name, value in body.items() if name not in OF_THE_SERVER}
@@ -114,7 +116,7 @@ class Answering:
             repeated = request.headers.get(RETRIES, "0") != "0"
             question = self._captures.ask(str(rollout_id), native, repeated=repeated)
             seen = seen or question.seen
-        call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen)
+        call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen, len(raw))
         stored = raw if tongue.name == "responses" and body.get("store", True) else None
         model = str(body.get("model") or context.options.model)
         told = self._traffic.call(native, model, streamed=bool(body.get("stream")))
@@ -127,10 +129,11 @@ class Answering:
         return answer
 
     async def _whole(self, tongue: Tongue, asked: Asked) -> Response:
-        answer = tongue.answer(await self._respond(asked), asked.body, asked.call.options.reasoning_style)
+        native, size = await self._respond(asked), asked.call.size
+        answer = await by_size(size, tongue.answer, native, asked.body, asked.call.options.reasoning_style)
         if tongue.name == "responses":
             complete(answer, asked.body, asked.stored is not None)
-        response = JsonResponse(answer)
+        response = await by_size(size, JsonResponse, answer)
         if asked.stored is not None:
             self._store.keep(answer["id"], asked.stored, bytes(response.body), asked.body.get("previous_response_id"))
         return response
@@ -163,6 +166,8 @@ class Answering:
                         held.append(written)
                     elif written:
                         yield written
+                    if asked.call.size > LOOP_BYTES:  # its events may be as large
+                        await asyncio.sleep(0)
                 if whole.answer is not None:
                     self._keep(asked, whole.answer)
                 held.append(writer.written(converter.end()))

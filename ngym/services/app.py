@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from http import HTTPStatus
 from typing import Any, get_args
 
 import orjson
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, ProcessCollector, generate_latest
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ngym import correlation
-from ngym.depth import MAX_DEPTH, is_deep
-from ngym.errors import BadRequest, FailureClass, NotReady, ServiceError, ToolError
-from ngym.memory import is_room_for, parsed_bytes
+from ngym.errors import MOST_NAME, BadRequest, FailureClass, NotReady, Problem, ServiceError, ToolError, cut, refused
 from ngym.near import nearest
 from ngym.schema import SESSION_HEADER, Json, Kind
-from ngym.services.caller import LARGE
 from ngym.services.edge import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
 from ngym.services.options import ServiceContext, ServiceOptions
 
@@ -113,6 +110,7 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MemoryError, _no_memory)
+    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _bug)
     add_route(app, "GET", "/", _health, summary="Liveness")
     add_route(app, "GET", "/health", _health, summary="Liveness")
@@ -194,42 +192,6 @@ _PROBLEM: Json = {
 }
 
 
-async def json_body(request: Request) -> Json:
-    """The request's JSON object. BadRequest names what is wrong with it."""
-    raw = await request.body()
-    if len(raw) > LARGE and not is_room_for(parsed_bytes(raw)):  # orjson does not survive it
-        raise MemoryError
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body of {request.url.path} is no JSON: {error}", status=400) from None
-    if not isinstance(value, dict):
-        raise BadRequest(f"the body of {request.url.path} must be a JSON object, not {type(value).__name__}")
-    if is_deep(raw, value):
-        raise BadRequest(f"the body of {request.url.path} is nested deeper than {MAX_DEPTH} levels")
-    return value
-
-
-def validated(model: type[BaseModel], value: Json, what: str) -> Any:
-    """The value as a record; BadRequest with one line that names each wrong field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        strangers = value.keys() - model.model_fields.keys()
-        problems = [
-            {"field": ".".join(str(part) for part in item["loc"]), "message": item["msg"] + _meant(item, strangers)}
-            for item in error.errors(include_url=False, include_input=False, include_context=False)
-        ]
-        text = "; ".join(f"field {p['field']!r}: {p['message']}" for p in problems[:8])
-        raise BadRequest(f"{what}: {text}", extra={"errors": problems}) from None
-
-
-def _meant(item: ErrorDetails, strangers: Iterable[str]) -> str:
-    """` (is 'traget' meant to be it?)`: of a field that is missing, when the value has one of nearly that name."""
-    near = nearest(str(item["loc"][0]), strangers) if item["type"] == "missing" and len(item["loc"]) == 1 else None
-    return f" (is {near!r} meant to be it?)" if near else ""
-
-
 def context_of(request: Request) -> ServiceContext:
     context: ServiceContext = request.app.state.context
     return context
@@ -265,9 +227,8 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ServiceError(
-        f"{request.method} {request.url.path}: {error.detail}{_instead(request, error)}", status=error.status_code
-    )
+    path = cut(request.url.path, MOST_NAME)
+    told = ServiceError(f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code)
     told.title = HTTPStatus(error.status_code).phrase
     response = _problem(request, told)
     response.headers.update(error.headers or {})  # which methods are allowed
@@ -283,8 +244,16 @@ def _instead(request: Request, error: HTTPException) -> str:
     return f" (did you mean {near!r}?)" if near else ""
 
 
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Of a route that an author wrote as FastAPI has them."""
+    assert isinstance(error, RequestValidationError)
+    wrong = (Problem(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors())
+    return _problem(request, refused(wrong, cut(request.url.path, MOST_NAME)))
+
+
 async def _no_memory(request: Request, error: Exception) -> Response:
-    return _problem(request, NotReady(f"{request.url.path}: there is not enough memory for this request now"))
+    path = cut(request.url.path, MOST_NAME)
+    return _problem(request, NotReady(f"{path}: there is not enough memory for this request now"))
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ class ModelCall:
 
     state: what the service's lifespan yielded.
     seen: the earlier call that this one continues; a back end that owns the tokens goes on from exactly its ids.
+    size: bytes of the client's request (`ngym.services.bodies.by_size`).
     """
 
     options: Any
@@ -25,6 +26,7 @@ class ModelCall:
     rollout_id: str | None
     headers: Headers
     seen: SeenCall | None = None
+    size: int = 0
 
 
 Respond = Callable[[Json, ModelCall], Awaitable[Json]]

@@ -86,6 +86,8 @@ class Edge:
         started = time.perf_counter()
         try:
             most_bytes = CALL_BYTES if served is None else served.most_bytes
+            if most_bytes is not None:
+                most_bytes = _own_bound(scope["app"]) or most_bytes
             if most_bytes is None:
                 scope[OWN_PACE] = True
             else:
@@ -116,6 +118,13 @@ class Edge:
             self._timers.setdefault(route, self.seconds.labels(route))
         counter.inc()
         self._timers[route].observe(seconds)
+
+
+def _own_bound(app: Any) -> int | None:
+    """Bytes of a body, where the service's options name a bound."""
+    context = getattr(app.state, "context", None)
+    mib = getattr(context.options, "max_body_mib", None) if context else None
+    return mib << 20 if mib else None
 
 
 async def _answer(served: Served, request: Request, receive: Receive) -> Response:

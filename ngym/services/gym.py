@@ -21,7 +21,8 @@ from ngym.schema import SESSION_HEADER, Json
 from ngym.scores import ANSWER
 from ngym.services import traced
 from ngym.services.aggregate import ComputeMetrics, aggregated
-from ngym.services.app import JsonResponse, Lifespan, add_route, json_body, service_app, validated
+from ngym.services.app import JsonResponse, Lifespan, add_route, service_app
+from ngym.services.bodies import BULK_WEIGHT, json_body, off_loop, valid_body
 from ngym.services.edge import BULK_BYTES, ROW_BYTES
 from ngym.services.mcp import McpRoute
 from ngym.services.options import ServiceOptions
@@ -116,7 +117,7 @@ def gym_server(
 
     async def seed_session(request: Request) -> Response:
         row = await json_body(request)
-        validated(app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
+        await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = begun(store, request, request.headers.get(SESSION_HEADER))
         session[TASK] = row
         seeded = {"tools": app.state.tools} if app.state.tools else {}
@@ -124,7 +125,7 @@ def gym_server(
 
     async def verify_route(request: Request) -> Response:
         raw = await json_body(request)
-        task = validated(app.state.verifier.body, raw, _row_name(raw))
+        task = await valid_body(request, app.state.verifier.body, raw, _row_name(raw))
         session = session_for(store, request)
         if TASK not in session and app.state.verifier.session and not replays:
             raise ServiceError(NEVER_SEEDED, status=409)
@@ -134,7 +135,7 @@ def gym_server(
             with traced.verify() as span, boundary("verify_error", "verify failed", places=True):
                 outcome = _reward_fields(await app.state.verifier.run(task, session, request))
                 traced.scored(span, outcome)
-                return JsonResponse({**raw, **outcome})
+                return await off_loop(request, JsonResponse, {**raw, **outcome})
         finally:
             store.end(session.id)
             repeats.forget(session.id)
@@ -150,7 +151,7 @@ def gym_server(
         return JsonResponse({"ended": store.end(session_id)})
 
     async def aggregate_route(request: Request) -> Response:
-        body = await json_body(request)
+        body = await json_body(request, BULK_WEIGHT)
         return JsonResponse(await run_sync(aggregated, body, compute_metrics))
 
     async def has_metrics(request: Request) -> Response:
@@ -196,7 +197,7 @@ def gym_server(
 
 def _add_group_route(app: FastAPI, author: Author) -> None:
     async def group_route(request: Request) -> Response:
-        group = validated(author.body, await json_body(request), "the group")
+        group = await valid_body(request, author.body, await json_body(request, BULK_WEIGHT), "the group")
         with boundary("verify_error", "verify_group failed", places=True):
             outcomes = list(await author.run(group, Session(), request))
             if len(outcomes) != len(group.rollouts):
@@ -270,4 +271,4 @@ def _row_schema(model: type[BaseModel]) -> Json:
 
 def _row_name(row: Json) -> str:
     index = row.get("_ng_task_index")
-    return "the row" if index is None else f"row {index}"
+    return f"row {index}" if isinstance(index, int) else "the row"

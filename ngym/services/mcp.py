@@ -22,9 +22,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from ngym.errors import ServiceError
+from ngym.errors import BadRequest, ServiceError
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.app import JsonResponse, Lifespan
+from ngym.services.bodies import CALL_WEIGHT, is_light, off_loop
 from ngym.services.options import ServiceContext
 from ngym.services.sessions import Session, begun, session_id_of
 
@@ -83,15 +84,15 @@ class McpRoute:
         try:
             _check_origin(request)
             body = await request.body()
-            session = _session(request, _method(body))
+            method = await off_loop(request, _method, body)
+            session = _session(request, method)
             manager = await self._ready(scope["app"])
         except ServiceError as error:
             refusal = {"jsonrpc": "2.0", "id": None, "error": {"code": INVALID_REQUEST, "message": error.detail}}
             await JsonResponse(refusal, error.status)(scope, receive, send)
             return
         request.state.session = session
-        begins = session is not None and _method(body) == "initialize"
-        told = {MCP_SESSION_HEADER: session.id} if session is not None and begins else {}
+        told = {MCP_SESSION_HEADER: session.id} if session is not None and method == "initialize" else {}
         await manager.handle_request(scope, _replayed(body, receive), _with_headers(send, told))
 
     async def _ready(self, app: FastAPI) -> StreamableHTTPSessionManager:
@@ -124,6 +125,9 @@ def _check_origin(request: Request) -> None:
 
 
 def _method(body: bytes) -> str | None:
+    """What is asked. BadRequest where the SDK would take long to read it."""
+    if not is_light(body, CALL_WEIGHT):
+        raise BadRequest(f"the JSON has too many values: its weight is more than {CALL_WEIGHT:,}", status=413)
     try:
         message: Any = orjson.loads(body)
     except orjson.JSONDecodeError:

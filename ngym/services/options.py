@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ngym.errors import ConfigError
 from ngym.near import did_you_mean
@@ -29,6 +29,18 @@ class ServiceOptions(BaseModel):
     """The options that a stanza may carry beside kind, app and url. Derive from it; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    max_body_mib: int | None = Field(
+        default=None,
+        ge=1,
+        description="MiB of a request's body. null: 64 for rows and conversations, 256 for many rows, 16 for all else.",
+    )
+    max_json_weight: int | None = Field(
+        default=None,
+        ge=1000,
+        description="The values in a request's JSON: 8 for each object, list and member of an object, 1 for any other value. null: "
+        "200,000 for tools, 4,000,000 for many rows, 2,000,000 for rows, conversations and all else. Parsing 1,000,000 takes 0.1 s, in which "
+        "the service answers nobody.",
+    )
 
 
 Options = TypeVar("Options", bound=ServiceOptions)

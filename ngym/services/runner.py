@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import uvicorn
 from ngym import logs, process, tracing
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.listening import KEEPALIVE_S, Connection, Server, room
-from ngym.locks import Lock, Locked
+from ngym.locks import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.peers import Peers
 from ngym.redact import Redactor, secrets_in
 from ngym.schema import Kind
@@ -118,6 +119,9 @@ async def serve_app(
     sockets, title, registry = context.sockets, app.title, app.state.registry
     if context.run_token:
         app = Locked(app, Lock([context.run_token, *filter(None, [context.admin_token]), *keys]), context.name)
+    else:
+        urls = chain([context.peers.head_url or ""], *context.peers.urls.values())
+        app = Guarded(app, Visitors(hosts_of(urls)), context.name)
     config = uvicorn.Config(
         app,
         loop="none",

@@ -15,7 +15,8 @@ from ngym.convert import message_item, output_text
 from ngym.errors import ServiceError, ToolError, boundary
 from ngym.schema import Json
 from ngym.services.aggregate import ComputeMetrics
-from ngym.services.app import JsonResponse, Lifespan, add_route, json_body, validated
+from ngym.services.app import JsonResponse, Lifespan, add_route
+from ngym.services.bodies import json_body, valid_body, validated
 from ngym.services.edge import ROW_BYTES
 from ngym.services.gym import EMPTY_RESPONSE, VerifyRequest, gym_server
 from ngym.services.options import ServiceOptions
@@ -75,14 +76,14 @@ def step_server(
 
     async def reset_route(request: Request) -> Response:
         row = await json_body(request)
-        begun = validated(task, {**row, "response": EMPTY_RESPONSE}, "the row")
+        begun = await valid_body(request, task, {**row, "response": EMPTY_RESPONSE}, "the row")
         session = session_for(app.state.sessions, request, start=True)
         session[TASK] = row
         observation = await _begin(begun, session, reset)
         return JsonResponse({"observation": observation, "info": {}})
 
     async def step_route(request: Request) -> Response:
-        turn = validated(task, await json_body(request), "the row")
+        turn = await valid_body(request, task, await json_body(request), "the row")
         session = session_for(app.state.sessions, request)
         return JsonResponse((await _advance(turn, session, step))._asdict())
 

@@ -17,7 +17,8 @@ from ngym.errors import BadRequest, ServiceError, ToolError, UpstreamError, boun
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services import traced
-from ngym.services.app import JsonResponse, add_route, context_of, json_body, validated
+from ngym.services.app import JsonResponse, add_route, context_of
+from ngym.services.bodies import CALL_WEIGHT, json_body, valid_body
 from ngym.services.options import ServiceOptions
 from ngym.services.sessions import BEGUN, Session, session_id_of
 
@@ -127,7 +128,7 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
 async def _body(request: Request) -> Json:
     """The arguments, which the model wrote."""
     try:
-        return await json_body(request)
+        return await json_body(request, CALL_WEIGHT)
     except BadRequest as error:
         raise ToolError(error.detail, status=error.status) from None
 
@@ -154,7 +155,7 @@ def of_function(function: Callable[..., Any]) -> Tool:
 
     async def call(arguments: Json, session: Session, request: Request) -> Response:
         try:
-            body = validated(author.body, arguments, name)
+            body = await valid_body(request, author.body, arguments, name)
         except BadRequest as error:
             raise ToolError(error.detail, extra=error.extra) from None
         with boundary("tool_error", f"{name} failed", places=True, retryable=True):

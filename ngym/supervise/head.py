@@ -7,6 +7,7 @@ import html
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -19,7 +20,7 @@ from starlette.routing import Route
 
 from ngym.errors import ServiceError, UsageError
 from ngym.listening import KEEPALIVE_S, Connection, Server, room
-from ngym.locks import Lock, Locked
+from ngym.locks import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.supervise import nemo, prometheus
 from ngym.supervise.resident import resident_bytes
 from ngym.supervise.service import State
@@ -52,6 +53,9 @@ class Head:
         app: ASGIApp = _app(supervisor)
         if supervisor.run_token:
             app = Locked(app, Lock([supervisor.run_token]), "the head")
+        else:
+            urls = chain([self.url], *(stanza.external_urls for stanza in supervisor.config.services.values()))
+            app = Guarded(app, Visitors(hosts_of(urls)), "the head")
         serve = uvicorn.Config(
             app,
             ssl_certfile=tls.certificate if tls else None,

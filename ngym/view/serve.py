@@ -17,12 +17,11 @@ from urllib.parse import quote
 from starlette.types import ASGIApp
 
 from ngym.errors import UsageError
-from ngym.locks import RUN_TOKEN, Lock, new_token, token_from
+from ngym.locks import RUN_TOKEN, Lock, hosts_of, new_token, token_from
 from ngym.view.app import application
 from ngym.view.runs import Opened
 
 PORT, TRIED_PORTS = 8770, 30
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 BACKLOG = 128
 GRACE_S = 1
 OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
@@ -85,7 +84,7 @@ def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) 
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
     lock = Lock([entrance.token]) if entrance.token else None
     # A token is no cookie, so a page of another name has none to send along.
-    hosts = None if lock else LOOPBACK | {entrance.address.removeprefix("http://").rpartition(":")[0]}
+    hosts = None if lock else frozenset(hosts_of([entrance.address]))
     app = application(shown, hosts=hosts, lock=lock, title=title)
     asyncio.run(_served(app, entrance.socket, ready))
 
