@@ -92,7 +92,17 @@ VALUES: dict[str, Callable[[int], bytes]] = {
 }  # fmt: skip
 
 
-def bodies(sound: dict[str, Any], size: int) -> Iterator[tuple[str, bytes]]:
+QUICK = (
+    "a long text",
+    "open brackets as text",
+    "lines as text",
+    "few enough numbers",
+    "few enough objects",
+    "many parts",
+)
+
+
+def bodies(sound: dict[str, Any], size: int, quick: bool) -> Iterator[tuple[str, bytes]]:
     """name -> body: the sound one with one of its fields, or one that nobody knows, replaced."""
     whole = json.dumps(sound).encode()
     yield "sound", whole
@@ -104,7 +114,7 @@ def bodies(sound: dict[str, Any], size: int) -> Iterator[tuple[str, bytes]]:
     yield "a list", b"[" + many(b"{}", size) + b"]"
     yield "a long name", b'{"' + b"a" * size + b'":1,' + whole[1:]
     for path in (["a new field"], *places(sound)):
-        for name, value in VALUES.items():
+        for name, value in ((name, VALUES[name]) for name in (QUICK if quick else VALUES)):
             yield f"{'.'.join(map(str, path))}: {name}", replaced(sound, path, value(size))
 
 
@@ -139,9 +149,15 @@ def example(path: str, row: dict[str, Any], schema: dict[str, Any]) -> dict[str,
     if path == "/mcp":
         return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add", "arguments": {"a": 1}}}
     if path in ("/verify", "/seed_session", "/reset", "/step", "/run"):
-        return row if path != "/run" or "program" not in schema.get("properties", {}) else {"program": {"code": "print(1)"}}
+        return (
+            row
+            if path != "/run" or "program" not in schema.get("properties", {})
+            else {"program": {"code": "print(1)"}}
+        )
     kinds = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}}
-    return {name: kinds.get(field.get("type"), "1 + 1") for name, field in schema.get("properties", {}).items()} or {"a": 1}
+    return {name: kinds.get(field.get("type"), "1 + 1") for name, field in schema.get("properties", {}).items()} or {
+        "a": 1
+    }
 
 
 def watch(url: str, longest: Any, over: Any) -> None:
@@ -154,7 +170,7 @@ def watch(url: str, longest: Any, over: Any) -> None:
             time.sleep(EVERY_S)
 
 
-async def probed(name: str, url: str, routes: dict[str, Any], only: str, limit_s: float) -> list[Found]:
+async def probed(name: str, url: str, routes: dict[str, Any], only: str, limit_s: float, quick: bool) -> list[Found]:
     context = multiprocessing.get_context("spawn")
     longest, over = context.Value("d", 0.0), context.Event()
     watcher = context.Process(target=watch, args=(url, longest, over), daemon=True)
@@ -165,7 +181,7 @@ async def probed(name: str, url: str, routes: dict[str, Any], only: str, limit_s
             while not longest.value:
                 await asyncio.sleep(0.05)
             for path, (sound, size) in routes.items():
-                for label, body in bodies(sound, size):
+                for label, body in bodies(sound, size, quick):
                     if only and only not in f"{path} {label}":
                         continue
                     tries = [await one(client, name, path, label, body, longest)]
@@ -206,7 +222,9 @@ async def routes_of(url: str, row: dict[str, Any], size: int) -> dict[str, Any]:
     for path, told in found.items():
         asked = told.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
         small = path not in ("/verify", "/seed_session", "/reset", "/step", "/verify_group", "/aggregate_metrics")
-        small = small and not (path.endswith(tuple(WHOLE)) or (path == "/run" and "program" not in asked.get("properties", {})))
+        small = small and not (
+            path.endswith(tuple(WHOLE)) or (path == "/run" and "program" not in asked.get("properties", {}))
+        )
         bound = min(size, 15 << 20) if small else size
         filled = path.replace("{rollout_id}", "r").replace("{response_id}", "x")
         if not filled.startswith("/rollouts/"):  # the same handlers
@@ -247,12 +265,17 @@ async def measure(arguments: argparse.Namespace) -> int:
                 if names and name not in names:
                     continue
                 row = row_of({"gymnasium_agent": "games"}.get(name, "counter" if name.endswith("_agent") else name))
-                found = await probed(name, url, await routes_of(url, row, size), arguments.body, limit_s)
+                found = await probed(
+                    name, url, await routes_of(url, row, size), arguments.body, limit_s, arguments.quick
+                )
                 if not found:
                     continue
                 worst = max(found, key=lambda one: one.health_s)
                 late += [one for one in found if one.health_s > arguments.limit]
-                print(f"{name:24}{len(found):5} requests, /health {worst.health_s * 1e3:6.0f} ms at most: {worst.path} {worst.body}", flush=True)
+                print(
+                    f"{name:24}{len(found):5} requests, /health {worst.health_s * 1e3:6.0f} ms at most: {worst.path} {worst.body}",
+                    flush=True,
+                )
     print(f"{len(late)} requests held /health for longer than {arguments.limit:g} s")
     return 1 if late else 0
 
@@ -260,9 +283,12 @@ async def measure(arguments: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="NAMES", help="these services, with commas between them")
-    parser.add_argument("--body", default="", metavar="TEXT", help="only requests whose route and body name has this in it")
+    parser.add_argument(
+        "--body", default="", metavar="TEXT", help="only requests whose route and body name has this in it"
+    )
     parser.add_argument("--megabytes", type=float, default=64)
     parser.add_argument("--limit", type=float, default=0.3, metavar="SECONDS")
+    parser.add_argument("--quick", action="store_true", help="fewer kinds of bodies")
     parser.add_argument("--verbose", action="store_true", help="show every request")
     sys.exit(run(measure(parser.parse_args())))
 

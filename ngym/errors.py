@@ -20,6 +20,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from http.client import responses
 from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
@@ -96,6 +97,8 @@ class ServiceError(NgymError):
         self.upstream = upstream
         self.retryable = type(self).retryable if retryable is None else retryable
         self.status = type(self).status if status is None else status
+        if self.status != type(self).status and type(self) is ServiceError:
+            self.title = responses.get(self.status, self.title)
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
 
@@ -145,11 +148,16 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
     Args:
         what: is wrong, such as "row 3".
     """
-    found = [Problem(cut(each.field, MOST_NAME), cut(each.message, MOST_MESSAGE)) for each in islice(problems, MOST_PROBLEMS + 1)]
+    found = [
+        Problem(cut(each.field, MOST_NAME), cut(each.message, MOST_MESSAGE))
+        for each in islice(problems, MOST_PROBLEMS + 1)
+    ]
     named = found[:MOST_PROBLEMS]
     text = "; ".join(f"field {each.field!r}: {each.message}" for each in named)
     more = "; and more" if len(found) > len(named) else ""
-    return BadRequest(f"{what}: {text}{more}" if what else text + more, extra={"errors": [each._asdict() for each in named]})
+    return BadRequest(
+        f"{what}: {text}{more}" if what else text + more, extra={"errors": [each._asdict() for each in named]}
+    )
 
 
 def cut(text: str, most: int) -> str:

@@ -7,8 +7,30 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, as SIGINT does; those that are ignored stay so.
+
+    An event loop's own handlers take their place while it runs. In a thread it does nothing.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [each for each in NUMBERS[1:] if is_main and signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -10,7 +10,24 @@ from typing import Any
 REDACTED = "<redacted>"
 MIN_LITERAL = 8  # a shorter value would be found in words that are none
 SECRET_WORDS = frozenset(
-    ["authorization", "bearer", "cookie", "cookies", "credential", "credentials", "passphrase", "passwd", "password", "passwords", "pat", "pwd", "secret", "secrets", "sk", "token"]
+    [
+        "authorization",
+        "bearer",
+        "cookie",
+        "cookies",
+        "credential",
+        "credentials",
+        "passphrase",
+        "passwd",
+        "password",
+        "passwords",
+        "pat",
+        "pwd",
+        "secret",
+        "secrets",
+        "sk",
+        "token",
+    ]
 )
 SECRET_NAMES = ("api_key", "api_keys", "apikey", "apikeys", "access_key", "access_keys", "private_key", "secret_key", "auth_key",
                 "account_key", "access_token", "auth_token", "x_auth")  # fmt: skip

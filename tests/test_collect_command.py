@@ -41,6 +41,23 @@ def tasks(tmp_path: Path) -> Path:
     return path
 
 
+SIGNALLED = """
+import os, sys
+from ngym.cli import collecting
+
+number, echo = int(sys.argv.pop(1)), collecting.Session._echo
+
+def signalled(self, text, nl=True):
+    echo(self, text, nl)
+    if text.startswith("resumed run"):
+        os.kill(os.getpid(), number)
+
+collecting.Session._echo = signalled
+from ngym.cli.main import main
+main(prog_name="ng")
+"""
+
+
 async def started(*arguments: object, cwd: Path) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "ngym", "collect_rollouts", *map(str, arguments)]
     pipe = asyncio.subprocess.PIPE
@@ -264,6 +281,21 @@ async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
         done = await ended(*run, "--resume", cwd=tmp_path)
     assert done.code == 0 and "5 of 20 rollouts are done; 15 to go" in done.out
     assert count(tmp_path / "out.jsonl") == 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_before_the_first_rollout_ends_a_run_as_ctrl_c_does(
+    tasks: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """It comes as the command says that the run is resumed: no event loop turns yet."""
+    async with head(scored) as url:
+        run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl")
+        assert (await ended(*run, "--limit", 3, cwd=tmp_path)).code == 0
+        words = ["collect_rollouts", *map(str, run), "--resume"]
+        command = [sys.executable, "-c", SIGNALLED, str(int(number)), *words]
+        process = await asyncio.create_subprocess_exec(*command, cwd=tmp_path)
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 130
+    assert count(tmp_path / "out.jsonl") == 3
 
 
 async def test_a_second_collector_ends_at_once_and_names_the_first(tasks: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 from ngym.addresses import is_loopback
 from ngym.config import Config, load_config
 from ngym.errors import UsageError
-from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, Lock
+from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of
 from ngym.peers import Peers
 from ngym.supervise.headfile import find_running
 from ngym.supervise.supervisor import Supervisor
@@ -155,3 +155,84 @@ def test_a_lock_reads_only_what_it_knows() -> None:
 def test_which_addresses_only_this_machine_reaches() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"]))
     assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", ""]))
+
+
+EVIL = "https://evil.example"
+PAGES = {
+    "a name that was made to lead here": ({"host": "evil.example:8001"}, 421),
+    "a name that begins as ours": ({"host": "localhost.evil.example"}, 421),
+    "an address that ends as ours": ({"host": "evil.example@127.0.0.1"}, 421),
+    "an empty name": ({"host": ""}, 421),
+    "a page of another site": ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+    "a page of another port": ({"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}, 403),
+    "a page that says no mode": ({"sec-fetch-site": "cross-site"}, 403),
+    "a page of an older browser": ({"origin": EVIL}, 403),
+    "a page in a sandbox": ({"origin": "null"}, 403),
+    "a form of another site": ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "origin": EVIL}, 403),
+    "an Origin that is no address": ({"origin": "https://127.0.0.1@evil.example"}, 403),
+}
+OURS: dict[str, dict[str, str]] = {
+    "a program": {},
+    "another loopback name": {"host": "localhost:1"},
+    "IPv6": {"host": "[::1]:8001"},
+    "a name in capitals": {"host": "LocalHost"},
+    "a page of the service itself": {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"},
+    "an address that the user typed": {"sec-fetch-site": "none", "sec-fetch-mode": "navigate"},
+    "a link that the user followed": {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"},
+}
+
+
+async def test_no_route_of_an_open_run_answers_a_page_of_another_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_TOKEN, raising=False)
+    tried = 0
+    async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
+        assert stack.run_token is None
+        for (url,) in [*stack.urls.values(), [stack.head_url]]:
+            routes = await routes_of(client, url) if url != stack.head_url else dict.fromkeys(HEADS, ("get",))
+            routes |= {"/openapi.json": ("get",), "/mcp": ("post",), "/no-such-route": ("get", "post")}
+            for path, methods in routes.items():
+                for method, (name, (headers, status)) in itertools.product(methods, PAGES.items()):
+                    if method == "get" and headers.get("sec-fetch-mode") == "navigate":
+                        continue
+                    sent = {"content-type": "text/plain", **headers}
+                    reply = await client.request(method, url + path, headers=sent, content=b"{}")
+                    assert reply.status_code == status, f"{method} {url}{path} of {name}: {reply.status_code}"
+                    assert reply.headers["content-type"] == "application/problem+json"
+                    tried += 1
+            for name, headers in OURS.items():
+                assert (await client.get(f"{url}/health", headers=headers)).status_code == 200, name
+    assert tried > 300
+
+
+async def test_a_locked_run_may_be_called_by_any_name(tmp_path: Path, tokens: None) -> None:
+    async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
+        for (url,) in [*stack.urls.values(), [stack.head_url]]:
+            for host in ("policy:8000", "gpu-box.lan", "192.168.1.7:8001", "testserver"):
+                headers = {"authorization": f"Bearer {TOKEN}", "host": host}
+                assert (await client.get(f"{url}/metrics", headers=headers)).status_code == 200
+
+
+async def test_an_open_service_has_the_names_that_the_configs_urls_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_TOKEN, raising=False)
+    file = tmp_path / "global_config.yaml"
+    judge = {"kind": "model", "url": "http://judge.box:9"}
+    file.write_text(yaml.safe_dump({**SERVICES, "judge": judge, "ngym": {"head": {"port": 0}}}))
+    async with Supervisor(load_config([file])) as stack, httpx.AsyncClient(timeout=60) as client:
+        for (url,) in [stack.urls["counter"], [stack.head_url]]:
+            assert (await client.get(f"{url}/metrics", headers={"host": "judge.box:8001"})).status_code == 200
+            assert (await client.get(f"{url}/metrics", headers={"host": "jury.box"})).status_code == 421
+
+
+async def test_a_guard_stands_before_any_asgi_application() -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        raise AssertionError("this was not to be called")
+
+    transport = httpx.ASGITransport(Guarded(app, Visitors(hosts_of(["http://[::1]:1", "https://box/"])), "box"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
+        assert (await client.post("/run")).status_code == 421
+        with pytest.raises(AssertionError, match="not to be called"):
+            await client.post("http://box/run")

@@ -689,6 +689,6 @@ def test_a_slow_caller_at_a_loading_service_holds_nobody_up_and_is_answered_too(
         assert loading.stdin is not None
         loading.stdin.write(b"loaded\n")
         loading.stdin.flush()
-        slow.sendall(b"host: x\r\n\r\n")
+        slow.sendall(b"host: localhost\r\n\r\n")
         assert slow.makefile("rb").readline() == b"HTTP/1.1 503 Service Unavailable\r\n"
     assert loading.returncode == 0

@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 
 from ngym.config import load_config
 from ngym.errors import ConfigError, UsageError
-from ngym.redact import REDACTED, redacted
+from ngym.redact import REDACTED, redacted, secrets_in
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.probe import Reply, get, health
-from ngym.supervise.service import ServiceFailed, State
+from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State
 from ngym.supervise.supervisor import Supervisor
 
 YES = """
@@ -348,3 +348,36 @@ def test_secrets_are_known_by_whole_words() -> None:
     shown = redacted({"policy": config, "keys": [{"password": "x"}]})
     assert shown["policy"] == {**config, "api_key": REDACTED, "hf_token": REDACTED}
     assert shown["keys"] == [{"password": REDACTED}]
+
+
+def test_every_value_of_env_and_headers_is_a_secret_and_so_is_a_password_in_a_url() -> None:
+    options = {
+        "server": ["npx", "some-server", "postgres://bob:canary-db@db/x", "https://h/a@b"],
+        "url": "https://u:canary-url@h/x",
+        "env": {"STRIPE_KEY": "canary-1", "KEYS": "canary-2", "GH_PAT": "canary-3", "SK": "canary-4", "EMPTY": ""},
+        "headers": {"Cookie": "canary-5", "X-Auth": "canary-6", "Accept": "canary-7"},
+        "nested": [{"env": {"A": "canary-8"}, "cookie": "canary-9", "max_tokens": 5}],
+        "base_url": "http://127.0.0.1:8000",
+    }
+    shown = redacted(options)
+    assert "canary" not in json.dumps(shown)
+    assert shown["server"] == ["npx", "some-server", f"postgres://{REDACTED}@db/x", "https://h/a@b"]
+    assert shown["env"].keys() == options["env"].keys() and shown["env"]["EMPTY"] == ""
+    assert shown["base_url"] == options["base_url"] and shown["nested"][0]["max_tokens"] == 5
+    planted = {"canary-db", "canary-url", *(f"canary-{number}" for number in range(1, 10))}
+    assert planted <= set(secrets_in(options))
+
+
+def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_while() -> None:
+    deaths = Deaths()
+    pauses = []
+    for _ in range(7):
+        deaths.count(1.5)
+        pauses.append(deaths.backoff_s)
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert deaths.too_many(5) is None, "it was ready each time"
+    deaths.count(STEADY_S)
+    assert deaths.backoff_s == 0.2
+    for _ in range(5):
+        deaths.count(None)
+    assert deaths.too_many(5) == "died 5 times in a row without having been ready"

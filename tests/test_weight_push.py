@@ -450,7 +450,7 @@ def test_a_pusher_that_dies_while_it_sends_ends_its_push(server: Server, session
     digest = hashlib.sha256(content).hexdigest()
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1]))) as connection:
         head = (
-            f"PUT /weights/files?push={session.id}&sha256={digest} HTTP/1.1\r\nhost: x\r\n"
+            f"PUT /weights/files?push={session.id}&sha256={digest} HTTP/1.1\r\nhost: localhost\r\n"
             f"authorization: Bearer {TOKEN}\r\ncontent-length: {len(content)}\r\n\r\n"
         )
         connection.sendall(head.encode() + content[: int(len(content) * share)])

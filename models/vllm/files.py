@@ -7,7 +7,7 @@ from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
 
-from ngym.errors import BadRequest
+from ngym.errors import MOST_NAME, BadRequest, cut
 
 from .staging import Stage
 
@@ -38,9 +38,14 @@ def named(path: str, root: Path | None) -> Path:
         raise BadRequest("field 'path': this server reads no files; set weights_root in its stanza, or send bytes")
     if "\0" in path:
         raise BadRequest("field 'path': a path has no null character")
-    file = (root / path).resolve()
+    try:
+        file = (root / path).resolve()
+        is_file = file.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, or links in a ring
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is no path of a file: {reason}") from None
     if not file.is_relative_to(root):
-        raise BadRequest(f"field 'path': {path} is not under this server's weights_root {root}")
-    if not file.is_file():
-        raise BadRequest(f"field 'path': there is no file {file}")
+        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is not under this server's weights_root {root}")
+    if not is_file:
+        raise BadRequest(f"field 'path': there is no file {cut(str(file), MOST_NAME)}")
     return file

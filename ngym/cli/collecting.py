@@ -29,6 +29,7 @@ from ngym.collect.report import as_json, files, first_failures, tables
 from ngym.collect.run import Run
 from ngym.config import Config, load_config, tracing_of
 from ngym.errors import UsageError
+from ngym.interrupts import as_ctrl_c
 from ngym.near import did_you_mean
 from ngym.peers import Peers
 from ngym.rowlog import DiskFull
@@ -46,7 +47,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def collect_into_files(options: Options) -> int:
-    """The whole command; returns its exit code."""
+    """The whole command; returns its exit code. A signal at any moment ends it as Ctrl-C does."""
+    try:
+        with as_ctrl_c():
+            return _collected(options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _collected(options: Options) -> int:
     starts = bool(options.configs) and not options.dry_run
     launcher = Launcher.start() if starts else None  # first of all: its imports take longer than our checks
     try:
@@ -58,8 +67,6 @@ def collect_into_files(options: Options) -> int:
             show_plan(options, known, config)
             return EXIT_DONE
         return Session(options, known).run(config, launcher)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
     finally:
         if launcher:
             launcher.close()

@@ -32,6 +32,7 @@ ROW_WEIGHT = 2_000_000  # of a row or a conversation: 28,000 messages of one par
 BULK_WEIGHT = 4_000_000  # of many rows
 
 NODE_WEIGHT = 8  # of an object, a list, and a member of an object; any other value has the weight 1
+BYTES_OF_WEIGHT = 32  # outside of strings, as in long numbers, are one more
 WINDOW = 1 << 20
 LOOP_BYTES = 256 << 10  # what is made of a smaller body takes some milliseconds
 LISTED = 20_000  # pydantic makes all of its problems at once, a million a second
@@ -85,7 +86,7 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
     if not is_light(raw, most_weight):
         raise BadRequest(
             f"the JSON of {path} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each object, list "
-            "and member of an object, 1 for any other value); send less, or raise the service's max_json_weight",
+            "and member of an object, 1 for any other value and for 32 bytes outside of strings); send less, or raise the service's max_json_weight",
             status=413,
         )
     if len(raw) > LARGE and not is_room_for(parsed_bytes(raw)):
@@ -118,7 +119,7 @@ def is_light(raw: bytes, most: int) -> bool:
 
 
 def _marks(raw: bytes) -> int:
-    return raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
+    return len(raw) // BYTES_OF_WEIGHT + raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
 
 
 def _loaded(raw: bytes) -> Any:

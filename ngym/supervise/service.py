@@ -27,7 +27,8 @@ Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stop
 
 EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for "my options are wrong, I said why"
 BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
-MAX_DEATHS_A_MINUTE = 15  # of a service that gets ready and dies again each time
+STEADY_S = 30.0  # a life that lasts so long after it was ready ends a row of deaths
+MAX_DEATHS_A_MINUTE = 15  # of a service that gets ready and dies again at once, each time
 SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
 STARTING_GRACE_S = 0.5
@@ -78,6 +79,7 @@ class Watched:
         self.state = state
         self._token = token
         self.ready = asyncio.Event()
+        self.ready_at: float | None = None
         self._tell = tell
 
     def change(self, **changes: Any) -> None:
@@ -98,6 +100,8 @@ class Watched:
             left = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
             found = await health(self.state.url, min(PROBE_TIMEOUT_S, left), self._token)
             if found.ready:
+                if not been_ready:
+                    self.ready_at = time.monotonic()
                 been_ready = True
                 self.change(status="ready", detail="")
                 self.ready.set()
@@ -119,10 +123,13 @@ class Deaths:
     """Deaths so far, as far as they matter for giving up."""
 
     in_a_row: int = 0  # lives in a row that were never ready
+    short: int = 0  # lives in a row that were not ready for STEADY_S
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS_A_MINUTE))
 
-    def count(self, was_ready: bool) -> None:
-        self.in_a_row = 0 if was_ready else self.in_a_row + 1
+    def count(self, ready_s: float | None) -> None:
+        """Another death. ready_s: how long the service was ready; None: it never was."""
+        self.in_a_row = self.in_a_row + 1 if ready_s is None else 0
+        self.short = 1 if ready_s is not None and ready_s >= STEADY_S else self.short + 1
         self.recent.append(time.monotonic())
 
     def too_many(self, limit: int) -> str | None:
@@ -137,7 +144,7 @@ class Deaths:
 
     @property
     def backoff_s(self) -> float:
-        return min(BACKOFF_S * 2.0 ** max(0, self.in_a_row - 1), MAX_BACKOFF_S)
+        return min(BACKOFF_S * 2.0 ** max(0, self.short - 1), MAX_BACKOFF_S)
 
 
 class Process(Watched):
@@ -171,14 +178,14 @@ class Process(Watched):
         """Start it again whenever it ends. ServiceFailed or ConfigError when that has no point any more."""
         python = await self._own_python()
         for restarts in itertools.count():
-            code, was_ready = await self._live(restarts, python)
+            code, ready_s = await self._live(restarts, python)
             await self._log.drained()
             if code == EXIT_CONFIG:
                 self.change(status="failed", detail="cannot be started as it is", pid=None)
                 raise ConfigError(
                     "\n".join(self._log.tail(SHOWN_LINES)) or f"{self.state.label}: cannot be started as it is"
                 )
-            self._deaths.count(was_ready)
+            self._deaths.count(ready_s)
             how = describe_exit(code)
             if why := self._deaths.too_many(self._limits.max_deaths):
                 self.change(status="failed", detail=how, pid=None)
@@ -197,9 +204,10 @@ class Process(Watched):
             self.change(status="failed", detail="its packages cannot be installed")
             raise
 
-    async def _live(self, restarts: int, python: Path | None) -> tuple[int, bool]:
-        """One life: its exit code, and whether it had been ready."""
+    async def _live(self, restarts: int, python: Path | None) -> tuple[int, float | None]:
+        """One life: its exit code, and how many seconds ago it was ready for the first time; None: it never was."""
         self.ready.clear()
+        self.ready_at = None
         self._speaks = False
         output = self._log.open()
         child = self._child = await self._launcher.fork(
@@ -219,7 +227,8 @@ class Process(Watched):
             raise ServiceFailed(self._report(what)) from None
         finally:
             watch.cancel()
-        return child.exit_code.result(), self.ready.is_set()
+        ready_s = None if self.ready_at is None else time.monotonic() - self.ready_at
+        return child.exit_code.result(), ready_s
 
     def describe(self, reason: str) -> None:
         """A service that prints status lines says more there than its /ready does."""
