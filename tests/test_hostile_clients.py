@@ -451,7 +451,8 @@ import resource, socket, sys
 from ngym.services.runner import ServiceSpec, run
 descriptor, app, what, limit = int(sys.argv[1]), sys.argv[2], getattr(resource, sys.argv[3]), int(sys.argv[4])
 resource.setrlimit(what, (limit, limit))
-spec = ServiceSpec("counter", "gym_server", app, {}, "a test", {})
+options = {"max_json_weight": 10**9}  # so that memory is what runs out
+spec = ServiceSpec("counter", "gym_server", app, options, "a test", {})
 raise SystemExit(run(spec, [socket.socket(fileno=descriptor)]))
 """
 

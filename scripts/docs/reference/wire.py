@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym import correlation, schema
+from ngym.services.bodies import BULK_WEIGHT, BYTES_OF_WEIGHT, CALL_WEIGHT, NODE_WEIGHT, ROW_WEIGHT
 from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
 
 from .markup import code, fence, json_text, shortened, table, words
@@ -128,12 +129,18 @@ def _headers() -> str:
 
 
 def _bounds() -> str:
-    rows: list[tuple[str, str]] = [
-        ("a tool's arguments, and whatever is not below", _mebibytes(CALL_BYTES)),
-        ("a row, a conversation", _mebibytes(ROW_BYTES)),
-        ("many rows: `/aggregate_metrics`, `/verify_group`", _mebibytes(BULK_BYTES)),
+    rows: list[tuple[str, str, str]] = [
+        ("a tool's arguments", _mebibytes(CALL_BYTES), f"{CALL_WEIGHT:,}"),
+        ("a row, a conversation", _mebibytes(ROW_BYTES), f"{ROW_WEIGHT:,}"),
+        ("many rows: `/aggregate_metrics`, `/verify_group`", _mebibytes(BULK_BYTES), f"{BULK_WEIGHT:,}"),
+        ("all else", _mebibytes(CALL_BYTES), f"{ROW_WEIGHT:,}"),
     ]
-    return "## How large a body may be {#bounds}\n\n" + table(("Body", "At most"), rows)
+    told = (
+        f"The weight of JSON: {NODE_WEIGHT} for each object, list and member of an object, 1 for any other value and for "
+        f"{BYTES_OF_WEIGHT} bytes outside of strings. A stanza's `max_body_mib` and `max_json_weight` take the place of both.\n"
+    )
+    columns = ("Body", "At most", "JSON's weight at most")
+    return "## How large a body may be {#bounds}\n\n" + table(columns, rows) + "\n" + told
 
 
 def _mebibytes(number: int) -> str:
