@@ -126,11 +126,11 @@ async def test_a_long_name_is_cut_where_it_is_named_and_compared_with_nothing(co
 async def test_of_a_groups_problems_eight_are_named_whatever_the_group() -> None:
     bad = {"responses_create_params": {}, "response": {}, "mode": "rubric", "question": 1, "rubric": [1] * 100}
     async with serving("judge") as peers:
-        for rollouts in ([bad] * 100, [bad] * 1000, [{}] * 1000, [1] * 100_000):
+        for rollouts in ([bad] * 100, [bad] * 1000, [{}] * 1000, [{}] * 37_500, [1] * 100_000):
             body = json.dumps({"rollouts": rollouts}).encode()
             answer = await asked(peers, "/verify_group", body)
             assert answer.status_code == 422 and 1 <= len(answer.json()["errors"]) <= 8
-            assert len(answer.content) < 4_000 < len(body)
+            assert len(answer.content) < 4_000 < len(body) and "field 'rollouts.0" in answer.json()["detail"]
 
 
 class Guarded(BaseModel):

@@ -178,7 +178,8 @@ def _meant(model: type[BaseModel], value: Json, problem: ErrorDetails) -> str:
 @cache
 def _stopping(model: type[BaseModel]) -> SchemaValidator:
     """The model's validator, but that each list ends at its first problem."""
-    return SchemaValidator(_stops(model.__pydantic_core_schema__))
+    # else it would take the validators that the models have already, which go through whole lists
+    return SchemaValidator(_stops(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 
 def _stops(schema: Any) -> Any:
