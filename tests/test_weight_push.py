@@ -523,7 +523,18 @@ def test_a_push_names_only_files_under_weights_root(session: Session, shared: Pa
     outside = tmp_path / "w.safetensors"
     outside.write_bytes(content)
     (shared / "link").symlink_to(outside)
-    for path in (str(outside), f"../{tmp_path.name}/w.safetensors", "link", "/etc/passwd", "", ".", "gone", "a\0b"):
+    for path in (
+        str(outside),
+        f"../{tmp_path.name}/w.safetensors",
+        "link",
+        "/etc/passwd",
+        "",
+        ".",
+        "gone",
+        "a\0b",
+        "x/" * 2500,
+        "x" * 5000,
+    ):
         session.begin()
         reply = session.name(path, digest)
         assert reply.status_code == 422 and "field 'path'" in reply.json()["detail"], path
