@@ -15,10 +15,11 @@ from pydantic import BaseModel, field_validator
 from shipped import rollout, says, serving
 
 from ngym import ModelCall, ServiceOptions, VerifyRequest, gym_server, model_server, near
+from ngym.depth import BYTES_OF_WEIGHT, NODE_WEIGHT
 from ngym.errors import MOST_DETAIL, BadRequest, ServiceError
 from ngym.schema import Json
 from ngym.services import bodies
-from ngym.services.bodies import BYTES_OF_WEIGHT, CALL_WEIGHT, NODE_WEIGHT, ROW_WEIGHT, is_light, parsed
+from ngym.services.bodies import CALL_WEIGHT, ROW_WEIGHT, is_light, parsed
 
 MB = 1_000_000
 HOSTILE_TEXTS = ["", "a", ",,,[{:", '"', "\\", '\\"', '\\\\",{', "\U0001f600,", "[" * 50, "x" * 200]

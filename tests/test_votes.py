@@ -218,6 +218,16 @@ async def test_the_collector_asks_an_environment_without_the_long_texts(tmp_path
     assert all(row["level"] == "easy" and not {"response", "ng", "document"} & row.keys() for row in seen)
 
 
+async def test_the_collector_sends_no_more_fields_than_an_environment_takes(tmp_path: Path) -> None:
+    line = output_row(0, 1.0, **{f"field_{number}": number for number in range(30)})
+    output = tmp_path / "out.jsonl"
+    output.write_text((json.dumps(line) + "\n") * 20_000)
+    async with house({}, words_agent=gym(lambda rows: {"count": len(rows)})) as peers:
+        told = await environment_metrics(output, peers["words_agent"])
+    assert told is not None and 10_000 < told["metrics"]["count"] < 20_000
+    assert told["errors"] == [f"only the first {told['metrics']['count']:,.0f} rollouts are in it"]
+
+
 SHIPPED_METRICS = {
     "games": {"finished", "sokoban/mean/reward"},
     "function_call": {"exact_calls/expected", "parallel/mean/reward"},

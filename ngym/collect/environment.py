@@ -7,12 +7,15 @@ from pathlib import Path
 
 import orjson
 
+from ngym.depth import BULK_WEIGHT, NODE_WEIGHT, json_weight
 from ngym.errors import ServiceError, boundary
 from ngym.jsonl import read
 from ngym.peers import Peer
 from ngym.schema import Json
 
 MOST_ROLLOUTS, MOST_BYTES = 50_000, 64 << 20  # of an agent; an environment with more is asked about the first
+MOST_WEIGHT = BULK_WEIGHT * 9 // 10  # the rest is for what is around the rows
+ROW_WEIGHT = 16  # of the object itself and its comma
 MOST_FIELD_BYTES = 16 << 10
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 NOT_SENT = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
@@ -50,14 +53,15 @@ def _slim_rows(output: Path, agent: str) -> tuple[list[Json], bool]:
     Also whether there are more rows than may be sent.
     """
     slim: list[Json] = []
-    size = 0
+    size = weight = 0
     for line in read(output):
         if line.problem or line.row["agent_ref"]["name"] != agent:
             continue
         fields = {name: orjson.dumps(value) for name, value in line.row.items() if name not in NOT_SENT}
         short = {name: value for name, value in fields.items() if len(value) <= MOST_FIELD_BYTES}
         size += sum(map(len, short.values()))
-        if len(slim) == MOST_ROLLOUTS or size > MOST_BYTES:
+        weight += ROW_WEIGHT + sum(NODE_WEIGHT + 1 + json_weight(value) for value in short.values())
+        if len(slim) == MOST_ROLLOUTS or size > MOST_BYTES or weight > MOST_WEIGHT:
             return slim, True
         slim.append({name: line.row[name] for name in short})
     return slim, False

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator
 from starlette.requests import Request
 
-from ngym.depth import MAX_DEPTH, is_deep
+from ngym.depth import MAX_DEPTH, NODE_WEIGHT, is_deep, json_weight
 from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, cut, refused
 from ngym.memory import is_room_for, parsed_bytes
 from ngym.near import nearest
@@ -29,10 +29,7 @@ from ngym.services.options import ServiceOptions
 
 CALL_WEIGHT = 200_000  # of the JSON of a tool's arguments
 ROW_WEIGHT = 2_000_000  # of a row or a conversation: 28,000 messages of one part each, or as many token ids
-BULK_WEIGHT = 4_000_000  # of many rows
 
-NODE_WEIGHT = 8  # of an object, a list, and a member of an object; any other value has the weight 1
-BYTES_OF_WEIGHT = 32  # outside of strings, as in long numbers, are one more
 WINDOW = 1 << 20
 LOOP_BYTES = 256 << 10  # what is made of a smaller body takes some milliseconds
 LISTED = 20_000  # pydantic makes all of its problems at once, a million a second
@@ -104,7 +101,7 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
 
 def is_light(raw: bytes, most: int) -> bool:
     """Whether the weight of this JSON is `most` or less. What stands within strings has none."""
-    if _marks(raw) <= most:
+    if json_weight(raw) <= most:
         return True
     weight, inside, start = 0, False, 0
     while start < len(raw) and weight <= most:
@@ -113,13 +110,9 @@ def is_light(raw: bytes, most: int) -> bool:
             part = raw[start : start + WINDOW + 1]
         start += len(part)
         texts = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        weight += _marks(b"".join(texts[inside::2]))
+        weight += json_weight(b"".join(texts[inside::2]))
         inside ^= len(texts) % 2 == 0
     return weight <= most
-
-
-def _marks(raw: bytes) -> int:
-    return len(raw) // BYTES_OF_WEIGHT + raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
 
 
 def _loaded(raw: bytes) -> Any:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ngym.answers import last_text
+from ngym.depth import BULK_WEIGHT
 from ngym.errors import ServiceError, boundary
 from ngym.groups import ROUTE
 from ngym.schema import SESSION_HEADER, Json
@@ -22,7 +23,7 @@ from ngym.scores import ANSWER
 from ngym.services import traced
 from ngym.services.aggregate import ComputeMetrics, aggregated
 from ngym.services.app import JsonResponse, Lifespan, add_route, service_app
-from ngym.services.bodies import BULK_WEIGHT, json_body, off_loop, valid_body
+from ngym.services.bodies import json_body, off_loop, valid_body
 from ngym.services.edge import BULK_BYTES, ROW_BYTES
 from ngym.services.mcp import McpRoute
 from ngym.services.options import ServiceOptions
