@@ -14,7 +14,7 @@ from machine import PATIENCE_S
 from pydantic import BaseModel, field_validator
 from shipped import rollout, says, serving
 
-from ngym import ModelCall, ServiceOptions, VerifyRequest, gym_server, model_server, near
+from ngym import ModelCall, ServiceOptions, VerifyRequest, depth, gym_server, model_server, near
 from ngym.depth import BYTES_OF_WEIGHT, NODE_WEIGHT
 from ngym.errors import MOST_DETAIL, BadRequest, ServiceError
 from ngym.schema import Json
@@ -72,7 +72,7 @@ def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
     monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr(bodies, "WINDOW", window)
-    monkeypatch.setattr(bodies, "BYTES_OF_WEIGHT", 1 << 40)
+    monkeypatch.setattr(depth, "BYTES_OF_WEIGHT", 1 << 40)
     luck = random.Random(0)
     for _ in range(300):
         value = drawn(luck, 4)
