@@ -9,9 +9,12 @@ else in the last WINDOW. Time is linear in the text, whatever it is.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
+
+from ngym.words import visible
 
 WINDOW = 2000
 BOX_WINDOW = 50_000
@@ -26,10 +29,23 @@ _AGAIN = re.compile(
 )
 _DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
 _NUMBER = re.compile(
-    r"(?<![\w.])(?:(?<![)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?"
-    r"|(?<![\w.])(?:(?<![)\]}])[-+])?\.\d+"
+    r"(?<![\w.])(?:(?<![)\]}])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}\b)?"
+    r"|(?<![\w.])(?:(?<![)\]}])[-+])?\.[0-9]+"
+)
+_CONTEXT = 60  # characters on each side of a number that say whether it is part of a formula
+_OPERAND_BEFORE = re.compile(
+    r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s*(?:[-+*/^\u00d7\u00f7\u00b7\u2044\u2013\u2014]|\\(?:times|cdot|div|pm|over)\b)\s*$"
+    r"|[0-9][:(]$|[\^_]\s*\{?$|\u221a\s*\(?$"
+    r"|\\(?:[dt]?frac|[dt]?binom|sqrt)\s*(?:\[[^\]]*\])?\s*(?:\{[^{}]*\}\s*)?\{?[^{}\s=]*$"
+    r"|\\?(?:log|ln|exp|sin|cos|tan)(?![A-Za-z])\s*(?:_\s*\{?\w+\}?)?\s*[{(]?$"
+)
+_SIGN_AFTER_OPERAND = re.compile(r"[0-9)\]}]\s*$")
+_OPERAND_AFTER = re.compile(
+    r"[eE][-+]?[0-9]|\s*[\^_]|\s*[\u221a\u03c0]|\s*\\(?:times|cdot|div|pm|over|sqrt|pi|[dt]?frac)\b"
+    r"|\s*[-+*/\u00d7\u00f7\u00b7]\s*(?:[A-Za-z](?![A-Za-z])|[(\\\u221a])"
 )
 _TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
+_WORD = re.compile(r"\S+")
 _COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
@@ -117,11 +133,17 @@ def short(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers."""
+    """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers.
+
+    A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`) is no answer.
+    """
     text = _answering(text)
     box = boxed(text)
-    numbers = _NUMBER.findall(_plain((text if box is None else box)[-WINDOW:]))
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    plain = _plain((text if box is None else box)[-WINDOW:])
+    numbers = list(_NUMBER.finditer(plain))
+    if not numbers or not _stands_alone(plain, numbers[-1]):
+        return None
+    return Decimal(numbers[-1].group().replace(",", ""))
 
 
 def same_number(found: Decimal, expected: Decimal) -> bool:
@@ -151,7 +173,12 @@ def formula(text: str) -> str | None:
         return None
     place = numbers[-1].start()  # in `\frac{10}{9}` without dollars, the answer is no 9
     around = [word.group() for word in _COMMAND.finditer(plain) if word.start() <= place < word.end()]
-    return around[0].rstrip(".,;") if around else numbers[-1].group()
+    if around:
+        return around[0].rstrip(".,;")
+    if _stands_alone(plain, numbers[-1]):
+        return numbers[-1].group()
+    word = next(word.group() for word in _WORD.finditer(plain) if word.start() <= place < word.end()).strip(".,;:")
+    return word if word != numbers[-1].group() else None  # `9/7` is a formula, the 7 of `9 / 7` is none
 
 
 def lettered(text: str, options: Mapping[str, str]) -> str | None:
@@ -216,6 +243,15 @@ def _delimited(text: str) -> str | None:
     return formulas[-1].strip() if formulas else None
 
 
+def _stands_alone(text: str, found: re.Match[str]) -> bool:
+    """Whether a number is a value of its own, not an operand, an exponent, a base or a part of a fraction."""
+    before, after = text[max(0, found.start() - _CONTEXT) : found.start()], text[found.end() : found.end() + _CONTEXT]
+    if _OPERAND_BEFORE.search(before) or (found.group()[0] in "-+" and _SIGN_AFTER_OPERAND.search(before)):
+        return False
+    return not (after[:1].isnumeric() or _OPERAND_AFTER.match(after))
+
+
 def _plain(text: str) -> str:
-    r"""Signs and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`."""
-    return text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    r"""Signs, digits and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`; nothing invisible."""
+    text = visible(text).replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    return text if text.isascii() else "".join(str(unicodedata.decimal(c, c)) for c in text)

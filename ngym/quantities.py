@@ -1,10 +1,11 @@
-"""Which number or day does a short answer name? One, written as digits or words, or none at all.
+"""Which number, unit or day does a short answer name? One, written as digits or words, or none at all.
 
 The whole text has to be the number or the date: `12 or 13` names none, and `3/4/2021`, which is two dates, names none.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from datetime import date
@@ -56,6 +57,52 @@ _ISO = re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})")
 _DAY_FIRST = re.compile(r"(\d{1,2})(?:st|nd|rd|th)?(?: of)? ([a-z]+) (\d{4})")
 _MONTH_FIRST = re.compile(r"([a-z]+) (\d{1,2})(?:st|nd|rd|th)? (\d{4})")
 MAX_CHARS = 200
+_UNITS = """
+m meter metre | km kilometer kilometre | cm centimeter centimetre | mm millimeter millimetre | dm decimeter decimetre
+nm nanometer nanometre | um micrometer micrometre micron | mi mile | ft foot feet | in inch inche | yd yard
+kg kilogram kilogramme kilo | g gram gramme gm | mg milligram | t ton tonne | lb pound | oz ounce | st stone
+s sec second | ms millisecond | min minute | h hr hour | d day | week wk | month | y yr year
+l liter litre | ml milliliter millilitre | cl centiliter centilitre | gal gallon | pint | quart | ha hectare | acre
+deg degree \u00b0 | rad radian | \u00b0c degc celsius | \u00b0f degf fahrenheit | k kelvin
+usd dollar $ | eur euro \u20ac | gbp \u00a3 | jpy yen \u00a5 | cent | inr rupee
+n newton | j joule | kj kilojoule | cal calorie | kcal kilocalorie | w watt | kw kilowatt | kwh | v volt | a amp ampere
+pa pascal | kpa | bar | hz hertz | khz | mhz | ghz | b byte | kb | mb | gb | tb | mol | ohm | % percent
+"""
+_UNIT = {word: names.split()[0] for line in _UNITS.splitlines() for names in line.split("|") for word in names.split()}
+_SPEEDS = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "kmph": "km/h", "mps": "m/s"}
+_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
+_SMALL_DIGITS = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2089\u2150-\u215e\u2460-\u249b])")
+ZERO = 1e-12
+
+
+def unit(text: str) -> str | None:
+    """One name for all spellings of a unit: `kilometers`, `km` -> `km`; `sq. m`, `m^2` -> `m^2`. None: not known."""
+    words = re.sub(r"\bper\b", "/", unicodedata.normalize("NFKC", text[:MAX_CHARS]).casefold().replace("^", ""))
+    parts = [_one_unit(part) for part in words.split("/")]
+    return "/".join(part for part in parts if part) if all(parts) else None
+
+
+def _one_unit(text: str) -> str | None:
+    words = [word.strip(".") for word in text.split()]
+    power = next((_POWERS[word] for word in words if word in _POWERS), "")
+    name = " ".join(word for word in words if word not in _POWERS)
+    if name[-1:] in ("2", "3") and not power:
+        name, power = name[:-1], name[-1]
+    known = _UNIT.get(name) or _UNIT.get(name.removesuffix("s")) or _SPEEDS.get(name)
+    return known and (f"{known}^{power}" if power else known)
+
+
+def apart(text: str) -> str:
+    """With a `^` between a digit and a raised, lowered, circled or broken one, which NFKC would join: `7\u00b2` is not 72."""
+    return _SMALL_DIGITS.sub("^", text)
+
+
+def close(expected: float, found: float, tolerance: float) -> bool:
+    """Whether two numbers agree within a relative tolerance; an expected 0 within ZERO, which is rounding noise."""
+    try:
+        return math.isclose(expected, found, rel_tol=tolerance, abs_tol=0.0 if expected else ZERO)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def quantity(text: str) -> Decimal | None:
@@ -107,5 +154,5 @@ def day(text: str) -> date | None:
 
 
 def _plain(text: str) -> str:
-    text = unicodedata.normalize("NFKC", text[:MAX_CHARS]).replace("\N{MINUS SIGN}", "-").casefold()
+    text = unicodedata.normalize("NFKC", apart(text[:MAX_CHARS])).replace("\N{MINUS SIGN}", "-").casefold()
     return " ".join(text.split()).strip(" .,;:!*_`\"'")

@@ -11,6 +11,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 
+from ngym.quantities import apart
+
 ARTICLES = frozenset({"a", "an", "the"})
 
 _SAME = str.maketrans({"\N{MINUS SIGN}": "-", "\u2019": "'", "\u2018": "'", "&": " and ", "_": " "})
@@ -48,7 +50,7 @@ def normal(text: str) -> str:
 
 def tokens(text: str) -> list[str]:
     """The words, numbers and meaningful signs (`+ % $ #`) of a text, in one spelling each."""
-    text = visible(unicodedata.normalize("NFKC", text).casefold().translate(_SAME))
+    text = visible(unicodedata.normalize("NFKC", apart(text)).casefold().translate(_SAME))
     text = unicodedata.normalize("NFC", _ACCENT.sub("", unicodedata.normalize("NFD", text)))
     return [word for word in map(_spelled, _TOKEN.findall(text)) if word]
 

@@ -210,3 +210,88 @@ async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_vali
     assert not asked[0] & asked[1]
     offered = await gym.get("/tools")
     assert all(row["responses_create_params"].get("tools", []) == offered for row in rows("train") + rows("validation"))
+
+
+FAILS = {
+    "raises": "def f(): raise ValueError",
+    "exits": "import sys\ndef f(): sys.exit()",
+    "exits at once": "import os\ndef f(): os._exit(0)",
+    "recurses": "def f(): return f()",
+    "takes all memory": "def f(): return [0] * 10 ** 12",
+    "fills memory": "def f():\n    x = []\n    while True: x.append(bytearray(1 << 20))",
+    "never returns": "def f():\n    while True: pass",
+    "is not there": "def g(): return None",
+}
+
+
+async def test_null_is_a_value_that_has_to_be_returned(gym):
+    task = {"function": "f", "cases": [{"args": [], "expected": None}]}
+    found = {name: (await gym.post("/verify", request(task, code(source))))["reward"] for name, source in FAILS.items()}
+    assert found == dict.fromkeys(FAILS, 0.0)
+    assert (await gym.post("/verify", request(task, code("def f(): pass"))))["reward"] == 1.0
+
+
+NULLED = {
+    "no CPU time": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+    "no CPU time, by the other call": "import resource\nresource.prlimit(0, resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+    "a signal to itself": "import os, signal\nfor s in range(1, 65):\n    try: os.kill(os.getpid(), s)\n    except OSError: pass",
+    "an alarm": "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\nwhile True: pass",
+    "no descriptors": "import os\nos.closerange(0, 4096)",
+    "the pipes kept in flight": "import array, socket\na, b = socket.socketpair()\n"
+    "a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [a.fileno(), b.fileno(), 1, 2, 3]))])",
+    "the main thread gone": "import ctypes, threading, time\nthreading.Thread(target=time.sleep, args=(1,)).start()\n"
+    "ctypes.CDLL(None).pthread_exit(0)",
+    "a null character": "x = '\0'",
+    "a nest": "(" * 100_000,
+    "half a character": "print('\\udfff')",
+    "a low priority": "import os\nos.nice(19)\nwhile True: pass",
+}
+
+
+@pytest.mark.parametrize("kind", ["function", "program"])
+async def test_no_program_makes_its_own_reward_null(gym, kind):
+    calls, runs = {"function": "f", "cases": [{"args": [], "expected": 1}]}, {"cases": [{"stdin": "", "stdout": "1"}]}
+    task = calls if kind == "function" else runs
+    answers = await asyncio.gather(*(gym.post("/verify", request(task, code(source))) for source in NULLED.values()))
+    assert {name: a["reward"] for name, a in zip(NULLED, answers, strict=True)} == dict.fromkeys(NULLED, 0.0), [
+        answer["reason"] for answer in answers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expected", "returned", "reward"),
+    [
+        (1e-9, "0.0", 0.0),
+        (0.0, "1e-9", 0.0),
+        (0.0, "0.1 + 0.2 - 0.3", 1.0),
+        (1e-9, "1.0000001e-9", 1.0),
+        (1e-9, "1.1e-9", 0.0),
+        (1.0, "float('nan')", 0.0),
+        (1.0, "float('inf')", 0.0),
+        ([1, 2], "(1, 2)", 1.0),
+        ([1, 2], "(i for i in (1, 2))", 0.0),
+        ([1, 2], "range(1, 3)", 0.0),
+        ([1, 2], "iter([1, 2])", 0.0),
+        ([1, 2], "{1, 2}", 0.0),
+        ({"set": [1, 2]}, "{1, 2}", 1.0),
+    ],
+)
+async def test_a_tolerance_is_relative_and_a_list_is_a_list(gym, expected, returned, reward):
+    task = {"function": "f", "cases": [{"args": [], "expected": expected}]}
+    assert (await gym.post("/verify", request(task, code(f"def f(): return {returned}"))))["reward"] == reward
+
+
+async def test_a_function_is_imported_and_a_program_is_run(gym):
+    asks = "def f(): return 1\nif __name__ == '__main__':\n    print(input())"
+    function = {"function": "f", "cases": [{"args": [], "expected": 1}]}
+    program = {"cases": [{"stdin": "5", "stdout": "5"}]}
+    dataclass = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(): return P(1).x"
+    bodies = [request(function, code(asks)), request(program, code(asks)), request(function, code(dataclass))]
+    assert [(await gym.post("/verify", body))["reward"] for body in bodies] == [1.0, 1.0, 1.0]
+
+
+async def test_printed_numbers_are_plain_digits(gym):
+    task = {"cases": [{"stdin": "", "stdout": "10 12 0.5"}]}
+    printed = ["10 12 0.5", "10.0 12 .5", "1_0 12 0.5", "10 1\u0662 0.5", "10 12 0.\u0665", "10 12 nan"]
+    rewards = [(await gym.post("/verify", request(task, code(f"print({text!r})"))))["reward"] for text in printed]
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

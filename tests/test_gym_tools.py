@@ -222,6 +222,45 @@ async def test_where_no_call_is_right_neither_a_call_nor_silence_nor_a_flood_of_
             assert (await scored("function_call", row, *output))["reward"] == 0.0
 
 
+HONEST = {
+    "temperature": ["Which temperature?", "How many degrees should it be?", "Sure! What temperature would you like?"],
+    "season": ["Which season should I record?", "Could you tell me the season?"],
+    "rate": ["What is the interest rate?", "At how many percent?"],
+    "language": ["Into which language?", "Which language should I translate it into?"],
+    "people": ["For how many people?", "How many guests will there be on Friday?", "For how many?"],
+    "start": ["Where do you want to start?", "Where from?"],
+    "time": ["For what time?", "When should it ring?"],
+    "city": ["For which city?", "Where would you like the forecast for?"],
+    "amount": ["What amount should I send?", "How much should I send?"],
+}
+
+
+async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows_is_not(scored):
+    missing = [
+        row for file in ("train", "validation") for row in rows("function_call", file) if row["kind"] == "missing"
+    ]
+    words = sorted({word for row in missing for word in [*row["asks_for"], *row["not_for"]]})
+    replies = [
+        *(f"{word}?" for word in words if " " not in word),
+        *(f"Sorry, {word}?" for word in words if " " not in word),
+        f"{' '.join(words)}?",
+        f"What {', '.join(words)} do you want?",
+        "Which one?", "How many?", "Could you tell me more?", "What? When? Where? Which? How much? Who?",
+        "I need the temperature, the season and the city. Ok?",
+    ]  # fmt: skip
+    for row in missing:
+        for question in HONEST[row["asks_for"][0]]:
+            assert (await scored("function_call", row, says(question)))["reward"] == 1.0, (question, row["asks_for"])
+    for reply in replies:
+        assert {(await scored("function_call", row, says(reply)))["reward"] for row in missing} == {0.0}, reply
+    for questions in HONEST.values():
+        for question in questions:
+            paid = {
+                row["asks_for"][0] for row in missing if (await scored("function_call", row, says(question)))["reward"]
+            }
+            assert len(paid) <= 1, (question, paid)
+
+
 async def test_a_row_of_two_kinds_or_with_an_undeclared_tool_is_refused():
     call = {"name": "f", "arguments": {}}
     for fields, reason in (

@@ -6,6 +6,7 @@ python data/function_call/generate.py [FOLDER]    # writes train, validation, ex
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,10 @@ SHOWS = ("Night Harbour", "The Glass Orchard", "Ninth Floor", "Salt and Thunder"
 
 
 class Wish(NamedTuple):
-    """What somebody wants, as an order, and the call that it means. missing: the same order without one required thing."""
+    """What somebody wants, as an order, and the call that it means. missing: the same order without one required thing.
+
+    asks_for: words that ask for that thing; each wish has its own, so that no reply asks for all of them.
+    """
 
     text: str
     arguments: dict[str, Any]
@@ -82,7 +86,7 @@ def transfer(rng: random.Random) -> Wish:
             f"send {amount} euros to {who}",
             {"amount": amount, "recipient": who},
             f"send some money to {who}",
-            ("much", "amount", "euros"),
+            ("amount", "euros", "how much money", "how much should", "how much do", "how much would"),
         )
     return Wish(f"send {amount} dollars to {who}", {"amount": amount, "recipient": who, "currency": "USD"})
 
@@ -93,7 +97,7 @@ def thermostat(rng: random.Random) -> Wish:
         f"set the {room} to {degrees:g} degrees",
         {"room": room, "temperature": degrees},
         f"change the temperature in the {room}",
-        ("temperature", "degrees", "warm", "many"),
+        ("temperature", "degrees", "warm", "celsius"),
     )
 
 
@@ -106,7 +110,7 @@ def table(rng: random.Random) -> Wish:
         f"book a table{where} for {guests} on {day.title()} at {hour}:00",
         arguments,
         f"book a table on {day.title()} at {hour}:00",
-        ("people", "guests", "many", "persons"),
+        ("people", "guests", "persons", "diners", "seats", "for how many"),
     )
 
 
@@ -133,7 +137,7 @@ def route(rng: random.Random) -> Wish:
         f"plan a route by {mode} from {start} to {end}{via}",
         arguments,
         f"plan a route by {mode} to {end}",
-        ("start", "from", "where", "starting"),
+        ("start", "starting", "begin", "origin", "depart", "where from", "from where"),
     )
 
 
@@ -143,7 +147,7 @@ def translate(rng: random.Random) -> Wish:
         f'translate "{phrase}" into {language}',
         {"text": phrase, "language": language},
         f'translate "{phrase}"',
-        ("language", "which", "what"),
+        ("language",),
     )
 
 
@@ -153,7 +157,7 @@ def recording(rng: random.Random) -> Wish:
         f"record season {season} of {show}",
         {"show": show, "season": season},
         f"record a season of {show}",
-        ("season", "which"),
+        ("season",),
     )
 
 
@@ -186,6 +190,17 @@ TOOLS = {
     "record_show": Tool(recording, "Record a season of a show.", {"show": text("Its name."), "season": number("Season number.")}, ("show", "season")),
     "monthly_payment": Tool(loan, "The monthly payment of a loan.", {"principal": number("Amount.", "number"), "rate_percent": number("Yearly rate in percent.", "number"), "years": number("Term in years.")}, ("principal", "rate_percent", "years")),
 }  # fmt: skip
+
+QUESTION_WORDS = ("where", "when")  # they ask for a thing, and are in questions for others, too
+
+
+def all_asked() -> list[str]:
+    """What any wish may lack, in all words."""
+    drawn = [tool.wish(random.Random(seed)) for tool in TOOLS.values() for seed in range(20)]
+    return sorted({word for wish in drawn for word in wish.asks_for})
+
+
+ASKED = all_asked()
 
 
 def declared(name: str) -> dict[str, Any]:
@@ -265,7 +280,14 @@ def impossible(rng: random.Random) -> dict[str, Any]:
         wish = TOOLS[name].wish(rng)
         if wish.missing:
             offered = [*rng.sample([other for other in TOOLS if other != name], rng.randint(0, 2)), name]
-            return row("missing", said([wish.missing], rng), offered, [], asks_for=list(wish.asks_for))
+            asked = said([wish.missing], rng)
+            return row("missing", asked, offered, [], asks_for=list(wish.asks_for), not_for=others(wish, asked))
+
+
+def others(wish: Wish, asked: str) -> list[str]:
+    """The words for what other wishes lack, without those that the order itself has: it may be said again."""
+    words = re.findall(r"\w+", asked.casefold())
+    return [word for word in ASKED if word not in wish.asks_for and word not in words and word not in QUESTION_WORDS]
 
 
 KINDS = (single, multiple, parallel, parallel, none_needed, impossible)

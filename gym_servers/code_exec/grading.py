@@ -34,7 +34,7 @@ async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limit
     wrong = [
         number
         for number, case in enumerate(task.cases)
-        if number not in answers or not same(case.expected, answers[number].get("value"), task.tolerance)
+        if not _returned(answers.get(number), case.expected, task.tolerance)
     ]
     reason = None if not wrong else _why(wrong[0], answers.get(wrong[0]), result)
     return Score(len(task.cases) - len(wrong), reason, result.tier)
@@ -55,6 +55,11 @@ async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits
         if not partial:
             break
     return Score(passed, reason, tier)
+
+
+def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:
+    """Whether the call returned the value. An exception returned nothing, which is not null."""
+    return answer is not None and "value" in answer and same(expected, answer["value"], tolerance)
 
 
 def _answers(text: str) -> dict[int, dict[str, Any]]:

@@ -10,11 +10,13 @@ from types import ModuleType
 from typing import Any
 
 ANSWER_FD = 3
+MODULE = "answer"
 
 
 def main() -> None:
     request = json.loads(sys.stdin.read())
-    module = sys.modules["__main__"] = ModuleType("__main__")
+    # Imported, as a test does it: what stands under `if __name__ == "__main__"` is not part of the function.
+    module = sys.modules[MODULE] = ModuleType(MODULE)
     exec(compile(request["source"], "answer.py", "exec"), module.__dict__)  # noqa: S102  (in the sandbox)
     name = request["function"]
     solution = getattr(module, "Solution", None)
@@ -32,7 +34,10 @@ def main() -> None:
 
 
 def plain(value: Any) -> Any:
-    """As JSON: tuples are lists, keys are text, numpy's values are Python's; a set and what is unknown say what they are."""
+    """As JSON: tuples are lists, keys are text, numpy's values are Python's; a set says that it is one.
+
+    Whatever else it is (a generator, a range, a deque) is not a list: it says its type, which equals no expected value.
+    """
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if value is None or isinstance(value, bool | str):

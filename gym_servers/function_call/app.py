@@ -16,6 +16,12 @@ from .compare import is_schema, matched
 
 NAMES, ARGUMENTS = 0.2, 0.8
 ASKING_WORDS = 60
+ASKING_CHARS = 1_000
+SENTENCE_END = re.compile(r"(?<=[.!?\n])")
+WH = re.compile(r"\b(?:what|which|when|where|who|whom|whose|how|why)\b")
+ASKING = re.compile(
+    rf"{WH.pattern}|\b(?:can|could|will|would|may|might|shall|should|do|did|does|is|are) (?:you|i|we|it|there|this|that|the)\b"
+)
 
 
 class ExpectedCall(BaseModel):
@@ -26,7 +32,12 @@ class ExpectedCall(BaseModel):
 class Task(VerifyRequest):
     expected_calls: list[ExpectedCall]
     expected_answer: Decimal | None = Field(default=None, description="Where no call is needed: the number to answer.")
-    asks_for: list[str] = Field(default=[], description="Where a call cannot be made: the words for what is missing.")
+    asks_for: list[str] = Field(
+        default=[], description="Where a call cannot be made: words that ask for what is missing."
+    )
+    not_for: list[str] = Field(
+        default=[], description="Words that ask for something else, which was said or not needed."
+    )
 
     @field_validator("responses_create_params")
     @classmethod
@@ -80,9 +91,32 @@ def _answered(task: Task) -> bool:
     if task.expected_answer is not None:
         found = number(task.text)
         return found is not None and same_number(found, task.expected_answer)
-    said = without_reasoning(task.text).casefold()
-    words = re.findall(r"\w+", said)
-    return len(words) <= ASKING_WORDS and "?" in said and any(word in words for word in task.asks_for)
+    return asks(without_reasoning(task.text), task.asks_for, task.not_for)
+
+
+def asks(text: str, things: list[str], others: list[str]) -> bool:
+    """Whether a text has one question, for one of these things and for none of the others.
+
+    A question is a sentence with a question mark that begins to ask (`which`, `could you`) and names the thing: neither
+    `temperature?` nor `which?` is one. Two different question words are two questions.
+    """
+    said = text.casefold().strip()
+    if len(said) > ASKING_CHARS:
+        return False
+    questions = [_words(part) for part in SENTENCE_END.split(said) if part.endswith("?")]
+    words = _words(said)
+    asking = [question for question in questions if ASKING.search(question)]
+    if len(words.split()) > ASKING_WORDS or len(set(WH.findall(words))) > 1 or any(_names(words, o) for o in others):
+        return False
+    return any(_names(question, thing) for question in asking for thing in things if len(question.split()) > 1)
+
+
+def _words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text))
+
+
+def _names(words: str, thing: str) -> bool:
+    return re.search(rf"\b{re.escape(_words(thing.casefold()))}s?\b", words) is not None
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from ngym.quantities import close
 
 RELATIVE_TOLERANCE = 1e-6
 Schema = Mapping[str, Any]
@@ -96,7 +97,7 @@ def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
 def _same_number(made: float, expected: float) -> bool:
     if isinstance(expected, int):
         return made == expected
-    return math.isclose(made, expected, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-12)
+    return close(expected, made, RELATIVE_TOLERANCE)
 
 
 def _plain(text: str) -> str:

@@ -54,8 +54,7 @@ class FollowingTask(VerifyRequest):
 async def verify(task: FollowingTask, options: FollowingOptions) -> dict[str, Any]:
     checked = await pool.run(without_reasoning(task.text), task.instructions)
     if checked.kind != "ok":
-        outcome = "infra_error" if checked.kind == "crash" else "unverifiable"
-        return {"reward": None, "outcome": outcome, "reason": f"{checked.kind}: {checked.detail}"}
+        return shaped(checked.failure(), task.response, options.shaping)
     scores = {reading: score(found, task.grading_mode) for reading, found in checked.value.items()}
     paid = weighted(scores, {reading: float(reading == options.reading) for reading in scores})
     outcome = "followed" if scores[options.reading] == 1.0 else "not_followed"

@@ -1,14 +1,15 @@
-"""math: a final formula or number. Reward 1 or 0 by math-verify; null, with a reason, where no verdict is reached."""
+"""math: a final formula or number. Reward 1 or 0 by math-verify; null, with a reason, where the row or the machine fails."""
 
 from pathlib import Path
 from typing import Any
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.answers import formula
-from ngym.workers import WorkerPool
+from ngym.workers import Outcome, WorkerPool
 
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", warm="warm")
-REWARD = {"correct": 1.0, "wrong": 0.0, "unverifiable": None, "infra_error": None}
+REWARD = {"correct": 1.0, "wrong": 0.0, "too_heavy": 0.0, "unverifiable": None}
+PLAIN_ANSWER = "0"
 
 
 class MathOptions(ServiceOptions):
@@ -22,12 +23,25 @@ class MathTask(VerifyRequest):
 
 async def verify(task: MathTask, options: MathOptions) -> dict[str, Any]:
     answer = formula(task.text)
-    verdict: dict[str, Any] = {"outcome": "wrong", "reason": "no answer was found"}
-    if answer is not None:
-        checked = await pool.run(str(task.expected_answer), answer, task.simplified, deadline_s=options.deadline_s)
-        failed = "infra_error" if checked.kind == "crash" else "unverifiable"
-        verdict = checked.value or {"outcome": failed, "reason": f"{checked.kind}: {checked.detail}"}
-    return {"reward": REWARD[verdict["outcome"]], "extracted_answer": answer, **verdict}
+    if answer is None:
+        return {"reward": 0.0, "outcome": "wrong", "reason": "no answer was found", "extracted_answer": None}
+    expected = str(task.expected_answer)
+    checked = await pool.run(expected, answer, task.simplified, deadline_s=options.deadline_s)
+    if checked.kind == "ok":
+        verdict = {"reward": REWARD[checked.value["outcome"]], **checked.value}
+    else:
+        verdict = await failure(checked, expected, options.deadline_s)
+    return {**verdict, "extracted_answer": answer}
+
+
+async def failure(checked: Outcome, expected: str, deadline_s: float) -> dict[str, Any]:
+    """0 for an answer that could not be compared in time, unless a plain answer cannot be compared either."""
+    if not checked.infra:
+        plain = await pool.run(expected, PLAIN_ANSWER, False, deadline_s=deadline_s)
+        if plain.kind != "ok" and not plain.infra:
+            reason = f"expected_answer cannot be compared with anything: {plain.kind}: {plain.detail}"
+            return {"reward": None, "outcome": "unverifiable", "reason": reason}
+    return checked.failure()
 
 
 app = gym_server(verify=verify, options=MathOptions, lifespan=pool.lifespan)

@@ -1,7 +1,7 @@
 r"""Is this answer the expected one? Runs in the worker processes: math-verify reads both as LaTeX and compares them.
 
-`correct` and `wrong` are verdicts. `unverifiable` means that no verdict was reached, with the reason; it is never a
-wrong answer in disguise. Only the LaTeX grammar is used: math-verify's reader for plain expressions ends in SymPy's
+`correct` and `wrong` are verdicts. `unverifiable` is a fault of the row: its expected answer cannot be read or is too
+much to compute with. An answer that is too much is `too_heavy`; one that names another base or unit is wrong. Only the LaTeX grammar is used: math-verify's reader for plain expressions ends in SymPy's
 `parse_expr`, which is `eval`, and model text must not come near it. `1/2` and `1,234` are LaTeX as well.
 """
 
@@ -14,6 +14,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, I, MatrixBase, Symbol
 
 from ngym.answers import boxed
+
+from .marks import hundredths, marks
 
 MAX_CHARS = 20_000
 MAX_DIGITS = 5_000
@@ -68,7 +70,7 @@ def warm() -> None:
 
 
 def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str | None]:
-    """`{"outcome": "correct" | "wrong" | "unverifiable", "reason"}` for an answer without its surrounding text.
+    """`{"outcome": "correct" | "wrong" | "too_heavy" | "unverifiable", "reason"}` for an answer without its surrounding text.
 
     simplified: an answer that has more operations left to do than the expected one is wrong.
     """
@@ -77,14 +79,16 @@ def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str
         return {"outcome": "correct", "reason": None}
     if simplified and operations(answer) > operations(expected):
         return {"outcome": "wrong", "reason": "the answer is not simplified"}
-    for name, text in (("expected_answer", expected), ("the answer", answer)):
-        heavy = too_heavy(text)
-        if heavy:
-            return {"outcome": "unverifiable", "reason": f"{name} {heavy}"}
-    gold = read(expected)
+    if heavy := too_heavy(expected):
+        return {"outcome": "unverifiable", "reason": f"expected_answer {heavy}"}
+    gold = read(hundredths(marks(expected).text))
     if not any(isinstance(candidate, Basic | MatrixBase) for candidate in gold):
         return {"outcome": "unverifiable", "reason": "expected_answer is no formula that can be read"}
-    correct = verify(gold, read(answer), timeout_seconds=None)
+    if heavy := too_heavy(answer):
+        return {"outcome": "too_heavy", "reason": f"the answer {heavy}"}
+    if fault := marks(answer).contradiction(marks(expected)):
+        return {"outcome": "wrong", "reason": f"the answer {fault}"}
+    correct = verify(gold, read(hundredths(marks(answer).text)), timeout_seconds=None)
     return {"outcome": "correct" if correct else "wrong", "reason": None}
 
 

@@ -18,7 +18,8 @@ async def verify(task: McqaTask) -> dict[str, Any]:
     if task.patterns:  # the row's own patterns come first, in a worker: a pattern may run wild on what a model writes
         found = await pool.run(task.patterns, task.text[-MAX_CHARS:])
         if found.kind != "ok":
-            return {"reward": None, "extracted_answer": None, "reason": f"output_regex: {found.kind}, {found.detail}"}
+            failure = found.failure()
+            return {**failure, "extracted_answer": None, "reason": f"output_regex: {failure['reason']}"}
         letter = (found.value or "").strip().upper()
     if letter not in task.choices:
         letter = chosen(task.text, task.choices, task.grading_mode)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Literal, NamedTuple
 
-from ngym.quantities import day, quantity
+from ngym.quantities import apart, day, quantity, unit
 from ngym.words import exact, f1, normal
 
 Kind = Literal["text", "number", "date"]
@@ -14,8 +14,11 @@ MAX_EXTRA_WORDS = 8
 
 OFFERS = re.compile(r"[;|/&,\n]|\b(?:and|or|either|aka|alias|alternatively|also)\b", re.IGNORECASE)
 DENIAL = re.compile(r"\b(?:not|never|no|isn't|wasn't|neither|nor|except|unlike)\b", re.IGNORECASE)
-UNIT = re.compile(r"(?<=[\d,.])\s*(?:%|[A-Za-z][A-Za-z/\u00b0\u00b2\u00b3]*\.?)$")
-CURRENCY = re.compile(r"^(-?)[$\u20ac\u00a3\u00a5]\s*(?=\d)")
+UNIT = re.compile(
+    r"(?<=[\d,.])\s*(%|(?:(?:square|sq\.?|cubic|cu\.?)\s+)?[A-Za-z\u00b0][A-Za-z/\u00b0\u00b2\u00b3]*\.?(?:\^?[23])?(?:\s+per\s+[A-Za-z]+)?)$"
+)
+CURRENCY = re.compile(r"^(-?)([$\u20ac\u00a3\u00a5])\s*(?=\d)")
+PERCENT = "%"
 
 
 class Measures(NamedTuple):
@@ -36,9 +39,10 @@ def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float)
 
 def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
     if kind == "number":
-        found, wanted = number_of(answer), number_of(expected)
+        found, wanted = amount_of(answer), amount_of(expected)
         if found is not None and wanted is not None:
-            return abs(found - wanted) <= Decimal(repr(tolerance)) * abs(wanted)
+            near = abs(found.number - wanted.number) <= Decimal(repr(tolerance)) * abs(wanted.number)
+            return near and found.fits(wanted)
     if kind == "date":
         found_day, wanted_day = day(answer), day(expected)
         if found_day is not None and wanted_day is not None:
@@ -46,12 +50,33 @@ def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
     return exact(answer, [expected])
 
 
-def number_of(text: str) -> Decimal | None:
-    """A number, with at most one currency sign before it or one unit word behind it: `$5`, `12 km`, `3 million`."""
-    text = text.strip(" .*_`")
+class Amount(NamedTuple):
+    """A number, with one name for its unit or currency if it has one."""
+
+    number: Decimal
+    unit: str | None
+
+    def fits(self, expected: "Amount") -> bool:
+        """Whether the units agree. One of them may be missing, since the question says it; a percent sign may not."""
+        if PERCENT in (self.unit, expected.unit):
+            return self.unit == expected.unit
+        return self.unit is None or expected.unit is None or self.unit == expected.unit
+
+
+def amount_of(text: str) -> Amount | None:
+    """A number, with at most one currency sign before it or one unit behind it: `$5`, `12 km`, `3 million`."""
+    text = apart(text.strip(" .*_`"))
+    sign = CURRENCY.match(text)
     bare = CURRENCY.sub(r"\1", text)
     whole = quantity(bare)
-    return whole if whole is not None else quantity(UNIT.sub("", bare))
+    if whole is not None:
+        return Amount(whole, unit(sign[2]) if sign else None)
+    behind = UNIT.search(bare)
+    number = quantity(bare[: behind.start()]) if behind else None
+    if behind is None or number is None:
+        return None
+    name = unit(behind[1]) or behind[1].casefold().strip(".").removesuffix("s")
+    return Amount(number, name if sign is None else f"{unit(sign[2])} {name}")
 
 
 def hedged(answer: str, accepted: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from reasoning_gym.factory import DATASETS
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.answers import without_reasoning
 from ngym.near import did_you_mean
-from ngym.workers import WorkerPool
+from ngym.workers import Outcome, WorkerPool
 
 os.environ["PYTHONHASHSEED"] = "0"  # for the workers: some tasks depend on the order of sets
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check")
@@ -22,6 +22,7 @@ REFUSED = {
     "propositional_logic": "a premise, copied, gets full marks",
     "rush_hour": "no answer of its tasks is known to be right",
 }
+PLAIN_ANSWER = "0"
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
@@ -49,22 +50,31 @@ class Task(VerifyRequest):
 
 async def verify(task: Task, options: Options) -> dict[str, Any]:
     answer = answer_in(task.text)
-    verdict: dict[str, Any] = {"outcome": "wrong", "score": 0.0, "reason": "no answer was found"}
-    if answer is not None:
-        config = json.dumps(task.config, sort_keys=True)
-        checked = await pool.run(
-            task.dataset, task.seed, task.index, config, task.fingerprint, answer, deadline_s=options.deadline_s
-        )
-        failed = {
-            "outcome": "infra_error" if checked.kind == "crash" else "unverifiable",
-            "score": None,
-            "reason": f"{checked.kind}: {checked.detail}",
-        }
-        verdict = checked.value or failed
-    scored = verdict["outcome"] in ("correct", "wrong")
-    correct = verdict["outcome"] == "correct"
-    reward = (verdict["score"] if options.reward == "score" else float(correct)) if scored else None
-    return {"reward": reward, "is_correct": correct if scored else None, "extracted_answer": answer, **verdict}
+    if answer is None:
+        return {**told("wrong", 0.0, "no answer was found", options), "extracted_answer": None}
+    checked = await scored(task, answer, options)
+    if checked.kind == "ok":
+        return {**told(**checked.value, options=options), "extracted_answer": answer}
+    failure = checked.failure()
+    if not checked.infra:  # the answer's doing, unless the task cannot be made in time
+        plain = await scored(task, PLAIN_ANSWER, options)
+        if plain.kind != "ok" and not plain.infra:
+            failure = {"reward": None, "outcome": "unverifiable", "reason": f"the task: {plain.kind}: {plain.detail}"}
+    correct = None if failure["reward"] is None else False
+    return {**failure, "score": failure["reward"], "is_correct": correct, "extracted_answer": answer}
+
+
+async def scored(task: Task, answer: str, options: Options) -> Outcome:
+    config = json.dumps(task.config, sort_keys=True)
+    row = (task.dataset, task.seed, task.index, config, task.fingerprint)
+    return await pool.run(*row, answer, deadline_s=options.deadline_s)
+
+
+def told(outcome: str, score: float | None, reason: str | None, options: Options) -> dict[str, Any]:
+    """What is answered for the checker's verdict; an `infra_error` is the row's or the library's."""
+    correct = outcome == "correct" if outcome in ("correct", "wrong") else None
+    reward = None if correct is None else score if options.reward == "score" else float(correct)
+    return {"reward": reward, "is_correct": correct, "outcome": outcome, "score": score, "reason": reason}
 
 
 def answer_in(text: str) -> str | None:

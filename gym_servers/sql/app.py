@@ -31,7 +31,7 @@ async def query(body: Query, session: Session, options: SqlOptions) -> dict[str,
     task = SqlTask.model_validate({**session["task"], "response": {"output": []}})
     ran = await pool.run("show", task.shown(options.databases), body.sql, deadline_s=options.deadline_s)
     if ran.kind != "ok":
-        if not _is_its_own_doing(ran.kind, ran.detail):
+        if ran.infra:
             raise ServiceError(f"the statement could not be run: {ran.kind}: {ran.detail}", retryable=True)
         raise ToolError(f"query: the statement was ended: {ran.kind}")
     if "error" in ran.value:
@@ -50,23 +50,9 @@ async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
         reason = known.detail if known.kind != "ok" else known.value["error"]
         return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_answer": said}
     ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=options.deadline_s)
-    graded = ran.value if ran.kind == "ok" else _ended(ran.kind, ran.detail)
-    return {
-        "reward": {"correct": 1.0, "infra_error": None}.get(graded["outcome"], 0.0),
-        **graded,
-        "extracted_answer": said,
-    }
-
-
-def _ended(kind: str, detail: str) -> dict[str, str]:
-    """The expected query ended in time, this one did not."""
-    own = _is_its_own_doing(kind, detail)
-    return {"outcome": "too_heavy" if own else "infra_error", "reason": f"{kind}: {detail}"}
-
-
-def _is_its_own_doing(kind: str, detail: str) -> bool:
-    """Whether a statement ended itself; else the machine was too busy to tell, or a worker died."""
-    return kind == "memory" or (kind == "timeout" and "CPU time" in detail)
+    if ran.kind != "ok":  # the expected query ended in time and this one did not
+        return {**ran.failure(), "extracted_answer": said}
+    return {**ran.value, "reward": float(ran.value["outcome"] == "correct"), "extracted_answer": said}
 
 
 app = gym_server(tools=[query], verify=verify, options=SqlOptions, lifespan=pool.lifespan)

@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ngym.quantities import close
+
 Rows = list[tuple[Any, ...]]
 Database = dict[str, str | None]
 
@@ -182,9 +184,7 @@ def same(wanted: Any, got: Any) -> bool:
     if isinstance(wanted, int) and isinstance(got, int):
         return wanted == got  # a count or an id is right or wrong, however large
     if isinstance(wanted, int | float) and isinstance(got, int | float):
-        return wanted == got or math.isclose(
-            wanted, got, rel_tol=TOLERANCE, abs_tol=TOLERANCE * isinstance(wanted, float)
-        )
+        return wanted == got or close(wanted, got, TOLERANCE)
     return type(wanted) is type(got) and bool(wanted == got)
 
 

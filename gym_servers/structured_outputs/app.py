@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.answers import fenced, without_reasoning
 from ngym.rewards import Shaping, shaped, weighted
-from ngym.workers import WorkerPool
+from ngym.workers import Outcome, WorkerPool
 
 from .checker import Format
 
@@ -32,13 +32,22 @@ async def verify(task: StructuredTask, options: StructuredOptions) -> dict[str, 
     document = (fenced(text) if options.fences else None) or text
     checked = await pool.run(document, task.schema_type, task.schema_str, task.expected_values)
     if checked.kind != "ok":
-        outcome = "infra_error" if checked.kind == "crash" else "unverifiable"
-        return {"reward": None, "outcome": outcome, "reason": f"{checked.kind}: {checked.detail}"}
+        return {**await failure(checked, task), "extracted_answer": document or None}
     verdict = checked.value
     shape = options.shape_weight if task.expected_values else 1.0
     weights = {"valid": shape, "values": 1.0 - shape}
     paid = weighted({name: verdict[name] for name in weights}, weights, gate="valid")
     return shaped({**verdict, **paid, "extracted_answer": document or None}, task.response, options.shaping)
+
+
+async def failure(checked: Outcome, task: StructuredTask) -> dict[str, Any]:
+    """0 for a document that could not be checked in time, unless the schema alone takes too much."""
+    if not checked.infra:
+        alone = await pool.run("", task.schema_type, task.schema_str, task.expected_values)
+        if alone.kind != "ok" and not alone.infra:
+            reason = f"schema_str cannot be used: {alone.kind}: {alone.detail}"
+            return {"reward": None, "outcome": "unverifiable", "reason": reason}
+    return checked.failure()
 
 
 app = gym_server(verify=verify, options=StructuredOptions, lifespan=pool.lifespan)

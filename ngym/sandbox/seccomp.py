@@ -90,7 +90,12 @@ def program(pid: int, *, paths: bool) -> bytes:
     lines += _when(IOCTL[column], _one_of(1, IOCTLS))
     lines += _when(FCNTL_CALL[column], _one_of(1, FCNTL))
     lines += _when(PRCTL[column], _one_of(0, (SET_NAME, GET_NAME)))
-    lines += _when(PRLIMIT64[column], _one_of(0, (0, pid)))
+    # It may read its own limits. A limit that it lowers would let the kernel kill it, as a busy host does.
+    lines += _when(PRLIMIT64[column], [
+        (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 1, 0, 0), (EQUAL, 0, 5, pid), (LOAD, 0, 0, ARGUMENTS_AT + 16),
+        (EQUAL, 0, 3, 0), (LOAD, 0, 0, ARGUMENTS_AT + 20), (EQUAL, 0, 1, 0), (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, ERROR | errno.EPERM),
+    ])  # fmt: skip
     # A datagram socket could be told to send to any address; a stream of a pair cannot.
     lines += _when(SOCKETPAIR[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 0, 4, AF_UNIX), (LOAD, 0, 0, ARGUMENTS_AT + 8), (AND, 0, 0, 0xFF),

@@ -22,7 +22,6 @@ from ngym.sandbox.zygote import End, Spec
 
 START_TIMEOUT_S = 120.0
 SPARE_S = 30.0  # beyond the wall limit, until a zygote that says nothing counts as lost
-DRAIN_S = 10.0  # the writers are dead by then: what they wrote stands in the pipes
 END_TIMEOUT_S = 10.0
 F_ADD_SEALS, SEAL_ALL = 1033, 0x1 | 0x2 | 0x4 | 0x8
 PACKAGE = Path(__file__).resolve().parent
@@ -105,8 +104,8 @@ class Slot:
             self._submit(request, b"".join(contents), program.stdin.encode("utf-8", "surrogatepass"), pipes)
             async with asyncio.timeout(limits.wall * STARVED_AFTER + SPARE_S):
                 end: End = await self._answer()
-            async with asyncio.timeout(DRAIN_S):
-                await asyncio.gather(*(pipe.ended for pipe in pipes))
+            for pipe in pipes:
+                pipe.drain()
         except (OSError, TimeoutError) as error:
             raise ZygoteLost from error
         finally:
@@ -174,7 +173,6 @@ class _Pipe:
         self._limit, self._overflow = limit, overflow
         self._ours, self.theirs = os.pipe()
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
         self.data = bytearray()
         self.truncated = False
         os.set_blocking(self._ours, False)
@@ -192,18 +190,25 @@ class _Pipe:
     def text(self) -> str:
         return self.data.decode(errors="replace")
 
+    def drain(self) -> None:
+        """Read what stands in the pipe. The writer is dead: nothing more comes, even where its end is not closed yet."""
+        with suppress(BlockingIOError):
+            while self._take():
+                pass
+
     def _read(self) -> None:
         with suppress(BlockingIOError):
-            chunk = os.read(self._ours, 1 << 16)
-            if not chunk:
+            if not self._take():
                 self._loop.remove_reader(self._ours)
-                if not self.ended.done():
-                    self.ended.set_result(None)
-                return
-            self.data += chunk[: self._limit - len(self.data)]
-            if len(chunk) and len(self.data) >= self._limit and not self.truncated:
-                self.truncated = True
-                self._overflow()
+
+    def _take(self) -> bool:
+        """Read a piece; False at the end."""
+        chunk = os.read(self._ours, 1 << 16)
+        self.data += chunk[: self._limit - len(self.data)]
+        if chunk and len(self.data) >= self._limit and not self.truncated:
+            self.truncated = True
+            self._overflow()
+        return bool(chunk)
 
 
 def _sealed(content: bytes) -> int:
@@ -247,7 +252,16 @@ def _verdict(end: End, limits: Limits, truncated: bool) -> tuple[Verdict, str]:
     if status == MEMORY_EXIT:
         return "memory_limit", "ran out of memory"
     if status == -signal.SIGKILL:  # not by the zygote, and the program itself cannot: by the kernel
-        return ("time_limit", "used its CPU time") if end["cpu_s"] >= limits.cpu_s else ("infra_error", "was killed")
+        return _killed(end, limits)
     if status == 0:
         return "ok", ""
     return "runtime_error", f"exit code {status}" if status > 0 else signal.Signals(-status).name
+
+
+def _killed(end: End, limits: Limits) -> tuple[Verdict, str]:
+    """Where the host runs out of memory, the kernel kills the process that holds most."""
+    if end["cpu_s"] >= limits.cpu_s:
+        return "time_limit", "used its CPU time"
+    if end["memory_bytes"] >= limits.memory_mib << 19:
+        return "memory_limit", f"was killed when it held {end['memory_bytes'] >> 20} MiB"
+    return "infra_error", "was killed"

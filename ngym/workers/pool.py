@@ -153,7 +153,8 @@ class _Slots:
             for _ in range(2):  # a worker that goes down with its zygote is not this call's doing: once more
                 with suppress(ZygoteLost):
                     return await self._attempt(slot, line, deadline_s)
-            return Outcome("crash", detail="the processes of the worker pool died twice during this call")
+            detail = "the processes of the worker pool died twice during this call"
+            return Outcome("crash", detail=detail, infra=True)
         finally:
             self._free.put_nowait(slot)
 
@@ -163,7 +164,7 @@ class _Slots:
         if slot.worker is None:
             slot.worker = await (await self.zygote()).fork()
         if not slot.wanted:
-            return Outcome("crash", detail="nobody waits for this call any more")
+            return Outcome("crash", detail="nobody waits for this call any more", infra=True)
         outcome = await slot.worker.call(line, deadline_s)
         worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"
         if worn or slot.worker.gone:

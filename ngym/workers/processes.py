@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -24,6 +24,8 @@ REPLY_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0  # it needs milliseconds, unless the machine is overloaded
 ZYGOTE_FILE = Path(__file__).with_name("zygote.py")
 STDERR = 2
+# What a process does to itself by what it computes (a stack that is too deep, a library that aborts).
+OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,29 @@ class Outcome:
 
     kind: `ok` (value is what the function returned), `timeout` (the deadline), `memory` (the limit), or `crash` (it
         raised, or its process died); detail says more about the last three, in one line.
+    infra: the machine or the pool failed, which says nothing about the arguments. Every other failure is their doing.
     """
 
     kind: Literal["ok", "timeout", "memory", "crash"]
     value: Any = None
     detail: str = ""
+    infra: bool = False
+
+    def failure(self) -> dict[str, Any]:
+        """What a verifier answers for a call without a value: 0 for what the answer caused, null for the machine."""
+        cause = "ungradable" if self.kind == "crash" else "too_heavy"
+        return {
+            "reward": None if self.infra else 0.0,
+            "outcome": "infra_error" if self.infra else cause,
+            "reason": f"{self.kind}: {self.detail}",
+        }
+
+
+class Death(NamedTuple):
+    """How a worker ended. status: its exit code, or minus the signal. memory_bytes: the most that it held."""
+
+    status: int
+    memory_bytes: int
 
 
 class ZygoteLost(Exception):
@@ -46,9 +66,10 @@ class ZygoteLost(Exception):
 class Zygote:
     """A running zygote process. One request at a time goes over its control socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, memory_bytes: int) -> None:
         self._process = process
         self._control = control
+        self.memory_bytes = memory_bytes
         self._turn = asyncio.Lock()
         self._lost = False
 
@@ -60,7 +81,7 @@ class Zygote:
             ServiceError: the function's file cannot be loaded or warmed; its message is told.
             ZygoteLost: it died, or was not ready within START_TIMEOUT_S.
         """
-        zygote = cls(*_exec_zygote())
+        zygote = cls(*_exec_zygote(), memory_bytes)
         spec = {
             "file": str(file),
             "function": function,
@@ -94,10 +115,9 @@ class Zygote:
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
         return Worker(self, pid, reader, writer)
 
-    async def bury(self, pid: int) -> int:
-        """Kill and reap a worker: its exit code, or minus the signal that ended it. ZygoteLost."""
-        status: int = (await self._ask({"bury": pid}))["status"]
-        return status
+    async def bury(self, pid: int) -> Death:
+        """Kill and reap a worker. ZygoteLost."""
+        return Death(**await self._ask({"bury": pid}))
 
     async def end(self) -> None:
         """End the zygote, and thereby its workers."""
@@ -164,7 +184,7 @@ class Worker:
                 reply = await self._reader.readline()
         except TimeoutError:
             await self.bury()
-            return Outcome("timeout", detail=f"no answer within {WALL_FACTOR * deadline_s:g} s")
+            return Outcome("timeout", detail=f"no answer within {WALL_FACTOR * deadline_s:g} s", infra=True)
         except ValueError:
             await self.bury()
             return Outcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
@@ -172,14 +192,14 @@ class Worker:
             reply = b""
         if reply.endswith(b"\n"):
             return Outcome(**orjson.loads(reply))
-        return _outcome_of_death(await self.bury(), deadline_s)
+        return _outcome_of_death(await self.bury(), deadline_s, self._zygote.memory_bytes)
 
     def hang_up(self) -> None:
         """Nobody waits for this call any more: end it as if the worker had died."""
         self._writer.transport.abort()
 
-    async def bury(self) -> int:
-        """End this worker and reap it: its exit code, or minus the signal that had ended it. ZygoteLost."""
+    async def bury(self) -> Death:
+        """End this worker and reap it. ZygoteLost."""
         self.gone = True
         try:
             return await self._zygote.bury(self._pid)
@@ -187,12 +207,15 @@ class Worker:
             self._writer.close()
 
 
-def _outcome_of_death(status: int, deadline_s: float) -> Outcome:
+def _outcome_of_death(death: Death, deadline_s: float, memory_bytes: int) -> Outcome:
+    status = death.status
     if status == -signal.SIGPROF:
         return Outcome("timeout", detail=f"used {deadline_s:g} s of CPU time")
     if status >= 0:
-        return Outcome("crash", detail=f"the worker exited with code {status}")
+        return Outcome("crash", detail=f"the worker exited with code {status}", infra=True)
+    if status == -signal.SIGKILL and death.memory_bytes >= memory_bytes // 2:  # the kernel takes the largest process
+        return Outcome("memory", detail=f"was killed when it held {death.memory_bytes >> 20} MiB")
     name = str(status)
     with suppress(ValueError):
         name = signal.Signals(-status).name
-    return Outcome("crash", detail=f"the worker was ended by {name}")
+    return Outcome("crash", detail=f"the worker was ended by {name}", infra=-status not in OWN_SIGNALS)

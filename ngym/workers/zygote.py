@@ -4,7 +4,7 @@ A fresh interpreter runs this file by its path, so that nothing of the server (t
 nothing of it is imported. Control messages and calls are JSON lines; the server's side of both is `ngym.workers.pool`.
 
     control   spec -> {"ready": true} | {"error": text}
-              {"fork": true} and a socket -> {"pid"};  {"bury": pid} -> {"status"}
+              {"fork": true} and a socket -> {"pid"};  {"bury": pid} -> {"status", "memory_bytes"}
     a worker  [deadline in CPU seconds, [arguments]] -> {"kind": "ok", "value"} | {"kind": "memory" | "crash", "detail"}
 """
 
@@ -102,7 +102,7 @@ def _serve_control(control: socket.socket, function: Function, memory_bytes: int
             _send(control, {"pid": pid})
         else:
             workers.discard(request["bury"])
-            _send(control, {"status": _bury(request["bury"])})
+            _send(control, _bury(request["bury"]))
     for pid in workers:
         _bury(pid)
 
@@ -118,11 +118,12 @@ def _fork(control: socket.socket, connection: socket.socket, function: Function,
     return pid
 
 
-def _bury(pid: int) -> int:
+def _bury(pid: int) -> dict[str, Any]:
     """End a worker and reap it: its exit code, or minus the signal that ended it, be it ours or an earlier one."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _, status, used = os.wait4(pid, 0)
+    return {"status": os.waitstatus_to_exitcode(status), "memory_bytes": used.ru_maxrss * 1024}
 
 
 def _work(connection: socket.socket, function: Function, memory_bytes: int) -> NoReturn:
