@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -26,17 +26,24 @@ class Scores:
     rewards: Rewards = field(default_factory=Rewards)
     rollouts: int = 0
     _answers: array[int] = field(default_factory=lambda: array("Q"))  # a key, NO_ANSWER or NO_FIELD for each reward
+    unscored_of: Counter[int] = field(default_factory=Counter)  # of the tasks that have any
 
     @property
     def unscored(self) -> int:
         """Rewards that are null; no mean has them."""
         return self.rollouts - self.rewards.count
 
+    @property
+    def unscored_share(self) -> float:
+        """Of all rollouts, 0 to 1. A mean is of the rest only, so each is shown with it."""
+        return self.unscored / self.rollouts if self.rollouts else 0.0
+
     def add(self, task: int, row: Json) -> None:
         """row: what a verifier answered."""
         self.rollouts += 1
         reward = row.get("reward")
         if reward is None:
+            self.unscored_of[task] += 1
             return
         self.rewards.add(task, reward)
         if ANSWER in row:
@@ -76,9 +83,10 @@ class Scores:
         return best + [(f"majority@{item.k}", item) for item in self.majority()]
 
     def metrics(self) -> dict[str, float]:
-        """By name; `majority@8/reward`."""
+        """By name; `majority@8/reward`. `unscored/reward` is the share of rollouts that no mean has."""
         mean = self.rewards.mean
         own = {} if mean is None else {"mean/reward": mean}
+        own["unscored/reward"] = self.unscored_share
         return own | {f"{name}/reward": item.mean for name, item in self.named()}
 
 

@@ -253,8 +253,8 @@ async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows
             assert (await scored("function_call", row, says(question)))["reward"] == 1.0, (question, row["asks_for"])
     for reply in replies:
         assert {(await scored("function_call", row, says(reply)))["reward"] for row in missing} == {0.0}, reply
-    for questions in HONEST.values():
-        for question in questions:
+    for asked in HONEST.values():
+        for question in asked:
             paid = {
                 row["asks_for"][0] for row in missing if (await scored("function_call", row, says(question)))["reward"]
             }

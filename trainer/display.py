@@ -27,6 +27,7 @@ MAIN = {"reward/mean": "reward", "loss": "loss"}  # what is drawn as a curve, be
 # metric -> how it is shown, where a step has it
 SHOWN = {
     "reward/mean": "reward {:.3f}",
+    "frac_unscored": "unscored {:.1%}",
     "loss": "loss {:.4f}",
     "lr": "lr {:.1e}",
     "grad_norm": "grad {:.2f}",

@@ -93,7 +93,10 @@ class Tally:
         best = values.get(f"eval/{self.environment}/pass@{self.attempts}")
         if best is not None and self.attempts > 1:
             parts.append(f"pass@{self.attempts} {best:.3f}")
-        parts += [f"{count} {what}" for count, what in ((self.failed, "failed"), (self.unscored, "unscored")) if count]
+        parts += [f"{self.failed} failed"] if self.failed else []
+        if self.unscored:
+            share = self.unscored / (self.unscored + self.rewards.count)
+            parts.append(f"{self.unscored} unscored ({share:.1%})")
         return ", ".join(parts)
 
 

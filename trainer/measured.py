@@ -29,6 +29,7 @@ MEASURED = {
     "frac_reward_zero_std": "Share of groups whose rewards are all equal.",
     "num_valid_samples": "Scored rollouts.",
     "num_unscored": "Rollouts with the reward null.",
+    "frac_unscored": "Their share of all rollouts that did not fail; `reward/mean` is of the others.",
     "num_failed": "Rollouts that were given up.",
     "completions/mean_length": "Sampled tokens of a rollout.",
     "completions/max_length": "Those of the longest.",

@@ -15,8 +15,8 @@ from ngym import jsonl
 Status = Literal["finished", "failed", "interrupted"]
 FILE = "sweep.jsonl"
 WIDEST = 1000  # characters of a plain line: it is for a file, which does not wrap
-METRICS = ("loss", "reward/mean")
-NOT_SHOWN = ("low", "high", "count", "failed", "unscored", "pass")
+METRICS = ("loss", "reward/mean", "frac_unscored")
+NOT_SHOWN = ("low", "high", "count", "failed", "pass")
 
 
 class Outcome(NamedTuple):

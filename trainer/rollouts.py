@@ -220,6 +220,7 @@ def described(read: Read) -> dict[str, float]:
     rollouts = read.rollouts
     left_out: dict[str, float] = {
         "num_unscored": read.unscored,
+        "frac_unscored": read.unscored / max(1, read.unscored + len(rollouts)),
         "num_failed": read.failed,
         "num_valid_samples": len(rollouts),
     }

@@ -10,7 +10,11 @@ from typing import NamedTuple
 from ngym.quantities import unit
 
 NUMERALS = dict(
-    zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True)
+    zip(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
+        range(2, 13),
+        strict=True,
+    )
 ) | {"sixteen": 16}
 WRAPPER = r"\\(?:text|textrm|textit|textbf|mathrm|mathbf|rm|mbox|operatorname)"
 _NAME = r"([0-9]{1,2}|[a-z]+)"

@@ -77,7 +77,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     walk.step("how good it is now")
     collect(held_out, after, "--repeats", str(HELD_OUT_REPEATS), "policy.model=dpo/policy")
 
-    click.secho(f"\nheld-out reward {_mean_reward(before):.3f} -> {_mean_reward(after):.3f}", bold=True)
+    click.secho(f"\nheld-out reward {_mean_reward(before)} -> {_mean_reward(after)}", bold=True)
     click.echo(
         f"Done in {time.monotonic() - started:.0f} s. Everything is in {folder}; the policy is {folder}/dpo/policy."
     )
@@ -95,11 +95,14 @@ def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
     return output / "policy"
 
 
-def _mean_reward(rollouts: Path) -> float:
-    """Of the scored ones."""
+def _mean_reward(rollouts: Path) -> str:
+    """Of the scored ones, and the share of the others where there are any."""
     from ngym.jsonl import read
 
-    return fmean(line.row["reward"] for line in read(rollouts) if line.row["reward"] is not None)
+    rewards = [line.row["reward"] for line in read(rollouts)]
+    scored = [reward for reward in rewards if reward is not None]
+    mean = f"{fmean(scored):.3f}" if scored else "-"
+    return mean if len(scored) == len(rewards) else f"{mean} ({1 - len(scored) / len(rewards):.1%} unscored)"
 
 
 if __name__ == "__main__":

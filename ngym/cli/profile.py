@@ -92,7 +92,8 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
     nothing = sum(not task.teaches for task in tasks)
     rates = _rates(tasks, solved)
     mean = f", mean pass rate {fmean(rates):.3f}" if rates else ""
-    click.echo(f"{agent}: {len(tasks):,} tasks, {sum(len(task.rewards) for task in tasks):,} scored rollouts{mean}")
+    scored = sum(len(task.rewards) for task in tasks)
+    click.echo(f"{agent}: {len(tasks):,} tasks, {scored:,} scored rollouts{mean}, {_unscored(tasks):.1%} unscored")
     for verdict in ("always", "mixed", "never", "unscored"):
         if verdicts[verdict]:
             click.echo(f"  {verdict:<9} {verdicts[verdict]:>8,}  {verdicts[verdict] / len(tasks):6.1%}")
@@ -105,7 +106,7 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
 
 def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
     click.echo(
-        f"  {by:<24} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'teach nothing':>14}"
+        f"  {by:<24} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'teach nothing':>14} {'unscored':>9}"
     )
     for value in sorted({task.subset or "" for task in tasks}):
         some = [task for task in tasks if task.subset == value]
@@ -113,7 +114,13 @@ def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
         rate = f"{fmean(rates):.3f}" if rates else "-"
         counts = "".join(f" {verdicts[verdict]:>8,}" for verdict in ("always", "mixed", "never"))
         nothing = sum(not task.teaches for task in some)
-        click.echo(f"  {value[:24]:<24} {len(some):>8,} {rate:>10}{counts} {nothing:>14,}")
+        click.echo(f"  {value[:24]:<24} {len(some):>8,} {rate:>10}{counts} {nothing:>14,} {_unscored(some):>9.1%}")
+
+
+def _unscored(tasks: Sequence[Task]) -> float:
+    """The share of rollouts without a reward, which no rate has."""
+    unscored = sum(task.unscored for task in tasks)
+    return unscored / (unscored + sum(len(task.rewards) for task in tasks))
 
 
 def _rates(tasks: Sequence[Task], solved: float) -> list[float]:

@@ -105,7 +105,8 @@ class AgentTally:
     def _groups(self) -> Iterator[Json]:
         for task, rewards in self.rewards.by_task():
             yield {
-                "_ng_task_index": task, "rollouts": len(rewards), "mean/reward": fmean(rewards),
+                "_ng_task_index": task, "rollouts": len(rewards), "unscored": self.scores.unscored_of[task],
+                "mean/reward": fmean(rewards),
                 "min/reward": min(rewards), "max/reward": max(rewards),
             }  # fmt: skip
 
@@ -121,6 +122,7 @@ class AgentTally:
             "subsets": {} if self.subsets is None else {self.subsets.name: self._by_value(self.subsets)},
             "environment": self.own,
             "unscored": self.unscored,
+            "unscored_share": self.scores.unscored_share,
             "output_tokens": self.output_tokens,
             "means": {name: fmean(values) for name, values in sorted(self.numbers.items())},
             "statuses": dict(self.statuses),

@@ -90,7 +90,8 @@ class Meter:
             mean, interval = tally.rewards.mean, tally.rewards.interval
             if mean is not None:
                 half = f" ±{(interval.high - interval.low) / 2:.3f}" if interval else ""
-                shown.append(f"{name} reward {mean:.3f}{half}")
+                unscored = f" ({tally.scores.unscored_share:.1%} unscored)" if tally.unscored else ""
+                shown.append(f"{name} reward {mean:.3f}{half}{unscored}")
         return shown
 
     def _sample(self) -> _Sample:

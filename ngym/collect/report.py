@@ -43,7 +43,8 @@ def subset_table(subsets: Subsets) -> Table:
         table.add_column(column, justify="left" if column == subsets.name else "right")
     for value, scores in by_value:
         found = {name: _number(item.mean) for name, item in scores.named()}
-        counts = (f"{scores.rollouts:,}", f"{scores.unscored:,}", _number(scores.rewards.mean))
+        unscored = f"{scores.unscored:,} ({scores.unscored_share:.1%})"
+        counts = (f"{scores.rollouts:,}", unscored, _number(scores.rewards.mean))
         table.add_row(value, *counts, *(found.get(name, "-") for name in names))
     return table
 
@@ -92,7 +93,8 @@ def _holds(path: Path) -> bool:
 def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     """Name, value, remark."""
     rewards, means = tally.rewards, {name: sum(values) / len(values) for name, values in tally.numbers.items()}
-    yield "mean reward", _number(rewards.mean), _interval(rewards.interval)
+    unscored = f"{tally.scores.unscored_share:.1%} unscored"
+    yield "mean reward", _number(rewards.mean), ", ".join(filter(None, (_interval(rewards.interval), unscored)))
     for name, item in tally.scores.named():
         fewer = f" over {item.tasks} tasks" if item.tasks < rewards.tasks else ""
         yield name, _number(item.mean), _interval(item.interval) + fewer

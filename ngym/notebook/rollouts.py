@@ -128,6 +128,11 @@ class Rollouts(Sequence[Json]):
         return fmean(scored) if scored else None
 
     @property
+    def unscored_share(self) -> float:
+        """The share of rollouts without a reward, 0 to 1, which no mean has."""
+        return self.rewards.count(None) / len(self) if len(self) else 0.0
+
+    @property
     def interval(self) -> Interval | None:
         """95 % of the mean reward; it knows that the rollouts of a task resemble each other. None for fewer than two tasks.
 
@@ -222,6 +227,7 @@ class Rollouts(Sequence[Json]):
         facts = self._facts
         tasks = f" of {len({fact.task for fact in facts}):,} tasks" if all(fact.names_task for fact in facts) else ""
         mean = "no reward" if self.mean_reward is None else f"mean reward {self.mean_reward:.3f}"
+        mean += f" ({self.unscored_share:.1%} unscored)" if self.unscored_share else ""
         return f"{len(self):,} rollouts{tasks}, {mean}{where}"
 
     def _ranked(self, n: int, sign: float) -> Rollouts:
@@ -251,6 +257,11 @@ class Group(NamedTuple):
     @property
     def mean_reward(self) -> float | None:
         return fmean(self.rewards) if self.rewards else None
+
+    @property
+    def unscored(self) -> int:
+        """Rollouts without a reward, which no mean has."""
+        return len(self.rollouts) - len(self.rewards)
 
     @property
     def teaches(self) -> bool:

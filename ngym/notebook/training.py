@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import polars  # type: ignore[import-not-found, unused-ignore]
 
-FEW = ("step", "reward/mean", "loss", "lag", "completions/mean_length", "tokens_per_s", "time/elapsed")
+FEW = ("step", "reward/mean", "frac_unscored", "loss", "lag", "completions/mean_length", "tokens_per_s", "time/elapsed")
 SHOWN_STEPS = 8
 
 

@@ -60,7 +60,13 @@ def aggregate(rows: Sequence[Json], by: str | None = None) -> Json:
     key = scores.metrics() | (subsets.metrics() if subsets else {})
     return {
         "group_level_metrics": [
-            {"_ng_task_index": index, "rollouts": len(group), **_numbers(group)} for index, group in groups.items()
+            {
+                "_ng_task_index": index,
+                "rollouts": len(group),
+                "unscored": sum(row.get("reward") is None for row in group),
+                **_numbers(group),
+            }
+            for index, group in groups.items()
         ],
         "agent_metrics": {**_numbers(rows), **key, "unscored": scores.unscored},
         "key_metrics": key,

@@ -32,7 +32,14 @@ class Side:
         return fmean(self.rewards) if self.rewards else None
 
     def as_json(self) -> Json:
-        return {"task": self.task, "n": self.n, "mean": self.mean, "rows": [row_name(seq) for seq in self.rows]}
+        scored = len(self.rewards)
+        return {
+            "task": self.task,
+            "n": self.n,
+            "scored": scored,
+            "mean": self.mean,
+            "rows": [row_name(seq) for seq in self.rows],
+        }
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,8 @@ def compare(a: Rows, b: Rows, q: str, sort: str, offset: int, limit: int) -> Jso
         "unscored": len(common) - len(deltas),
         "mean_a": fmean(first for first, _ in means) if means else None,
         "mean_b": fmean(second for _, second in means) if means else None,
+        "unscored_a": _unscored([pair.a for pair in pairs]),
+        "unscored_b": _unscored([pair.b for pair in pairs]),
         "delta": fmean(deltas) if deltas else None,
         "interval": None if interval is None else [interval.low, interval.high],
         "matched_by": _matched_by(common),
@@ -120,6 +129,13 @@ def _matched_by(common: list[str | int]) -> str | None:
     if not common:
         return None
     return "task_id" if any(isinstance(key, str) for key in common) else "task"
+
+
+def _unscored(sides: list[Side | None]) -> float:
+    """The share of a run's rollouts without a reward, which its means do not have."""
+    there = [side for side in sides if side is not None]
+    rollouts = sum(side.n for side in there)
+    return 1 - sum(len(side.rewards) for side in there) / rollouts if rollouts else 0.0
 
 
 def _tasks(rows: Rows, q: str) -> tuple[dict[str | int, Side], float]:

@@ -56,6 +56,7 @@ TASK_COLUMNS = {
     "agent": "max(r.agent)",
     "groups": "count(DISTINCT r.g)",
     "n": "count(*) FILTER (WHERE r.failure IS NULL)",
+    "unscored": "count(*) FILTER (WHERE r.failure IS NULL AND r.reward IS NULL)",
     "mean": "avg(r.reward)",
     "best": "max(r.reward)",
     "worst": "min(r.reward)",

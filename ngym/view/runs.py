@@ -83,6 +83,7 @@ class RolloutRun:
                 "bad": [],
                 "run_id": None,
                 "mean_reward": None,
+                "unscored_share": None,
                 "environments": [],
                 "has_tokens": False,
                 "fields": [],
@@ -91,12 +92,14 @@ class RolloutRun:
             bad = database.execute("SELECT part, line, problem FROM bad_lines ORDER BY part, line LIMIT 20").fetchall()
             run_id = database.execute("SELECT run_id FROM texts ORDER BY seq LIMIT 1").fetchone()
             agents = database.execute("SELECT DISTINCT agent FROM groups WHERE agent IS NOT NULL ORDER BY agent")
-            (mean_reward,) = database.execute("SELECT sum(total) * 1.0 / sum(scored) FROM groups").fetchone()
+            of_groups = "SELECT sum(total) * 1.0 / sum(scored), 1 - sum(scored) * 1.0 / sum(n) FROM groups"
+            mean_reward, unscored_share = database.execute(of_groups).fetchone()
             return {
                 "bad_lines": extent.bad,
                 "bad": [f"{said(self.index.paths[part].name)}:{line + 1}: {problem}" for part, line, problem in bad],
                 "run_id": run_id[0] if run_id else None,
                 "mean_reward": mean_reward,
+                "unscored_share": unscored_share,
                 "environments": [agent for (agent,) in agents],
                 "has_tokens": database.execute("SELECT 1 FROM rows WHERE tokens LIMIT 1").fetchone() is not None,
                 "fields": [name for (name,) in database.execute("SELECT name FROM fields ORDER BY name")],

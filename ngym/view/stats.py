@@ -35,6 +35,7 @@ class Environment:
         return {
             "name": name,
             "n": self.n,
+            "unscored": self.n - self.rewards.count,
             "mean": self.rewards.mean,
             "interval": _pair(self.rewards.interval),
             "failed": self.failed,

@@ -1,7 +1,7 @@
 // Which run is better, and on which tasks? Counts, the mean difference with its interval, and the tasks, largest difference first.
 import { rewardMark } from "./columns.js";
 import { clear, el, link } from "./dom.js";
-import { DASH, formatCount, formatNumber, formatSigned, isNumber, plural } from "./format.js";
+import { DASH, formatCount, formatNumber, formatPercent, formatSigned, isNumber, plural } from "./format.js";
 import { go, hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";
 import { Table } from "./table.js";
@@ -112,6 +112,11 @@ function summaryOf(answer, left, right, byDifference) {
         null,
         el("div", { class: "label" }, "means"),
         el("span", { class: "num" }, `${formatNumber(answer.mean_a)} → ${formatNumber(answer.mean_b)}`),
+        el(
+          "span",
+          { class: "muted num", title: "rollouts without a reward, which no mean has" },
+          `  unscored: ${formatPercent(answer.unscored_a)} → ${formatPercent(answer.unscored_b)}`,
+        ),
       ),
       el(
         "dl",
@@ -159,7 +164,7 @@ function columnsFor(left, right) {
     sort: null,
     cell: (row) =>
       row[key]
-        ? [rewardMark(row[key].mean), el("span", { class: "muted num" }, ` n ${row[key].n}`)]
+        ? [rewardMark(row[key].mean), el("span", { class: "muted num" }, ` n ${scoredOf(row[key])}`)]
         : el("span", { class: "muted" }, "not in this run"),
   });
   const all = [
@@ -177,6 +182,11 @@ function columnsFor(left, right) {
     },
   ];
   return innerWidth >= 700 ? all : all.filter(({ key }) => key === "delta" || key === "prompt");
+}
+
+/** `8`, or `6 of 8` where some have no reward. */
+function scoredOf({ n, scored }) {
+  return isNumber(scored) && scored < n ? `${scored} of ${n}` : n;
 }
 
 function deltaMark(delta) {

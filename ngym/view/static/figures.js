@@ -76,7 +76,10 @@ export class Figures {
   #draw(stats) {
     const edges = stats?.histogram?.edges;
     if (!this.q && edges?.length) this.onRange([Math.min(0, edges[0]), Math.max(1, edges.at(-1))]);
-    if (stats) this.#summary.textContent = `Figures: mean reward ${formatNumber(stats.mean)}, ${formatCount(stats.failed)} failed`;
+    if (stats) {
+      const left = `${formatCount(stats.unscored)} unscored, ${formatCount(stats.failed)} failed`;
+      this.#summary.textContent = `Figures: mean reward ${formatNumber(stats.mean)}, ${left}`;
+    }
     if (stats?.searching) this.#timer = setTimeout(() => this.#fetch(), FIGURES_AGAIN_MS);
     const share = this.api.packed && packedShare(this.api.packed, this.run);
     const actions = {

@@ -98,13 +98,14 @@ function rolloutTable(runs, chosen, draw) {
         el("div", { class: "muted path", title: safeLine(run.path) }, el("bdi", null, safeLine(run.path))),
       ),
       el("td", { class: "num" }, formatNumber(run.mean_reward)),
+      el("td", { class: `num ${run.unscored_share ? "is-warn" : ""}` }, formatPercent(run.unscored_share)),
       el("td", { class: "num" }, formatCount(run.rows)),
       el("td", { class: `num ${run.failures ? "is-bad" : ""}` }, formatCount(run.failures)),
       el("td", { class: "wide" }, safeLine((run.environments ?? []).join(", "))),
       el("td", { class: "num wide" }, formatBytes(run.bytes)),
       el("td", null, stateOf(run)),
     );
-  const columns = { run: null, "mean reward": "num", rollouts: "num", failed: "num", environments: "wide", size: "num wide", " ": null };
+  const columns = { run: null, "mean reward": "num", unscored: "num", rollouts: "num", failed: "num", environments: "wide", size: "num wide", " ": null };
   return columnTable("runs", runs.length > 1 ? { "": null, ...columns } : columns, runs.map(line));
 }
 
@@ -126,8 +127,9 @@ function trainingTable(runs) {
         el("div", { class: "muted path", title: safeLine(run.path) }, el("bdi", null, safeLine(run.path))),
       ),
       el("td", { class: "num" }, formatNumber(run.last?.["reward/mean"])),
+      el("td", { class: `num ${run.last?.frac_unscored ? "is-warn" : ""}` }, formatPercent(run.last?.frac_unscored)),
       el("td", { class: "num" }, formatCount(run.steps)),
       el("td", null, stateOf(run)),
     );
-  return columnTable("runs", { run: null, "last reward": "num", steps: "num", "": null }, runs.map(line));
+  return columnTable("runs", { run: null, "last reward": "num", unscored: "num", steps: "num", "": null }, runs.map(line));
 }

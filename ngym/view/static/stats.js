@@ -2,7 +2,7 @@
 import { bars, histogram, scatter } from "./charts.js";
 import { columnTable, el, folded } from "./dom.js";
 import { filterValue } from "./filter.js";
-import { DASH, formatCount, formatNumber, formatSeconds, isNumber, plural } from "./format.js";
+import { DASH, formatCount, formatNumber, formatPercent, formatSeconds, isNumber, plural } from "./format.js";
 import { safeLine } from "./safetext.js";
 
 /** stats: as the server answers. actions: {filter(term), open(row)}. isPart: they are of the filtered rows only. */
@@ -58,6 +58,12 @@ function meanWithInterval(mean, interval) {
   ];
 }
 
+/** Of how many rollouts the mean is not. */
+function unscoredShare({ unscored, n }) {
+  if (!n) return null;
+  return el("span", { class: `num ${unscored ? "is-warn" : "muted"}` }, ` ${formatPercent(unscored / n)} unscored`);
+}
+
 function headline(stats) {
   const counts = [
     [formatCount(stats.scored), "scored", ""],
@@ -67,7 +73,7 @@ function headline(stats) {
   return el(
     "div",
     { class: "headline" },
-    el("div", null, el("div", { class: "label" }, "mean reward"), el("div", null, meanWithInterval(stats.mean, stats.interval))),
+    el("div", null, el("div", { class: "label" }, "mean reward"), el("div", null, meanWithInterval(stats.mean, stats.interval), unscoredShare(stats))),
     el(
       "dl",
       { class: "counts" },
@@ -126,10 +132,11 @@ function environments(entries, actions) {
       ),
       el("td", { class: "num" }, formatCount(one.n)),
       el("td", { class: "num" }, formatNumber(one.mean)),
+      el("td", { class: `num ${one.unscored ? "is-warn" : ""}` }, formatCount(one.unscored)),
       el("td", { class: "num" }, formatCount(Math.round(one.tokens ?? NaN))),
       el("td", { class: "num" }, formatSeconds(one.seconds)),
     );
-  const columns = { environment: null, n: "num", mean: "num", tokens: "num", time: "num" };
+  const columns = { environment: null, n: "num", mean: "num", unscored: "num", tokens: "num", time: "num" };
   const table = () => columnTable("small", columns, entries.map(line));
   return el("section", null, entries.length > 1 ? [el("h3", null, "Environments"), table()] : folded("One environment", table));
 }

@@ -20,6 +20,7 @@ function taskColumns(range) {
     number("worst", "worst", "64px"),
     number("n", "n", "52px", "rollouts", (row) => formatCount(row.n)),
     number("groups", "groups", "64px", "groups of rollouts that were sampled together: how often the task was drawn", (row) => formatCount(row.groups)),
+    number("unscored", "unscored", "76px", "rollouts without a reward, which the mean does not have", (row) => formatCount(row.unscored)),
     number("failures", "failed", "62px", "failed attempts", (row) => formatCount(row.failures)),
     number("task", "task", "62px", "the task's number"),
     { key: "agent", label: "agent", width: "140px", sort: "agent", cell: (row) => safeLine(row.agent ?? DASH) },
