@@ -4,7 +4,8 @@
 
 The nonce is drawn per question, after the judged text was written: no text can close its own fence, or write a verdict
 that counts. A judge that is down, slow, cut off, or says no verdict in the form it was told yields a Verdict without a
-value, whose `outcome` says so; that is no judgement of the text, and its reward must be None.
+value, whose `outcome` says so; that is no judgement of the text, and its reward must be None. Only where the judge has
+a verdict on a plain text, and none on this one, is it this text's doing: `no_verdict`, whose reward must be 0.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from ngym.errors import ServiceError
 from ngym.peers import Peers
 
 MAX_MATERIAL_CHARS = 60_000
+NO_VERDICT = "no_verdict"
+PLAIN_TEXT = "I do not know."
 T = TypeVar("T")
 
 
 class Verdict(NamedTuple, Generic[T]):
-    """What the judge said: `judged` with a value, or `judge_error` with the reason why there is none."""
+    """What the judge said: `judged` with a value, or `judge_error` or `no_verdict` with the reason why there is none."""
 
     outcome: str
     value: T | None
     reason: str | None
+
+    def failure(self) -> dict[str, Any]:
+        """What a verifier answers where there is no value."""
+        reward = 0.0 if self.outcome == NO_VERDICT else None
+        return {"reward": reward, "outcome": self.outcome, "reason": self.reason}
 
 
 class Question(NamedTuple):
@@ -36,11 +44,19 @@ class Question(NamedTuple):
     instructions: the judge's task, by the environment's author.
     material: name -> text to judge; of unknown intent, always fenced.
     form: what the verdict has to look like, in words: `an integer from 0 to 10`.
+    judged: the name of the material that a policy wrote; None where a text that gets no verdict is nobody's doing.
     """
 
     instructions: str
     material: Mapping[str, str]
     form: str
+    judged: str | None = None
+
+    def plain(self) -> Question | None:
+        """The same question about a text that any judge can judge."""
+        if self.judged is None:
+            return None
+        return self._replace(material={**self.material, self.judged: PLAIN_TEXT}, judged=None)
 
 
 async def ask(
@@ -65,12 +81,20 @@ async def ask(
             request = {"input": prompt(question, nonce), **(sampling or {"temperature": 0})}
             response = await peers[model].post("/v1/responses", request, timeout=timeout_s, idempotent=True)
         except ServiceError as error:
-            return Verdict("judge_error", None, f"the judge {model!r} failed: {error.detail}")
+            reason = f"the judge {model!r} failed: {error.detail}"
+            if error.failure != "context_length":
+                return Verdict("judge_error", None, reason)
+            break
         said = verdict_of(without_reasoning(last_text(response)), nonce)
         value = None if said is None else read(said)
         if value is not None:
             return Verdict("judged", value, None)
         reason = f"the judge {model!r} gave no verdict that is {question.form}"
+    plain = question.plain()
+    if plain is not None:
+        again = await ask(peers, model, plain, read, attempts=attempts, timeout_s=timeout_s, sampling=sampling)
+        if again.value is not None:
+            return Verdict(NO_VERDICT, None, f"{reason}, and one on a plain text")
     return Verdict("judge_error", None, reason)
 
 

@@ -77,8 +77,9 @@ async def test_a_hostile_document_or_schema_gets_an_answer_and_leaves_the_server
                     peers["gym"].post("/verify", hostile), *(peers["gym"].post("/verify", good) for _ in range(4))
                 )
             assert [answer["reward"] for answer in others] == [1.0] * 4, name
-            assert bomb["outcome"] in ("correct", "invalid", "too_heavy"), name
-            assert bomb["reward"] is not None, name
+            assert bomb["outcome"] in ("correct", "invalid", "too_heavy", "unverifiable"), name
+            assert (bomb["reward"] is None) == (bomb["outcome"] == "unverifiable"), name
+            assert bomb["reward"] is not None or schema, "a document alone makes no reward null"
 
 
 async def test_without_fences_only_the_whole_text_is_the_document():

@@ -106,12 +106,12 @@ async def test_the_environments_own_rewards_are_the_components(others: Peers) ->
 
 
 @pytest.mark.soak
-async def test_a_reward_that_raises_or_never_ends_is_null_with_its_class(others: Peers) -> None:
+async def test_a_rollout_on_which_a_reward_raises_or_never_ends_is_worth_nothing(others: Peers) -> None:
     raised = await sum_scored(others, "fail the rubric")
-    assert (raised["reward"], raised["outcome"]) == (None, "verify_error")
+    assert (raised["reward"], raised["outcome"]) == (0.0, "verify_error")
     assert "this reward cannot be computed" in raised["reason"]
     endless = await sum_scored(others, "hang the rubric")
-    assert (endless["reward"], endless["outcome"]) == (None, "unverifiable")
+    assert (endless["reward"], endless["outcome"]) == (0.0, "too_heavy")
     assert (await sum_scored(others, "<answer>12</answer>"))["reward"] == 1.0
 
 

@@ -61,7 +61,7 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     values: list[float] = []
     for verdict in verdicts:
         if verdict.value is None:
-            return {"reward": None, "outcome": verdict.outcome, "reason": verdict.reason}
+            return verdict.failure()
         values.append(verdict.value)
     weights = [c.weight for c in task.rubric] if task.mode == "rubric" else [1.0] * len(verdicts)
     parts = {name: w * value / sum(weights) for name, w, value in zip(names, weights, values, strict=True)}
@@ -82,13 +82,18 @@ def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers)
         return [c.text for c in task.rubric], [score(form, read, lambda n: n / options.scale) for form in forms]
     if task.mode == "pairwise":
         [other] = task.references
-        first = score(pair_question(task.question, answer, other), PAIR, {"A": 1.0, "tie": 0.5, "B": 0.0}.get)
-        second = score(pair_question(task.question, other, answer), PAIR, {"A": 0.0, "tie": 0.5, "B": 1.0}.get)
+        first = score(
+            pair_question(task.question, answer, other, "answer A"), PAIR, {"A": 1.0, "tie": 0.5, "B": 0.0}.get
+        )
+        second = score(
+            pair_question(task.question, other, answer, "answer B"), PAIR, {"A": 0.0, "tie": 0.5, "B": 1.0}.get
+        )
         return ["shown_first", "shown_second"], [first, second]
     texts = [*task.references, answer]
     count = len(texts)
-    ours_last = score(ranking_question(task.question, texts), ranking(count), lambda order: place(order, count))
-    ours_first = score(ranking_question(task.question, texts[::-1]), ranking(count), lambda order: place(order, 1))
+    last, first = ranking_question(task.question, texts, count), ranking_question(task.question, texts[::-1], 1)
+    ours_last = score(last, ranking(count), lambda order: place(order, count))
+    ours_first = score(first, ranking(count), lambda order: place(order, 1))
     return ["shown_last", "shown_first"], [ours_last, ours_first]
 
 

@@ -25,6 +25,9 @@ from .bridge import Bridge
 from .environment import Source
 from .scoring import NotScored
 
+PLAIN_RESPONSE: Json = {
+    "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "0"}]}]
+}
 ROWS = "application/x-ndjson"
 
 
@@ -58,13 +61,23 @@ async def verify(task: Task, session: Session) -> Json:
     try:
         trace = await bridge.finished(task.task_data, task.response, session)
     except NotScored as problem:
-        return {"reward": None, "outcome": problem.outcome, "reason": str(problem)}
+        reward = 0.0 if problem.outcome != "infra_error" and await scores_a_plain_answer(bridge, task) else None
+        return {"reward": reward, "outcome": problem.outcome, "reason": str(problem)}
     rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
     unscored = sorted(name for name, value in rewards.items() if value is None)
     if unscored or not rewards:
         reason = f"the environment gave no {', '.join(unscored) or 'reward'}"
         return {"reward": None, "outcome": "verify_error", "reason": reason}
     return {"reward": trace.reward, "reward_components": rewards, "metrics": trace.metrics, "outcome": "scored"}
+
+
+async def scores_a_plain_answer(bridge: Bridge, task: Task) -> bool:
+    """Whether rewards that fail on a rollout are fine with a plain one of the same task: then it is the rollout's doing."""
+    try:
+        await bridge.finished(task.task_data, PLAIN_RESPONSE, Session())
+    except NotScored:
+        return False
+    return True
 
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:

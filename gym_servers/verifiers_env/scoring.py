@@ -17,8 +17,8 @@ pool = WorkerPool(Path(__file__), "score", memory_mib=8192)
 
 
 class NotScored(Exception):
-    """There is no reward; the text says why. outcome: `verify_error` (the environment raised), `unverifiable` (it took
-    too much time or memory) or `infra_error`."""
+    """There is no reward; the text says why. outcome: `verify_error` (the environment raised), `too_heavy` (it took too
+    much time or memory), `ungradable` (its process died) or `infra_error`."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -47,9 +47,8 @@ async def scored(source: Source, trace: vf.Trace[Any, Any, Any], deadline_s: flo
     state = trace.state.model_dump(mode="json")
     outcome = await pool.run(source.model_dump(), trace.to_record(), state, deadline_s=deadline_s)
     if outcome.kind != "ok":
-        raise NotScored(
-            "infra_error" if outcome.kind == "crash" else "unverifiable", f"{outcome.kind}: {outcome.detail}"
-        )
+        failure = outcome.failure()
+        raise NotScored(failure["outcome"], failure["reason"])
     if "problem" in outcome.value:
         raise NotScored("verify_error", outcome.value["problem"])
     trace.rewards = {n: r and vf.Reward.model_validate(r) for n, r in outcome.value["rewards"].items()}
