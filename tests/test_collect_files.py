@@ -113,7 +113,12 @@ async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
     assert record["sittings"][0]["status"] == "done" and record["sittings"][0]["command"] == ["test", "--x"]
     [aggregate] = json.loads((tmp_path / "out_aggregate_metrics.json").read_text())
     assert aggregate["agent_ref"]["name"] == "agent"
-    assert aggregate["key_metrics"] == {"mean/reward": 1.0, "pass@1/reward": 1.0, "pass@2/reward": 1.0}
+    assert aggregate["key_metrics"] == {
+        "mean/reward": 1.0,
+        "unscored/reward": 0.0,
+        "pass@1/reward": 1.0,
+        "pass@2/reward": 1.0,
+    }
     assert aggregate["agent_metrics"]["mean/output_tokens"] == 3.0
     assert len(aggregate["group_level_metrics"]) == 3
 

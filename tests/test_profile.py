@@ -73,8 +73,8 @@ def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [str(path), "--by", "level"])
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["easy", "1", "1.000", "1", "0", "0", "1"] in lines
-    assert ["hard", "2", "0.250", "0", "1", "1", "1"] in lines
+    assert ["easy", "1", "1.000", "1", "0", "0", "1", "0.0%"] in lines
+    assert ["hard", "2", "0.250", "0", "1", "1", "1", "25.0%"] in lines
     rows = [
         json.loads(line)
         for line in CliRunner().invoke(main, [str(path), "--by", "level", "--json"]).output.splitlines()

@@ -239,3 +239,45 @@ async def test_a_row_with_more_aliases_than_anybody_needs_is_refused():
         with pytest.raises(ServiceError) as refused:
             await peers["gym"].post("/verify", rollout([message("Answer: Lima")], row))
     assert refused.value.status == 422 and "aliases" in refused.value.detail
+
+
+BOMBS = {
+    "a nest": "[" * 100_000,
+    "a tower": "\\boxed{9^{9^{9^9}}}",
+    "a tower under a sign": "\\boxed{10^{-10^{10}}}",
+    "a huge exponent": "\\boxed{1e999999999}",
+    "5,000 digits": "Answer: " + "9" * 5_000,
+    "not a number": "Answer: NaN",
+    "infinity": "\\boxed{-Infinity}",
+    "null characters": "Answer: \0\0",
+    "spaces": "Answer:" + " \u00a0\t" * 30_000,
+    "accents": "a" + "\u0301" * 50_000,
+    "what NFKC makes long": "\ufdfa" * 20_000,
+    "open boxes": "\\boxed{" * 20_000,
+    "letters for a pattern": "a" * 40 + "!",
+    "an endless query": "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c",
+    "a program that is a nest": "```python\n" + "(" * 100_000 + "\n```",
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "math": {"expected_answer": "4"},
+    "mcqa": {"options": [{"A": "Lima"}], "expected_answer": "A", "template_metadata": {"output_regex": "((a+)+)$"}},
+    "qa_short": {"expected_answer": "4 km", "answer_kind": "number"},
+    "calculator": {"expected_answer": 4},
+    "function_call": {"expected_calls": [], "asks_for": ["city"]},
+    "weather": {"expected_city": "Oslo"},
+    "sql": {"setup": "CREATE TABLE t (a);", "gold": "SELECT 1"},
+    "code_exec": {"function": "f", "cases": [{"args": [], "expected": None}]},
+    "structured_outputs": {"schema_str": '{"type": "object"}', "schema_type": "yaml"},
+    "instruction_following": {
+        "instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["never said"]}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+async def test_no_text_and_no_call_makes_its_own_reward_null(name):
+    arguments = ["[" * 100_000, '{"city": "\\ud800"}', '{"city": %s}' % ("9" * 5_000), '{"x": 1e999}', "\0"]
+    outputs = [[message(text)] for text in BOMBS.values()]
+    outputs += [[{**call("get_weather", {}), "arguments": text}, message("x")] for text in arguments]
+    found = await rewards(name, [rollout(output, ROWS[name]) for output in outputs])
+    assert set(found) == {0.0}
