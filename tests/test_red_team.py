@@ -267,7 +267,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "weather": {"expected_city": "Oslo"},
     "sql": {"setup": "CREATE TABLE t (a);", "gold": "SELECT 1"},
     "code_exec": {"function": "f", "cases": [{"args": [], "expected": None}]},
-    "structured_outputs": {"schema_str": '{"type": "object"}', "schema_type": "yaml"},
+    "structured_outputs": {"schema_str": '{"type": "object", "required": ["a"]}', "schema_type": "yaml"},
     "instruction_following": {
         "instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["never said"]}],
     },
