@@ -165,14 +165,14 @@ def test_attempts_without_a_reward_are_counted_and_are_no_zeros(tmp_path: Path) 
     (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks, attempts=2, greedy=False)
     assert first["eval/sums/avg@2"] == first["eval/sums/pass@2"] == 1
     assert [first[f"eval/sums/avg@2/{what}"] for what in ("count", "failed", "unscored")] == [4, 2, 2]
-    assert lines[0].endswith("avg@2 1.000 [1.000, 1.000], pass@2 1.000, 2 failed, 2 unscored (4 tasks)")
+    assert lines[0].endswith("avg@2 1.000 [1.000, 1.000], pass@2 1.000, 2 failed, 2 unscored (33.3%) (4 tasks)")
 
 
 def test_where_nothing_has_a_reward_nothing_is_claimed(tmp_path: Path) -> None:
     tasks = write(tmp_path / "held_out.jsonl", ["breaks", "no judge"])
     (first, *_), lines = measured(tmp_path, Solver(), tasks=tasks)
     assert not {"eval/sums/avg@1", "eval/sums/pass@1", "eval/sums/greedy", "val/accuracy"} & first.keys()
-    assert "avg@1 has no reward, 1 failed, 1 unscored; greedy has no reward, 1 failed, 1 unscored" in lines[0]
+    assert "avg@1 has no reward, 1 failed, 1 unscored (100.0%); greedy has no reward, 1 failed, 1 unscored" in lines[0]
 
 
 def test_several_held_out_files_have_agents_and_names_of_their_own(tmp_path: Path) -> None:
