@@ -1,7 +1,7 @@
-"""Rows in, rows out: files are streamed, never held; every bad line is named.
+"""Rows in, rows out: files are streamed, never held; every problem is named with its first line.
 
 `read(path)` yields every line of a JSONL file with what is wrong with it; `checked(path, check)` yields the good ones and
-reports all bad ones together. What is appended to for hours, and must survive a kill, is a `ngym.rowlog.RowLog`.
+reports all problems together. What is appended to for hours, and must survive a kill, is a `ngym.rowlog.RowLog`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _skip_line(file: BinaryIO) -> bool:
 
 
 class CheckedLines:
-    """The good lines of a file, streamed; at its end, one UsageError with every bad line (the first 20 by name).
+    """The good lines of a file, streamed; at its end, one UsageError with every problem (the first 20), each with its first line.
 
     Args:
         check: what is wrong with a row, or None.
@@ -94,19 +94,26 @@ class CheckedLines:
         self._limit = limit
 
     def __iter__(self) -> Iterator[Line]:
-        named: list[str] = []
+        named: dict[str, list[int]] = {}  # problem -> its first line, and how many lines have it
         for line in islice(read(self._path), self._limit):
             problem = line.problem or self._check(line.row)
             if problem is None:
                 yield line
                 continue
             self.bad += 1
-            if self.bad <= REPORTED_LINES:
-                named.append(f"{self._path}:{line.number}: {problem}")
-        if self.bad > REPORTED_LINES:
-            named.append(f"... and {self.bad - REPORTED_LINES} more lines of {self._path}")
+            if problem in named:
+                named[problem][1] += 1
+            elif len(named) < REPORTED_LINES:
+                named[problem] = [line.number, 1]
         if named:
-            raise UsageError("\n".join(named))
+            raise UsageError("\n".join(self._told(named)))
+
+    def _told(self, named: dict[str, list[int]]) -> Iterator[str]:
+        for problem, (number, count) in named.items():
+            more = f" (and {count - 1:,} more lines like it)" if count > 1 else ""
+            yield f"{self._path}:{number}: {problem}{more}"
+        if rest := self.bad - sum(count for _, count in named.values()):
+            yield f"... and {rest} more lines of {self._path}"
 
 
 def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:

@@ -60,9 +60,18 @@ def test_all_bad_lines_are_reported_together(tmp_path: Path) -> None:
     ]
 
 
-def test_of_many_bad_lines_the_first_twenty_are_named(tmp_path: Path) -> None:
+def test_a_problem_of_many_lines_is_named_once(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b"?\n" * 1000)
+    path.write_bytes(b'{"n": 1}\n{"m": 1}\n?\n' + b'{"m": 2}\n' * 1000)
+    with pytest.raises(UsageError) as caught:
+        list(checked(path, lambda row: None if "n" in row else "no n"))
+    first, second = str(caught.value).splitlines()
+    assert first == f"{path}:2: no n (and 1,000 more lines like it)" and second.startswith(f"{path}:3: not JSON")
+
+
+def test_of_many_problems_the_first_twenty_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"".join(b"?%d\n" % number for number in range(1000)))
     with pytest.raises(UsageError) as caught:
         list(checked(path, lambda row: None))
     lines = str(caught.value).splitlines()
