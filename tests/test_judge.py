@@ -205,6 +205,18 @@ async def test_a_group_that_cannot_be_ranked_is_null_and_says_why(said, texts, r
     assert all(reason in outcome["reason"] for outcome in outcomes)
 
 
+async def test_an_answer_that_spoils_the_ranking_is_worth_0_and_the_others_are_ranked_without_it():
+    """Else one rollout takes the rewards of its whole group out of every mean."""
+
+    def confused(system: str, material: dict[str, str]) -> str:
+        return "I cannot" if "SPOIL" in str(material) else fair(system, material)
+
+    outcomes = await together(confused, HALF, "SPOIL", WHOLE, POOR)
+    assert [outcome["reward"] for outcome in outcomes] == [0.5, 0.0, 1.0, 0.0]
+    assert outcomes[1]["outcome"] == "no_verdict" and "one on a plain text" in outcomes[1]["reason"]
+    assert [outcome["reward"] for outcome in await together(confused, "SPOIL", "SPOIL 2")] == [0.0, 0.0]
+
+
 async def test_the_same_answer_of_all_is_a_tie_and_no_judge_is_asked():
     assert [outcome["reward"] for outcome in await together(lambda *_: "none", WHOLE, WHOLE)] == [0.5, 0.5]
 

@@ -7,12 +7,12 @@ from pydantic import BaseModel, Field, model_validator
 
 from ngym import ServiceOptions, VerifyGroup, VerifyRequest, gym_server
 from ngym.answers import without_reasoning
-from ngym.judging import Question, Verdict, ask, one_of, ranking, whole_number
+from ngym.judging import NO_VERDICT, Question, Verdict, ask, one_of, ranking, whole_number
 from ngym.peers import Peers
 from ngym.rewards import Shaping, shaped
 from ngym.services.options import ServiceName
 
-from .group import place, places
+from .group import MOST, place, places, unrankable
 from .questions import criterion_question, pair_question, ranking_question
 
 
@@ -105,10 +105,13 @@ class Group(VerifyGroup):
 
 
 async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> list[dict[str, Any]]:
-    """The answers of one task, ranked among one another; the same answer has the same place, however often it was given."""
+    """The answers of one task, ranked among one another; the same answer has the same place, however often it was given.
 
-    async def rank(texts: list[str]) -> Verdict[list[int]]:
-        question = ranking_question(group.rollouts[0].question, texts)
+    An answer that the judge cannot rank even beside a plain text is worth 0, and the others are ranked without it.
+    """
+
+    async def rank(texts: list[str], judged: int | None = None) -> Verdict[list[int]]:
+        question = ranking_question(group.rollouts[0].question, texts, judged)
         return await ask(
             peers, options.judge, question, ranking(len(texts)), attempts=options.attempts, timeout_s=options.timeout_s
         )
@@ -116,10 +119,19 @@ async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> lis
     answers = [without_reasoning(task.text).strip() for task in group.rollouts]
     size = {"group_size": len(answers)}
     found = await places(set(answers), rank) if len(answers) > 1 else "there is no other answer to compare it with"
+    spoiling: dict[str, str] = {}
+    if isinstance(found, str) and 1 < len(set(answers)) <= MOST:
+        spoiling = await unrankable(set(answers), rank)
+    if spoiling:
+        rest = set(answers) - spoiling.keys()
+        found = await places(rest, rank) if rest else {}
     if isinstance(found, str):
         return [{"reward": None, "outcome": "judge_error", "reason": found, **size} for _ in answers]
     outcomes = []
     for task, answer in zip(group.rollouts, answers, strict=True):
+        if answer in spoiling:
+            outcomes.append({"reward": 0.0, "outcome": NO_VERDICT, "reason": spoiling[answer], **size})
+            continue
         parts = found[answer]
         outcome = {"reward": sum(parts.values()), "reward_components": parts, "outcome": "judged", **size}
         outcomes.append(shaped(outcome, task.response, options.shaping))

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from ngym.judging import Verdict
+from ngym.judging import NO_VERDICT, PLAIN_TEXT, Verdict
 
 MOST = 16
 TIE = 0.5
@@ -31,6 +31,22 @@ async def places(
         for number, text in enumerate(texts, start=1):
             found[text][name] = place(verdict.value, number) / 2
     return found
+
+
+async def unrankable(
+    answers: set[str], rank: Callable[[list[str], int], Awaitable[Verdict[list[int]]]]
+) -> dict[str, str]:
+    """The answers that the judge does not even rank beside a plain text, although it ranks another there; with the reason.
+
+    rank: texts, and the number of the one that is judged -> their numbers, best first.
+    """
+    texts = sorted(answers)
+    verdicts = await asyncio.gather(*(rank([PLAIN_TEXT, text], 2) for text in texts))
+    return {
+        text: verdict.reason or NO_VERDICT
+        for text, verdict in zip(texts, verdicts, strict=True)
+        if verdict.outcome == NO_VERDICT
+    }
 
 
 def place(order: list[int], ours: int) -> float:
