@@ -1,4 +1,4 @@
-"""How long does /health wait while a service handles one hostile request? Per service and route, for bodies of up to 64 MB.
+"""Measures how long /health waits while a service handles one hostile request, per service and route, for bodies of up to 64 MB.
 
 Another process asks /health every 10 ms; shown is its longest answer during each request, and where it is longer than the
 limit the request is named. Each request is as large as its route allows; one that is late is

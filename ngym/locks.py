@@ -1,4 +1,4 @@
-"""Who may call a service: callers with a token where the run is locked, programs of this machine where it is open.
+"""Access to services: callers with a token where the run is locked, programs of this machine where it is open.
 
 The run's token opens every route but GET /health; the weights and the like want the admin token. An open run listens on loopback,
 where a browser lets every web page send requests; `Visitors` refuses those.

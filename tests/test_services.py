@@ -202,7 +202,7 @@ async def test_a_result_with_half_a_character_is_readable():
 
 CRASHES = {
     14: (r"add failed: RuntimeError: a bug of the author's \(test_services.py:\d+\)", True),
-    15: (r"add returned what is no JSON: .*set \(test_services.py:\d+\)", False),
+    15: (r"add returned a value that is not JSON: .*set \(test_services.py:\d+\)", False),
     16: ("what another service said", False),
     17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
     18: ("gym at .* did not answer POST /add within", True),

@@ -115,7 +115,7 @@ async def test_a_tool_that_crashes_is_told_though_no_case_calls_it(tmp_path: Pat
     [(check, (first, second))] = [(finding.check, finding.mistakes) for finding in findings if finding.mistakes]
     assert check == "tools"
     assert first.startswith("lookup: lookup failed: RuntimeError: the database is gone (test_validation.py:")
-    assert second.startswith("listed: listed returned what is no JSON")
+    assert second.startswith("listed: listed returned a value that is not JSON")
 
 
 async def test_one_that_is_slow_is_told(tmp_path: Path) -> None:

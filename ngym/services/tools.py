@@ -174,7 +174,7 @@ def _written(result: Any, author: Author, name: str) -> Response:
     except Exception as error:
         code = getattr(inspect.unwrap(author.call), "__code__", None)
         where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-        raise ServiceError(f"{name} returned what is no JSON: {error}{where}", failure="tool_error") from error
+        raise ServiceError(f"{name} returned a value that is not JSON: {error}{where}", failure="tool_error") from error
 
 
 def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:

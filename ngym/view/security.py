@@ -1,4 +1,4 @@
-"""Who may ask, and what may an answer do? No page of another origin, a token where there is one, GET only, and strict headers."""
+"""Access to the viewer: no page of another origin, a token where there is one, GET only, and strict headers."""
 
 from __future__ import annotations
 
