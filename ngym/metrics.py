@@ -15,6 +15,7 @@ from ngym.dense import NONE, DenseInts
 LEVEL = 0.95
 RESAMPLES = 1000
 FEW_VALUES = 1024
+MANY = 64  # rewards of a task: it keeps their sum
 EXACT_TASKS = 1000  # with more tasks a bootstrap of a mean equals the normal interval, at a thousand times its cost
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 
@@ -99,14 +100,13 @@ class Values:
 
 
 class Rewards:
-    """Rewards as they come, by task; the running mean and its interval cost O(1) an update, a reward 28 bytes."""
+    """Rewards as they come, by task; the running mean and its interval cost O(1) an update, a reward 16 bytes."""
 
     def __init__(self) -> None:
         self.values = array("d")  # in the order in which they came
         self._before = array("i")  # of each: the place of the one before it of the same task
-        self._number = array("i")  # of each: how many of the task came up to it, and the sum of those less the origin
-        self._sum = array("d")
         self._last = DenseInts()  # of each task: the place of its last one
+        self._long: dict[int, tuple[int, float]] = {}  # of tasks with MANY: their number, and their sum less the origin
         self.count = 0
         self.binary = True  # every reward is 0 or 1: then the best of k is pass@k
         self._total = 0.0
@@ -119,12 +119,12 @@ class Rewards:
         if not self.count:
             self._origin = reward
         last = self._last.get(task)
-        n, total = (0, 0.0) if last is None else (self._number[last], self._sum[last])
+        n, total = self._long.get(task) or self._summed(last)
         over = reward - self._origin
+        if n + 1 >= MANY:
+            self._long[task] = (n + 1, total + over)
         self._last.put(task, self.count)
         self._before.append(NONE if last is None else last)
-        self._number.append(n + 1)
-        self._sum.append(total + over)
         self.values.append(reward)
         self.binary = self.binary and reward in (0.0, 1.0)
         self._sum_ss += over * (2 * total + over)
@@ -146,6 +146,11 @@ class Rewards:
     def by_task(self) -> Iterator[tuple[int, list[float]]]:
         """Each task, by its number, and its rewards."""
         return ((task, [self.values[place] for place in places]) for task, places in self.groups())
+
+    def _summed(self, last: int | None) -> tuple[int, float]:
+        """How many rewards a task has, and their sum less the origin."""
+        places = self._places(last)
+        return len(places), sum(self.values[place] - self._origin for place in places)
 
     def _places(self, last: int | None) -> list[int]:
         places: list[int] = []

@@ -150,7 +150,7 @@ def _collect(folder: Path) -> None:
             out.write(json.dumps(row) + "\n")
     for name in COPIES:
         shutil.copy(folder / "out.jsonl", folder / name)
-    ended(ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "pairs.jsonl"), folder)
+    ended(ngym("export", "--format", "preferences", "--input", "out.jsonl", "--output", "preferences.jsonl"), folder)
     for left in folder.glob("worse*"):
         left.unlink()
 

@@ -41,6 +41,7 @@ from ngym.workers import WorkerPool
 CAPTURED = {
     "segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-0.1], "policy_version": [[1, 2, 0]]}],
     "spans": [],
+    "finish_reasons": [],
 }
 
 

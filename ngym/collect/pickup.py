@@ -70,7 +70,7 @@ class Pickup:
                 found, made = await self._captured(model, f"{url}/rollouts/{rollout_id}/segments", began)
                 segments += found
                 calls += made
-        if calls:
+        if segments or calls:
             calls.sort(key=lambda call: call[0][1])
             trace = answer.setdefault("ng", {})
             trace["segments"] = segments
