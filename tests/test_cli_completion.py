@@ -94,7 +94,7 @@ def _written(values: dict[str, Any], known: set[str], prefix: str = "") -> Itera
         ("train sft.yaml --sweep optimizer.l", ["optimizer.lr="]),
         ("run my", ["my_env.", "my_env_agent."]),
         ("run policy.repl", ["policy.replies=", "policy.replicas="]),
-        ("run my_env_agent.max_", ["my_env_agent.max_tool_calls=", "my_env_agent.max_steps="]),
+        ("run my_env_agent.max_", ["my_env_agent.max_body_mib=", "my_env_agent.max_json_weight=", "my_env_agent.max_tool_calls=", "my_env_agent.max_steps="]),
         ("run ngym.head.", ["ngym.head.host=", "ngym.head.port="]),
         ("run policy.latency_s=", []),
         ("run --config other.yaml o", ["other."]),

@@ -135,11 +135,14 @@ def test_the_collectors_table_has_votes_parts_and_subsets() -> None:
     [tally] = aggregates.by_agent.values()
     whole, by_level = tables(aggregates)
     assert {"majority@2", "form"} <= set(whole.columns[0]._cells)
-    assert list(by_level.columns[0]._cells) == ["easy", "hard"] and list(by_level.columns[2]._cells) == ["0", "1"]
+    assert list(by_level.columns[0]._cells) == ["easy", "hard"] and list(by_level.columns[2]._cells) == [
+        "0 (0.0%)",
+        "1 (100.0%)",
+    ]
     told = tally.as_json()
     assert told["key_metrics"]["easy/majority@2/reward"] == told["agent_metrics"]["majority@2/reward"] == 1.0
     assert told["agent_metrics"]["mean/reward_components/form"] == 0.25
-    assert told["ng"]["subsets"]["level"]["hard"] == {"rollouts": 1, "unscored": 1}
+    assert told["ng"]["subsets"]["level"]["hard"] == {"rollouts": 1, "unscored": 1, "unscored/reward": 1.0}
 
 
 class Task(VerifyRequest):

@@ -17,6 +17,7 @@ import orjson
 
 from ngym.errors import ServiceError
 
+BUSY_SHARE = 0.25  # of its CPU seconds: a call that has used so much is computing, on a machine that is busy elsewhere
 WALL_FACTOR = 8.0  # the deadline counts CPU time; so many times as much wall time is the backstop
 MAX_REPLY_BYTES = 4 << 20
 START_TIMEOUT_S = 120.0
@@ -178,13 +179,16 @@ class Worker:
     async def call(self, line: bytes, deadline_s: float) -> Outcome:
         """Send one call and wait for its outcome; ZygoteLost if the worker went down with its zygote."""
         self.calls += 1
+        began_s = _cpu_s(self._pid)
         try:
             async with asyncio.timeout(WALL_FACTOR * deadline_s):
                 self._writer.write(line)
                 reply = await self._reader.readline()
         except TimeoutError:
+            used_s = _cpu_s(self._pid) - began_s
             await self.bury()
-            return Outcome("timeout", detail=f"no answer within {WALL_FACTOR * deadline_s:g} s", infra=True)
+            detail = f"no answer within {WALL_FACTOR * deadline_s:g} s, of which it computed for {used_s:.2f} s"
+            return Outcome("timeout", detail=detail, infra=used_s < BUSY_SHARE * deadline_s)
         except ValueError:
             await self.bury()
             return Outcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
@@ -205,6 +209,15 @@ class Worker:
             return await self._zygote.bury(self._pid)
         finally:
             self._writer.close()
+
+
+def _cpu_s(pid: int) -> float:
+    """The CPU seconds that a process has used, as Linux counts them; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _outcome_of_death(death: Death, deadline_s: float, memory_bytes: int) -> Outcome:

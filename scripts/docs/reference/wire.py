@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ngym import correlation, schema
-from ngym.services.bodies import BULK_WEIGHT, BYTES_OF_WEIGHT, CALL_WEIGHT, NODE_WEIGHT, ROW_WEIGHT
+from ngym.depth import BULK_WEIGHT, BYTES_OF_WEIGHT, NODE_WEIGHT
+from ngym.services.bodies import CALL_WEIGHT, ROW_WEIGHT
 from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
 
 from .markup import code, fence, json_text, shortened, table, words
