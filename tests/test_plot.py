@@ -110,6 +110,13 @@ def test_rewards_and_evaluations_tell_most_and_losses_where_there_are_none() -> 
     assert [series.name for series in told(steps(3))] == ["reward/mean"]
 
 
+def test_the_share_of_unscored_rollouts_is_drawn_only_where_there_are_any() -> None:
+    row = {"reward/mean": 0.5, "frac_unscored": 0.0}
+    assert [series.name for series in told([{"step": n, **row} for n in range(3)])] == ["reward/mean"]
+    some = [{"step": n, **row, "frac_unscored": n / 4} for n in range(3)]
+    assert [series.name for series in told(some)] == ["reward/mean", "frac_unscored"]
+
+
 def test_a_pattern_leaves_out_what_belongs_to_another_metric_unless_it_names_it() -> None:
     names = ["eval/a/greedy", "eval/a/greedy/low", "eval/a/greedy/count", "loss"]
     assert asked(["eval/*"], names) == ["eval/a/greedy"]

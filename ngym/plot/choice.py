@@ -9,12 +9,14 @@ from ngym.errors import UsageError
 from ngym.near import did_you_mean
 
 OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and how many attempts it is of
-REWARDS, LOSSES = ("reward/mean", "frac_unscored"), ("loss", "val/loss")
+UNSCORED = "frac_unscored"
+REWARDS, LOSSES = ("reward/mean", UNSCORED), ("loss", "val/loss")
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """Of a run with rewards, those, the share of rollouts without one and the mean rewards on held-out tasks; of another
-    its losses."""
+    """The metrics that show whether a run learns: with rewards, those, the share of rollouts without one and the mean rewards
+    on held-out tasks; without, its losses.
+    """
     evaluations = sorted(name for name in names if is_evaluation(name))
     return [name for name in (*REWARDS, *evaluations) if name in names] or [name for name in LOSSES if name in names]
 

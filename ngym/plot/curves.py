@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ngym.errors import UsageError
-from ngym.plot.choice import asked, telling
+from ngym.plot.choice import UNSCORED, asked, telling
 from ngym.plot.history import Axis, History, Series
 from ngym.plot.picture import Line, Panel
 from ngym.plot.runs import Run, by_seed
@@ -44,7 +44,7 @@ def curves(runs: Sequence[Run], patterns: Sequence[str], by: Axis, smooth: float
         _smooth(Curve(name, metric, series, None), smooth)
         for metric in wanted
         for name, group in groups.items()
-        if (series := _of_group(metric, group, by)).x
+        if (series := _of_group(metric, group, by)).x and (patterns or _is_worth_a_curve(series, metric))
     ]
     if not found:
         said = f"logged so far: {', '.join(names[:20])}" if names else "nothing was logged yet"
@@ -55,8 +55,13 @@ def curves(runs: Sequence[Run], patterns: Sequence[str], by: Axis, smooth: float
 def told(entries: Iterable[Mapping[str, float]]) -> list[Series]:
     """What tells most of one run, from what it logged."""
     history = History.of(entries)
-    found = [history.series(name) for name in telling(history.names)]
-    return [series for series in found if series.x]
+    found = [(name, history.series(name)) for name in telling(history.names)]
+    return [series for name, series in found if series.x and _is_worth_a_curve(series, name)]
+
+
+def _is_worth_a_curve(series: Series, metric: str) -> bool:
+    """Whether it is drawn without being asked for: the share of unscored rollouts only where there are any."""
+    return metric != UNSCORED or any(series.y)
 
 
 def panels(found: Sequence[Curve], by: Axis, log: bool) -> list[Panel]:
