@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Verdict(NamedTuple, Generic[T]):
-    """What the judge said: `judged` with a value, or `judge_error` or `no_verdict` with the reason why there is none."""
+    """What the judge said: `judged` with a value, or `judge_error` or `no_verdict` with the reason why no value exists."""
 
     outcome: str
     value: T | None

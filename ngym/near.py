@@ -13,7 +13,7 @@ MOST_CHOICES = 1000  # that it is compared with, at some microseconds each
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that the writer most likely meant, or None. A long word is none that was misspelt."""
+    """The choice that the writer most likely meant, or None. A long word is not taken for a misspelling."""
     if len(word) > LONGEST:
         return None
     found = difflib.get_close_matches(word, islice(choices, MOST_CHOICES), n=1, cutoff=0.6)

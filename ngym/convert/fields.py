@@ -1,4 +1,4 @@
-"""Do we understand this request? Each top-level field is looked up in a table; a 422 names the first wrong ones."""
+"""Validates the fields of a request. Each top-level field is looked up in a table; a 422 names the first wrong ones."""
 
 from __future__ import annotations
 
