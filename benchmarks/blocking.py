@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,20 +103,25 @@ QUICK = (
 )
 
 
-def bodies(sound: dict[str, Any], size: int, quick: bool) -> Iterator[tuple[str, bytes]]:
-    """name -> body: the sound one with one of its fields, or one that nobody knows, replaced."""
+def bodies(sound: dict[str, Any], size: int, quick: bool) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """(name, function that builds the body): the sound body, malformed ones, and the sound one with one value replaced."""
     whole = json.dumps(sound).encode()
-    yield "sound", whole
-    yield "no UTF-8", whole[:-1] + b',"x":"' + b"a" * size + b'\xff"}'
-    yield "one key again and again", b"{" + many(b'"input":1', size) + b"," + whole[1:]
-    yield "unknown keys", b"{" + numbered('"field%d":1', size) + b"," + whole[1:]
-    yield "some unknown keys", b"{" + numbered('"field%d":1', min(size, 1_100_000)) + b"," + whole[1:]
-    yield "spaces", b" " * size + whole
-    yield "a list", b"[" + many(b"{}", size) + b"]"
-    yield "a long name", b'{"' + b"a" * size + b'":1,' + whole[1:]
+    yield "sound", lambda: whole
+    yield "no UTF-8", lambda: whole[:-1] + b',"x":"' + b"a" * size + b'\xff"}'
+    yield "one key again and again", lambda: b"{" + many(b'"input":1', size) + b"," + whole[1:]
+    yield "unknown keys", lambda: b"{" + numbered('"field%d":1', size) + b"," + whole[1:]
+    yield "some unknown keys", lambda: b"{" + numbered('"field%d":1', min(size, 1_100_000)) + b"," + whole[1:]
+    yield "spaces", lambda: b" " * size + whole
+    yield "a list", lambda: b"[" + many(b"{}", size) + b"]"
+    yield "a long name", lambda: b'{"' + b"a" * size + b'":1,' + whole[1:]
     for path in (["a new field"], *places(sound)):
-        for name, value in ((name, VALUES[name]) for name in (QUICK if quick else VALUES)):
-            yield f"{'.'.join(map(str, path))}: {name}", replaced(sound, path, value(size))
+        for name in QUICK if quick else VALUES:
+            make = partial(_with_value, sound, path, name, size)
+            yield f"{'.'.join(map(str, path))}: {name}", make
+
+
+def _with_value(sound: dict[str, Any], path: list[Any], name: str, size: int) -> bytes:
+    return replaced(sound, path, VALUES[name](size))
 
 
 def places(value: Any, depth: int = 6) -> Iterator[list[Any]]:
@@ -182,9 +187,10 @@ async def probed(name: str, url: str, routes: dict[str, Any], only: str, limit_s
             while not longest.value:
                 await asyncio.sleep(0.05)
             for path, (sound, size) in routes.items():
-                for label, body in bodies(sound, size, quick):
+                for label, make in bodies(sound, size, quick):
                     if only and only not in f"{path} {label}":
                         continue
+                    body = make()
                     tries = [await one(client, name, path, label, body, longest)]
                     while tries[-1].health_s > limit_s and len(tries) < TRIES:
                         tries.append(await one(client, name, path, label, body, longest))

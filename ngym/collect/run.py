@@ -17,8 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import orjson
-
 from ngym import correlation, groups, tracing
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
@@ -27,8 +25,8 @@ from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.together import Together
 from ngym.collect.window import Window
+from ngym.depth import serialized
 from ngym.errors import ServiceError, boundary
-from ngym.memory import fitted
 from ngym.peers import Peers
 from ngym.peers.reading import json_of
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER
@@ -219,7 +217,7 @@ class Run:
         began = time.perf_counter()
         try:
             peer = self._peers[planned.agent]
-            body = fitted(orjson.dumps(planned.row))
+            body = serialized(planned.row)
             reply = await peer.request("POST", "/run", body, headers=self._headers, timeout=limits.timeout_s)
             waiting = reply.headers.get(WAITING_HEADER, "")
             if waiting.isdecimal() and len(waiting) < 10:

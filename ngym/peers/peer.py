@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from ngym import correlation
 from ngym.client import Reply
+from ngym.depth import by_size, serialized
 from ngym.errors import PeerTimeout, Unreachable
-from ngym.memory import fitted
 from ngym.peers.pauses import BROKEN_S, MAYBE_PROCESSED, NOT_PROCESSED, REFUSED_S, RETRY_RATIO, retry_after, spread
 from ngym.peers.reading import json_of
 from ngym.peers.refusals import InSession, is_own, refusal, upstream_of
@@ -45,7 +43,8 @@ class Peer:
         return PeerSession(self, secrets.token_hex(16), Sticky(beginning))
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
-        return json_of(await self.request("GET", path, None, timeout=timeout, idempotent=True), self.name, path)
+        reply = await self.request("GET", path, None, timeout=timeout, idempotent=True)
+        return await by_size(len(reply.body), json_of, reply, self.name, path)
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         """POST JSON, get JSON.
@@ -55,7 +54,7 @@ class Peer:
                 no JSON.
         """
         reply = await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)
-        return json_of(reply, self.name, path)
+        return await by_size(len(reply.body), json_of, reply, self.name, path)
 
     async def request(
         self,
@@ -75,7 +74,7 @@ class Peer:
         repeatable_s: for so long the other side keeps its answer under an idempotency key; 0: it knows no such keys.
         session: which one the call belongs to.
         """
-        payload = None if body is None else body if isinstance(body, bytes) else fitted(orjson.dumps(body))
+        payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
         here = correlation.current.get()
         loop = asyncio.get_running_loop()
         remaining = here.remaining_s()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ngym.client import Reply
+from ngym.depth import by_size
 from ngym.errors import UpstreamError
 from ngym.peers.reading import json_of
 from ngym.peers.refusals import SHOWN_STATUSES, InSession
@@ -82,4 +83,4 @@ class PeerSession:
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
         reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
-        return json_of(reply, self.peer.name, path)
+        return await by_size(len(reply.body), json_of, reply, self.peer.name, path)

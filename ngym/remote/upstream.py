@@ -13,8 +13,8 @@ import orjson
 
 from ngym import correlation
 from ngym.client import Client
+from ngym.depth import serialized
 from ngym.errors import ServiceError, Unreachable
-from ngym.memory import fitted
 from ngym.remote.budget import Used
 from ngym.remote.hints import wait_s
 from ngym.remote.options import RemoteOptions
@@ -140,7 +140,7 @@ class Upstream:
         self, site: Site, body: Json | None, *, streamed: bool, once: bool = False
     ) -> AsyncIterator[_Answer]:
         """A 2xx answer, after as many attempts as are allowed; its place among those in flight is kept until it is read."""
-        raw = None if body is None else fitted(orjson.dumps(body))
+        raw = None if body is None else serialized(body)
         self.budget.request()
         attempt = 0
         while True:

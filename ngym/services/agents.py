@@ -15,6 +15,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ngym import correlation
+from ngym.depth import by_size, serialized
 from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
 from ngym.groups import ROUTE, TIMEOUT_S
 from ngym.peers.session import ToolErrors
@@ -84,10 +85,11 @@ def agent(
     async def run(request: Request) -> Response:
         await _turn(turns)
         row = await json_body(request)
-        rollout = _rollout(request, _checked(row.get("responses_create_params"), "responses_create_params."))
+        params = _checked(row.get("responses_create_params"), "responses_create_params.")
+        rollout = _rollout(request, params, len(await request.body()))
         rollout.row = row
         try:
-            seeded = await _seed(rollout, row)
+            seeded = await _seed(rollout, await request.body())
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
             scored = await _verify(rollout, {**row, "response": shown})
@@ -105,7 +107,7 @@ def agent(
     async def responses(request: Request) -> Response:
         await _turn(turns)
         params = await json_body(request)
-        rollout = _rollout(request, _checked(params))
+        rollout = _rollout(request, _checked(params), len(await request.body()))
         rollout.row = {"responses_create_params": params}
         return await off_loop(request, JsonResponse, await _respond(respond, rollout, params))
 
@@ -175,14 +177,14 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
-def _rollout(request: Request, params: Any) -> RolloutContext:
+def _rollout(request: Request, params: Any, request_bytes: int) -> RolloutContext:
     context = context_of(request)
     here = correlation.current.get()
     if here.rollout_id is None:
         here = correlation.begin(secrets.token_hex(16))._replace(deadline=here.deadline)
         correlation.current.set(here)
     state = request.app.state.agent_state
-    return RolloutContext(context, cast(str, here.rollout_id), _beginning(params, context), state)
+    return RolloutContext(context, cast(str, here.rollout_id), _beginning(params, context), state, request_bytes)
 
 
 def _beginning(params: Any, context: ServiceContext) -> str:
@@ -195,7 +197,7 @@ def _beginning(params: Any, context: ServiceContext) -> str:
     return ""
 
 
-async def _seed(rollout: RolloutContext, row: Json) -> Json:
+async def _seed(rollout: RolloutContext, row: bytes) -> Json:
     started = time.perf_counter()
     with boundary("config", "the task could not be started"):
         seeded = await rollout.gym.post("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
@@ -240,7 +242,8 @@ async def _end_session(rollout: RolloutContext) -> None:
 async def _verify(rollout: RolloutContext, body: Json) -> Json:
     started = time.perf_counter()
     with boundary("verify_error", "the rollout could not be verified"):
-        scored: Json = await rollout.gym.post("/verify", body, timeout=rollout.options.verify_timeout_s)
+        raw = await by_size(rollout.request_bytes, serialized, body)
+        scored: Json = await rollout.gym.post("/verify", raw, timeout=rollout.options.verify_timeout_s)
     if not isinstance(scored, dict) or "reward" not in scored:
         raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
     rollout.took("verify", started, "verify_s")

@@ -20,13 +20,14 @@ from starlette.responses import Response
 
 from ngym import correlation
 from ngym.convert import finish_reason, usage_from_chat
+from ngym.depth import LOOP_BYTES, by_size
 from ngym.errors import BadRequest, ServiceError, boundary
 from ngym.schema import Json
 from ngym.segments import ModelCall as CallTokens
 from ngym.segments import tokens_of
 from ngym.services.admission import Admission
 from ngym.services.app import JsonResponse, context_of
-from ngym.services.bodies import LOOP_BYTES, by_size, json_body, off_loop
+from ngym.services.bodies import json_body, off_loop
 from ngym.services.calls import ModelCall, Respond, Stream
 from ngym.services.captures import Captures, Question
 from ngym.services.edge import Handler

@@ -6,20 +6,18 @@ between two of them the event loop answers others.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator
 from starlette.requests import Request
 
-from ngym.depth import MAX_DEPTH, NODE_WEIGHT, is_deep, json_weight
+from ngym.depth import LOOP_BYTES, MAX_DEPTH, NODE_WEIGHT, Result, by_size, is_deep, json_weight
 from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, cut, refused
 from ngym.memory import is_room_for, parsed_bytes
 from ngym.near import nearest
@@ -31,24 +29,13 @@ CALL_WEIGHT = 200_000  # of the JSON of a tool's arguments
 ROW_WEIGHT = 2_000_000  # of a row or a conversation: 28,000 messages of one part each, or as many token ids
 
 WINDOW = 1 << 20
-LOOP_BYTES = 256 << 10  # what is made of a smaller body takes some milliseconds
 LISTED = 20_000  # pydantic makes all of its problems at once, a million a second
 STRANGERS = 100  # of which the one that was meant is looked for
-
-_threads = ThreadPoolExecutor(2, thread_name_prefix="bodies")
-Result = TypeVar("Result")
 
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
     """What the function returns, which is called in a thread where the request's body is large."""
     return await by_size(len(await request.body()), function, *args)
-
-
-async def by_size(size: int, function: Callable[..., Result], *args: Any) -> Result:
-    """The same, for a request of so many bytes."""
-    if size <= LOOP_BYTES:
-        return function(*args)
-    return await asyncio.get_running_loop().run_in_executor(_threads, function, *args)
 
 
 async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:

@@ -18,7 +18,7 @@ class ModelCall:
 
     state: what the service's lifespan yielded.
     seen: the earlier call that this one continues; a back end that owns the tokens goes on from exactly its ids.
-    size: bytes of the client's request (`ngym.services.bodies.by_size`).
+    size: bytes of the client's request (`ngym.depth.by_size`).
     """
 
     options: Any

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
-from ngym.depth import MAX_DEPTH, is_deep
+from ngym.depth import MAX_DEPTH, by_size, is_deep, serialized
 from ngym.errors import ServiceError, UpstreamError, boundary
 from ngym.peers.reading import SHOWN_BYTES
 from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
@@ -28,12 +28,16 @@ class RolloutContext:
     """One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way.
 
     state: what the agent's lifespan yielded.
+    request_bytes: size of the request that the rollout began with.
     """
 
-    def __init__(self, context: ServiceContext, rollout_id: str, beginning: str, state: Any = None) -> None:
+    def __init__(
+        self, context: ServiceContext, rollout_id: str, beginning: str, state: Any = None, request_bytes: int = 0
+    ) -> None:
         self.options = context.options
         self.state = state
         self.row: Json = {}
+        self.request_bytes = request_bytes
         self.peers = context.peers
         self.rollout_id = rollout_id
         self.gym = context.peers[self.options.gym].session(tool_errors=self.options.tool_errors)
@@ -103,7 +107,8 @@ class RolloutContext:
     async def _asked(self, request: Json) -> Any:
         timeout_s = self.options.model_timeout_s
         try:
-            return await self.model.post("/v1/responses", request, timeout=timeout_s, idempotent=True)
+            raw = await by_size(self.request_bytes, serialized, request)
+            return await self.model.post("/v1/responses", raw, timeout=timeout_s, idempotent=True)
         except ServiceError as error:
             if error.failure != "context_length":
                 raise
