@@ -1,8 +1,10 @@
 # `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart offline test soak audit check bench docs lock clean
+.PHONY: help install quickstart offline test test-fast soak audit check bench docs lock clean
 
 BIN := .venv/bin
+# A worker for each core, four at most; each takes whole files. One process: make test ARGS="-n 0".
+WORKERS := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Without its bytecode vLLM takes twice as long to start, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -18,8 +20,11 @@ quickstart: install ## Train a tiny policy, serve it, collect scored rollouts
 offline: install ## Rollouts, preference pairs, DPO: a policy learns from finished files
 	@$(BIN)/python -m ngym.cli.offline $(ARGS)
 
-test: install ## All tests; some of them: make test ARGS="-k schema"
-	@$(BIN)/pytest $(ARGS)
+test: install ## All tests but soak; some of them: make test ARGS="-k schema"
+	@$(BIN)/pytest $(WORKERS) $(ARGS)
+
+test-fast: install ## The tests of pure logic: no processes, no sockets
+	@$(BIN)/pytest $(WORKERS) tests/unit $(ARGS)
 
 soak: install ## The tests that take minutes: kills, full disks, hanging ranks
 	@$(BIN)/pytest -m soak $(ARGS)

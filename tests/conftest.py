@@ -12,8 +12,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from machine import running, wait_until
+from paths import ROOT
 
-pytest_plugins = ["rerun"]
+pytest_plugins = ["parallel", "rerun"]
 
 # Read when torch, transformers or vLLM are imported, here or in a process that a test starts.
 os.environ |= {
@@ -37,7 +38,7 @@ settings.load_profile("anywhere")
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The project's folder."""
-    return Path(__file__).resolve().parent.parent
+    return ROOT
 
 
 @pytest.fixture(scope="session")

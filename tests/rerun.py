@@ -7,7 +7,6 @@ that. `--no-rerun` turns it off.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Around the summary: what passes the second time is taken out of what failed."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and not os.environ.get("PYTEST_XDIST_WORKER") and not session.config.option.no_rerun:
+    if terminal is not None and not hasattr(session.config, "workerinput") and not session.config.option.no_rerun:
         flaky = _passed_alone(session, terminal)
         report = session.config.rootpath / REPORT
         report.parent.mkdir(parents=True, exist_ok=True)

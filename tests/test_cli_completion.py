@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from starting import slowness
 
 from ngym.cli import keys
 from ngym.cli.init import project
@@ -21,6 +20,7 @@ from ngym.cli.train import trainer
 from ngym.config import Settings
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "torch"}
+MOST_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
 
 
 def completed(*words: str) -> list[str]:
@@ -117,20 +117,20 @@ def test_a_key_is_completed_up_to_its_next_dot_or_equals_sign(here: Path, line: 
 
 
 @pytest.mark.parametrize(("line", "heavy"), [("train sft.yaml opt", []), ("run policy.", [])])
-def test_a_completion_is_fast(here: Path, line: str, heavy: list[str]) -> None:
+def test_a_completion_imports_little(here: Path, line: str, heavy: list[str]) -> None:
     words = json.dumps(["ng", *line.split()])
     code = f"""
-import json, sys, time
+import json, sys
 from click.testing import CliRunner
 from ngym.cli.main import main
 words = json.loads({words!r})
 environment = {{"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_NG_COMPLETE": "bash_complete"}}
 result = CliRunner(env=environment).invoke(main, [], prog_name="ng")
-print(time.process_time(), len(result.stdout.split()), *sorted(sys.modules.keys() & {HEAVY!r}))
+print(len(sys.modules), len(result.stdout.split()), *sorted(sys.modules.keys() & {HEAVY!r}))
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, count, *loaded = shown.stdout.split()
-    assert float(seconds) < 0.5 * slowness() and int(count) >= 1 and loaded == heavy
+    modules, count, *loaded = shown.stdout.split()
+    assert int(modules) < MOST_MODULES and int(count) >= 1 and loaded == heavy
 
 
 @pytest.mark.parametrize(("shell", "what"), [("bash", "compopt -o nospace"), ("zsh", "compadd -U -S ''")])

@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import resource
 import select
 import shlex
 import shutil
@@ -26,7 +25,6 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from machine import PATIENCE_S
-from starting import slowness
 
 from ngym.cli import ending
 from ngym.cli.init import _write, project
@@ -35,6 +33,7 @@ from ngym.cli.main import main as ng
 from ngym.errors import NgymError, UsageError
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "starlette", "torch", "uvicorn", "yaml"}
+MOST_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
 EVERY = [(name, importlib.import_module(module).main) for name, (module, _) in COMMANDS.items()]
 CALL = [sys.executable, "-m", "ngym"]
 FULL = "standard output: No space left on device; make room and run it again\n"
@@ -101,26 +100,20 @@ def _examples(main: click.Command) -> Iterator[tuple[str, list[str]]]:
         yield words[script], words[script + 1 :]
 
 
-def test_no_help_imports_anything_heavy_and_each_takes_less_than_half_a_second(tmp_path: Path) -> None:
+def test_no_help_imports_anything_heavy_or_much(tmp_path: Path) -> None:
     scripts = json.dumps([[module, ["--help"]] for module, _ in COMMANDS.values()] + [["ngym.cli.main", []]])
     code = f"""
-import importlib, json, sys, time
+import importlib, json, sys
 from click.testing import CliRunner
 for module, words in json.loads({scripts!r}):
-    before = time.process_time()
     result = CliRunner().invoke(importlib.import_module(module).main, words)
-    print(module, result.exit_code, time.process_time() - before, *sorted(sys.modules.keys() & {HEAVY!r}))
+    print(module, result.exit_code, len(sys.modules), *sorted(sys.modules.keys() & {HEAVY!r}))
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert len(lines) == len(COMMANDS) + 1
-    limit_s = 0.5 * slowness()
-    for module, code_, seconds, *heavy in lines:
-        assert (code_, heavy) == ("0", []) and float(seconds) < limit_s, (module, seconds, heavy)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*CALL, "status", "--help"], capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < limit_s
+    for module, code_, modules, *heavy in lines:
+        assert (code_, heavy) == ("0", []) and int(modules) < MOST_MODULES, (module, modules, heavy)
 
 
 def test_ng_lists_every_script_in_one_group(root: Path) -> None:

@@ -143,9 +143,7 @@ def test_however_ng_run_ends_no_process_is_left(
     ng_run = run()
     everyone = ng_run.everyone()
     assert len(everyone) == 4  # the zygote, two services, the worker of one
-    began = time.monotonic()
     code, out, _ = ng_run.end(number)
-    assert time.monotonic() - began < GRACE_S + 5 + 5 * ng_run.start_s
     if number is signal.SIGKILL:
         wait_until(lambda: not running(everyone))
     else:

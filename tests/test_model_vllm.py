@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -614,14 +614,13 @@ def test_a_caller_who_hangs_up_frees_its_place_without_a_stream_too(thinker: Ser
     assert thinker.get("/rollouts/gone/segments").status_code == 404
 
 
-def test_sigterm_ends_it_and_its_engine_within_five_seconds_whatever_it_does(policy: Server, thinker: Server) -> None:
+def test_sigterm_ends_it_and_its_engine_in_the_middle_of_an_answer(thinker: Server) -> None:
     [engine] = psutil.Process(thinker.process.pid).children(recursive=True)
-    with endless(thinker):
-        began = time.monotonic()
+    with endless(thinker) as answer:
         thinker.process.send_signal(signal.SIGTERM)
         assert thinker.process.wait(PATIENCE_S) == 0
-        # Loading takes ten times as long as ending, on any machine. Both were loaded together, and the policy was waited for.
-        assert time.monotonic() - began < max(5, policy.load_s / 4)
+        with suppress(httpx.HTTPError):
+            assert not any("response.completed" in line for line in answer)
     wait_until(lambda: not running([engine]))
 
 

@@ -78,7 +78,7 @@ def policy(checkpoint: Path) -> Policy:
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Server]:
     """With adapters, and with the weight transfer of a plugin of vLLM."""
     plugins = tmp_path_factory.mktemp("plugins")
-    (plugins / "gloo_transfer.py").symlink_to(root / "tests" / "gloo_transfer.py")
+    (plugins / "gloo_transfer.py").symlink_to(root / "tests" / "support" / "gloo_transfer.py")
     described = plugins / "gloo_transfer-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-transfer\nVersion: 1\n")

