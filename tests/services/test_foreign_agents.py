@@ -1,0 +1,227 @@
+"""Agents on SDKs that know nothing of ngym but a base_url yield trainable rollouts, through /run and through a collector."""
+
+from typing import Any
+
+import chat_policy
+import httpx
+import pytest
+from aiohttp import web
+from house import house
+from machine import PATIENCE_S
+from paths import ROOT
+from stub_agents import scored, text_item
+
+from ngym import ModelCall, model_server
+from ngym.collect import Limits, Recipe, Rollout, collect
+from ngym.collect.pickup import Pickup
+from ngym.convert import chat_from_response, create_params, overflow_response
+from ngym.peers import Peers
+from ngym.services.loader import load
+
+NEEDS = {
+    "openai_sdk": ("openai",),
+    "openai_agents": ("agents",),
+    "langgraph": ("langgraph", "langchain_openai"),
+}
+REPLIES: list[Any] = [
+    {"turn": 1, "reasoning": "I add.", "tool_calls": [{"name": "add", "arguments": '{"amount":  2}'}]},
+    {"turn": 2, "text": "More.", "tool_calls": [{"name": "add", "arguments": {"amount": 3}}]},
+    {"turn": 3, "text": "Now it is {tool_output}."},
+]
+
+
+@pytest.mark.parametrize("name", list(NEEDS))
+async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    apps = {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    task = {"responses_create_params": {"input": "Count to five."}, "target": 5}
+    async with house(options, **apps) as peers:
+        recipe = Recipe("actor", repeats=4)
+        found = [
+            outcome async for outcome in collect([task], peers=peers, recipe=recipe, limits=Limits(max_attempts=1))
+        ]
+        left = await peers["policy"].request("GET", "/metrics", None)
+    assert [type(outcome) for outcome in found] == [Rollout] * 4, [outcome.row.get("failure") for outcome in found]
+    assert [outcome.row["reward"] for outcome in found] == [1.0] * 4
+    for outcome in found:
+        trace = outcome.row["ng"]
+        (segment,) = trace["segments"]
+        sampled = [bytes(segment["token_ids"][start:end]).decode("latin-1") for start, end in segment["mask"]]
+        assert sampled == [
+            '<think>I add.</think><tool_call>add {"amount":  2}</tool_call>\xfe',
+            'More.<tool_call>add {"amount":3}</tool_call>\xfe',
+            'Now it is {"total":5}.\xfe',
+        ]
+        assert (trace["turns"], trace["tool_calls"], trace["policy_version"]) == (3, 2, [0])
+        assert trace["finish_reasons"] == ["tool_calls", "tool_calls", "stop"]
+        assert outcome.row["response"]["usage"]["output_tokens"] == sum(map(len, sampled))
+        assert len(segment["logprobs"]) == sum(map(len, sampled))
+        names, starts, seconds = zip(*trace["spans"], strict=True)
+        assert sorted(names) == ["model", "model", "model", "seed", "tool:add", "tool:add", "verify"]
+        assert list(starts) == sorted(starts) and starts[-1] + seconds[-1] <= trace["timings"]["total_s"]
+        in_model = sum(took for name, took in zip(names, seconds, strict=True) if name == "model")
+        assert trace["timings"]["model_s"] == pytest.approx(in_model, abs=1e-5)
+        output = outcome.row["response"]["output"]
+        assert [item["type"] for item in output] == [*["function_call", "function_call_output"] * 2, "message"]
+        assert [item["call_id"] for item in output[:4:2]] == [item["call_id"] for item in output[1:4:2]]
+    assert b"ngym_captured_rollouts 0.0" in left.body  # they were fetched
+
+
+def cutting(last: str) -> Any:
+    """models/scripted, whose second turn is cut off: by its limit, behind a whole call; or it does not fit the context."""
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        messages = create_params(request)["input"]
+        if not any(item.get("type") == "function_call_output" for item in messages):
+            return await chat_policy.respond(request, call)
+        if last == "context":
+            return chat_from_response(overflow_response({}, response_id="resp_0", model="m"))
+        completion = await chat_policy.respond(request, call)
+        completion["choices"][0]["finish_reason"] = "length"
+        return completion
+
+    return model_server(
+        respond=respond, api="chat", options=chat_policy.SCRIPTED.Options, lifespan=chat_policy.SCRIPTED.replies
+    )
+
+
+@pytest.mark.parametrize("last", ["length", "context"])
+@pytest.mark.parametrize("name", list(NEEDS))
+async def test_a_turn_that_was_cut_off_ends_the_rollout_of_a_foreign_agent_and_it_is_scored(name: str, last: str):
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    apps = {
+        "policy": cutting(last),
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    options = {"policy": {"replies": REPLIES, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    task = {"responses_create_params": {"input": "Count to five."}, "target": 2}
+    async with house(options, **apps) as peers:
+        row = await peers["actor"].post("/run", task)
+    trace = row["ng"]
+    assert row["reward"] == 1.0, "the call of its first turn was run, that of the second was not"
+    assert (trace["stop_reason"], trace["status"], trace["tool_calls"]) == (last, "truncated", 1)
+    assert (trace["turns"], trace["finish_reasons"]) == (2, ["tool_calls", last])
+    assert [len(segment["mask"]) for segment in trace["segments"]] == [1 if last == "context" else 2]
+
+
+@pytest.mark.parametrize("name", ["openai_agents"])
+async def test_a_tool_that_does_not_exist_is_the_policys_doing_and_scored(name: str):
+    pytest.importorskip("agents")
+    apps = {
+        "policy": chat_policy.app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    replies = [{"tool_calls": [{"name": "subtract", "arguments": "{}"}]}]
+    options = {"policy": {"replies": replies, "tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    async with house(options, **apps) as peers:
+        row = await peers["actor"].post("/run", {"responses_create_params": {"input": "Count."}, "target": 2})
+    assert (row["reward"], row["ng"]["stop_reason"], row["ng"]["turns"]) == (0.0, "answer", 1)
+
+
+async def test_a_collector_picks_up_what_an_agent_of_another_house_had_captured():
+    """It takes the rollout's id from its header, and returns neither token data nor `ng`."""
+    policy = load(ROOT / "models" / "scripted" / "app.py").app
+    async with house({"policy": {"tokens": True}}, policy=policy) as peers:
+        url = peers.urls["policy"][0]
+
+        async def run(request: web.Request) -> web.Response:
+            rollout = f"{url}/rollouts/{request.headers['x-ng-rollout-id']}/v1"
+            async with httpx.AsyncClient(base_url=rollout, timeout=PATIENCE_S) as client:
+                said = (await client.post("/responses", json={"input": "one two"})).json()["output"]
+            return web.json_response(scored(await request.json(), 0.5, text_item(said[0]["content"][0]["text"])))
+
+        app = web.Application()
+        app.add_routes([web.post("/run", run)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        peers.urls["agent"] = [f"http://127.0.0.1:{runner.addresses[0][1]}"]
+        try:
+            recipe = Recipe("agent", repeats=3)
+            row = {"responses_create_params": {"input": "x"}}
+            found = [outcome.row async for outcome in collect([row], peers=peers, recipe=recipe, models=["policy"])]
+            left = await peers["policy"].request("GET", "/metrics", None)
+        finally:
+            await runner.cleanup()
+    assert [row["reward"] for row in found] == [0.5] * 3
+    for row in found:
+        (segment,) = row["ng"]["segments"]
+        assert bytes(segment["token_ids"]).endswith(b"\xffassistant\none two\xfe")
+        assert row["ng"]["policy_version"] == [0]
+        assert row["ng"]["finish_reasons"] == ["stop"]
+        ((name, start, seconds),) = row["ng"]["spans"]
+        assert name == "model" and 0 < seconds < start + seconds < row["ng"]["timings"]["total_s"]
+    assert b"ngym_captured_rollouts 0.0" in left.body
+
+
+@pytest.mark.parametrize("token", [None, "a-token-of-some-length"])
+async def test_the_head_tells_a_collector_whom_to_ask_for_captured_calls(token: str | None):
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if token and request.headers.get("authorization") != f"Bearer {token}":
+            return web.json_response({}, status=401)
+        match request.path.split("/")[1:]:
+            case ["servers"]:
+                kinds = {"agent": "agent", "other": "agent", "env": "gym_server", "policy": "model", "judge": "model"}
+                return web.json_response([{"name": name, "kind": kind, "url": url} for name, kind in kinds.items()])
+            case ["config"]:
+                return web.json_response({"agent": {"model": "policy", "max_steps": 3}, "other": {}})
+            case [model, "rollouts", rollout, "segments"]:
+                asked.append(f"{rollout} at {model}")
+        return web.json_response({}, status=404)
+
+    app = web.Application()
+    app.router.add_get("/{any:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    peers = Peers({name: [f"{url}/{name}"] for name in ("policy", "judge")}, url, token)
+    try:
+        pickup = Pickup(peers, None)
+        await pickup.begin()
+        for agent in ("agent", "other"):
+            await pickup.complete(agent, f"r-{agent}", {"response": {"output": [text_item("4")]}}, 0.0)
+        await pickup.complete("agent", "ours", {"response": {"output": []}, "ng": {"segments": []}}, 0.0)
+    finally:
+        await peers.close()
+        await runner.cleanup()
+    assert asked == ["r-agent at policy", "r-other at policy", "r-other at judge"]
+
+
+async def test_with_replicas_all_calls_of_a_rollout_go_to_one_and_its_segments_come_from_there():
+    apps = {
+        "policy": chat_policy.SCRIPTED.app,
+        "other": chat_policy.app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / "openai_sdk" / "app.py").app,
+    }
+    options = {name: {"replies": REPLIES, "tokens": True} for name in ("policy", "other")}
+    options["actor"] = {"gym": "env", "model": "policy"}
+    async with house(options, **apps) as peers:
+        replicas = apps["actor"].state.context.peers.urls["policy"]
+        replicas += peers.urls["other"]
+        tasks = [{"responses_create_params": {"input": f"Count to five, {n}."}, "target": 5} for n in range(40)]
+        before = [await _calls(peers, name) for name in ("policy", "other")]
+        found = [outcome.row async for outcome in collect(tasks, peers=peers, recipe=Recipe("actor"), limits=Limits())]
+        after = [await _calls(peers, name) for name in ("policy", "other")]
+    assert [len(row["ng"]["segments"]) for row in found] == [1] * 40
+    calls = [now - then for then, now in zip(before, after, strict=True)]
+    assert sum(calls) == 3 * 40
+    assert min(calls) > 0
+
+
+async def _calls(peers: Peers, name: str) -> float:
+    line = 'ngym_requests_total{route="/rollouts/{rollout_id}/v1/chat/completions",status="200"} '
+    metrics = (await peers[name].request("GET", "/metrics", None)).body.decode()
+    return float(metrics.partition(line)[2].partition("\n")[0] or 0)

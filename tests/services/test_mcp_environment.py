@@ -1,0 +1,270 @@
+"""gym_servers/mcp: real MCP servers, over stdio and HTTP, as an environment; some die, hang or lie."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from fastapi import Request
+from house import house
+from machine import PATIENCE_S, descendants, reserved_port, until
+from paths import SUPPORT
+from pydantic import ValidationError
+from shipped import ROOT, calls, made_again, questions, rollout, rows, says
+
+from ngym import ServiceOptions
+from ngym.errors import ConfigError, ServiceError, Unreachable
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
+from ngym.services.loader import load
+
+ROUGH = str(SUPPORT / "rough_mcp_server.py")
+STDIO = ["python", ROUGH, "stdio"]
+SHOP = ["python", str(ROOT / "gym_servers" / "mcp" / "example_server.py")]
+ROW = {"responses_create_params": {"input": "Do it."}, "expected_answer": "done"}
+
+
+def service():
+    """Anew: its tools are those of the server that it was started with."""
+    for name in [name for name in sys.modules if name.startswith("_ngym_mcp_")]:
+        del sys.modules[name]
+    return load(ROOT / "gym_servers" / "mcp" / "app.py")
+
+
+@asynccontextmanager
+async def bridged(server=STDIO, **options):
+    async with house({"mcp": {"server": server, **options}}, mcp=service().app) as peers:
+        yield peers["mcp"]
+
+
+async def begun(peer, row=ROW):
+    session = peer.session()
+    await session.post("/seed_session", row)
+    return session
+
+
+async def failing(session, tool, arguments=None):
+    with pytest.raises(ServiceError) as failed:
+        await session.post(f"/{tool}", arguments or {})
+    return failed.value
+
+
+def servers_alive():
+    servers = ("rough_mcp", "example_server")
+    return descendants(psutil.Process(), lambda each: any(one in " ".join(each.cmdline()) for one in servers))
+
+
+async def until_no_server_is_alive():
+    await until(lambda: not servers_alive())
+
+
+@contextmanager
+def served(transport):
+    """The URL of the same server, over HTTP."""
+    with reserved_port() as port:
+        process = subprocess.Popen([sys.executable, ROUGH, transport, str(port)], stderr=subprocess.DEVNULL)
+        try:
+            yield f"http://127.0.0.1:{port}/{'sse' if transport == 'sse' else 'mcp'}", process
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def until_it_listens(url):
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as http:
+        while True:
+            try:
+                await http.get(url.rpartition("/")[0])
+                return
+            except httpx.TransportError:
+                await asyncio.sleep(0.05)
+
+
+async def test_its_tools_are_ours_hostile_names_become_harmless_and_its_results_are_shown(monkeypatch):
+    monkeypatch.setenv("NGYM_TEST_SECRET", "x")
+    async with bridged(env={"SHOWN": "1"}) as peer:
+        tools = {tool["name"]: tool for tool in await peer.get("/tools")}
+        assert {"count", "verify_tool", "browser_click", "browser_click_2", "die"} <= set(tools)
+        assert "verify" not in tools and len(tools["verify_tool"]["description"]) <= 4000
+        assert tools["browser_click"]["parameters"]["required"] == ["place"]
+        session = await begun(peer)
+        assert await session.post("/verify_tool", {}) == "not the route"
+        assert await session.post("/browser_click", {"place": "here"}) == "clicked\nhere \u2713"
+        assert await session.post("/browser_click_2", {}) == "another"
+        assert await session.post("/count", {}) == 1
+        assert await session.post("/structured", {}) == {"a": 1}
+        assert (await session.post("/picture", {})).startswith("look:\n[image that is not shown: image/png, ")
+        assert (await session.post("/long_text", {})).endswith("[800000 more characters are not shown]")
+        refused = await failing(session, "refuse")
+        assert refused.is_for_the_model and "the moon is not right" in refused.detail
+        wrong = await failing(session, "browser_click", {"place": 7, "more": 1})
+        assert wrong.is_for_the_model and "place" in wrong.detail
+        names = (await session.post("/environment", {})).split(",")
+        assert "SHOWN" in names and "NGYM_TEST_SECRET" not in names
+        assert (await session.post("/verify", rollout(ROW, says("It is done.\nDone"))))["reward"] == 1.0
+    await until_no_server_is_alive()
+
+
+async def test_rollouts_have_servers_of_their_own_no_more_than_may_be_and_they_end_with_them():
+    async def roll(peer):
+        session = await begun(peer)
+        counts = [await session.post("/count", {}) for _ in range(3)]
+        await session.post("/verify", rollout(ROW, says("done")))
+        return counts
+
+    async with bridged(max_servers=2) as peer:
+        assert await asyncio.gather(*(roll(peer) for _ in range(4))) == [[1, 2, 3]] * 4
+        await until_no_server_is_alive()
+
+
+async def test_a_server_that_nobody_asks_any_more_is_stopped():
+    async with bridged(idle_s=0.5) as peer:
+        session = await begun(peer)
+        await session.post("/count", {})
+        await until_no_server_is_alive()
+        gone = await failing(session, "count")
+        assert gone.retryable and not gone.is_for_the_model
+
+
+async def test_shared_servers_are_one_and_come_back_when_they_died():
+    async with bridged(shared=True) as peer:
+        one, other = await begun(peer), await begun(peer)
+        assert [await one.post("/count", {}), await other.post("/count", {})] == [1, 2]
+        assert (await failing(one, "die")).failure == "connect"
+        assert await other.post("/count", {}) == 1
+
+
+async def test_a_server_that_hangs_fails_the_rollout_and_is_stopped():
+    async with bridged(timeout_s=1) as peer:
+        session = await begun(peer)
+        hung = await failing(session, "hang")
+        assert hung.failure == "timeout" and hung.retryable and not hung.is_for_the_model
+        await until_no_server_is_alive()
+        assert (await failing(session, "hang")).failure == "connect"
+
+
+async def test_a_server_that_dies_fails_the_rollout_and_is_never_begun_again_unseen():
+    async with bridged() as peer:
+        session = await begun(peer)
+        died = await failing(session, "die")
+        assert died.failure == "connect" and died.retryable and not died.is_for_the_model
+        assert (await failing(session, "count")).failure == "connect"
+
+
+async def test_servers_over_http_and_sse():
+    for transport in ("http", "sse"):
+        with served(transport) as (url, process):
+            await until_it_listens(url)
+            async with bridged(url, transport=transport) as peer:
+                session = await begun(peer)
+                assert await session.post("/browser_click", {"place": "x"}) == "clicked\nx \u2713"
+                assert (await failing(session, "refuse")).is_for_the_model
+                process.kill()
+                assert (await failing(session, "count")).retryable
+
+
+async def test_a_server_that_is_not_there_is_told_in_one_line():
+    for server, error, told in (
+        (["no-such-program"], ConfigError, "no-such-program"),
+        (["python", "-c", "raise SystemExit(3)"], ConfigError, "raise SystemExit"),
+        (["python", "-c", "import time; time.sleep(3600)", "rough_mcp"], ConfigError, "did not start within 1 s"),
+        ("http://127.0.0.1:9/mcp", Unreachable, "cannot be reached"),
+    ):
+        module = service()
+        options = module.Options(server=server, start_timeout_s=1 if "rough_mcp" in server else 60)
+        with pytest.raises(error, match=told):
+            async with module.Connections(options, Path()) as every:
+                await every.list_tools()
+        await until_no_server_is_alive()
+
+
+async def test_a_verify_of_the_users_own_sees_the_row_and_the_server(tmp_path):
+    file = tmp_path / "judging.py"
+    file.write_text(
+        "from ngym import Session, VerifyRequest\n\n\nclass Task(VerifyRequest):\n    cents: int\n\n\n"
+        "async def verify(task: Task, session: Session) -> float:\n"
+        "    if 'mcp' not in session:\n        return 0.0\n"
+        "    result = await session['mcp'].call('total', {})\n"
+        "    return float(int(result.content[0].text) == task.cents)\n"
+    )
+    row = {"responses_create_params": {"input": "Buy two pears."}, "cents": 96}
+    async with bridged(SHOP, verify=str(file)) as peer:
+        with pytest.raises(ServiceError, match="cents"):
+            await begun(peer, ROW)
+        session = await begun(peer, row)
+        await session.post("/put", {"ware": "pear", "pieces": 2})
+        assert (await session.post("/verify", rollout(row)))["reward"] == 1.0
+        idle = await begun(peer, row)
+        assert (await idle.post("/verify", rollout(row)))["reward"] == 0.0
+    await until_no_server_is_alive()
+
+
+async def test_answers_and_calls_are_compared_as_json():
+    put = {"name": "put", "arguments": {"ware": "pear", "pieces": 2, "gift": True}}
+    row = {**ROW, "expected_answer": 96, "expected_tool_calls": [{**put, "arguments": json.dumps(put["arguments"])}]}
+    right = ("put", {"pieces": 2.0, "gift": True, "ware": "pear"})
+    other = ("put", {"pieces": 2, "gift": 1, "ware": "pear"})
+    looked = ("price", {"ware": "pear"})
+    module = service()
+    for made, text, reward in (
+        ([right], "It costs 96.", 1.0),
+        ([looked, right, looked], "96.0", 1.0),
+        ([other], "96", 0.0),
+        ([right, right], "96", 0.0),
+        ([right, other], "96", 0.0),
+        ([right], "95 or 97", 0.0),
+        ([right], "", 0.0),
+        ([], "96", 0.0),
+    ):
+        task = module.Task.model_validate(rollout(row, *calls(*made), says(text)))
+        assert (await module.verify(task))["reward"] == reward, (made, text)
+    quiet = {**ROW, "expected_answer": None, "expected_tool_calls": []}
+    for made, reward in (([], 1.0), ([looked], 0.0)):
+        task = module.Task.model_validate(rollout(quiet, *calls(*made), says("I need no tool.")))
+        assert (await module.verify(task))["reward"] == reward
+    with pytest.raises(ValidationError, match="expected_answer or expected_tool_calls"):
+        module.Task.model_validate(rollout({}))
+
+
+async def test_a_rollout_is_scored_and_one_whose_server_dies_is_a_failure():
+    said = {"output": []}
+
+    async def responses(request: Request):
+        answered = any(item.get("type") == "function_call_output" for item in (await json_body(request))["input"])
+        return JsonResponse(
+            {"id": "resp_1", "status": "completed", "output": [says("done")] if answered else said["output"]}
+        )
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", responses)
+    agent = load(ROOT / "agents" / "simple" / "app.py").app
+    options = {"gym": {"server": STDIO}, "agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=service().app, model=model, agent=agent) as peers:
+        said["output"] = calls(("browser_click", {"place": "x"}), ("refuse", {}))
+        row = await peers["agent"].post("/run", ROW)
+        shown = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+        assert row["reward"] == 1.0 and shown[0] == '"clicked\\nx \u2713"' and "the moon is not right" in shown[1]
+        said["output"] = calls(("die", {}))
+        with pytest.raises(ServiceError) as failed:
+            await peers["agent"].post("/run", ROW)
+        assert failed.value.failure == "connect"
+
+
+def test_the_shipped_data_is_what_its_script_makes(tmp_path):
+    assert made_again("mcp", tmp_path) == []
+    assert not set(questions("mcp", "train")) & set(questions("mcp", "validation"))
+
+
+async def test_every_gold_case_gets_the_reward_it_must_get():
+    async with bridged(SHOP) as peer:
+        for case in rows("mcp", "gold"):
+            request = rollout(case["task"], *case["output"])
+            session = await begun(peer, request)
+            for tool, arguments in case.get("calls", ()):
+                await session.post(f"/{tool}", arguments)
+            assert (await session.post("/verify", request))["reward"] == case["expect"]["reward"], case["case"]

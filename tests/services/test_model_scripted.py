@@ -1,0 +1,199 @@
+"""models/scripted, driven by the official client: it says what was written down, in every API and with token data."""
+
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from house import house
+from machine import PATIENCE_S
+from openai import AsyncOpenAI
+from paths import ROOT
+from pydantic import ValidationError
+
+from ngym.errors import UsageError
+from ngym.schema import Segment
+from ngym.segments import extend, tokens_of
+from ngym.services.loader import load
+
+SCRIPTED = load(ROOT / "models" / "scripted" / "app.py")
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+
+SUM_RULES = [
+    {
+        "turn": 1,
+        "match": r"(\d+) \+ (?P<right>\d+)",
+        "tool_calls": [{"name": "add", "arguments": '{"a": {1}, "b": {right}}'}],
+    },
+    {"turn": 2, "match": r"\+", "text": "It is {tool_output}."},
+]
+
+
+@asynccontextmanager
+async def scripted(**options: Any):
+    async with house({"policy": options}, policy=SCRIPTED.app) as peers:
+        yield peers.urls["policy"][0]
+
+
+@asynccontextmanager
+async def official(**options: Any):
+    async with scripted(**options) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_without_rules_it_echoes():
+    async with official() as client:
+        response = await client.responses.create(model="any", input="hello {there}")
+    assert response.output_text == "hello {there}"
+    assert (response.status, response.model) == ("completed", "scripted")
+    assert response.usage.output_tokens == len("hello {there}") + 1
+
+
+async def test_a_tool_loop_through_the_official_client():
+    async with official(replies=SUM_RULES) as client:
+        items: list[Any] = [{"role": "user", "content": "what is 12 + 30?"}]
+        response = await client.responses.create(model="m", input=items, tools=[ADD])
+        (call,) = response.output
+        assert (call.type, call.name, orjson.loads(call.arguments)) == ("function_call", "add", {"a": 12, "b": 30})
+        items += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+        response = await client.responses.create(model="m", input=items, tools=[ADD])
+    assert response.output_text == "It is 42."
+
+
+async def test_a_stream_through_the_official_client():
+    replies = [{"reasoning": "easy", "text": "here", "tool_calls": [{"name": "add", "arguments": {"a": "{user}"}}]}]
+    async with official(replies=replies) as client:
+        kinds = []
+        async with client.responses.stream(model="m", input="12", tools=[ADD]) as stream:
+            async for event in stream:
+                kinds.append(event.type)
+            final = await stream.get_final_response()
+    assert final.output_text == "here"
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert orjson.loads(final.output[2].arguments) == {"a": "12"}
+    assert kinds[0] == "response.created"
+    assert "response.reasoning_text.delta" in kinds
+    assert "response.function_call_arguments.done" in kinds
+    assert kinds[-1] == "response.completed"
+
+
+async def test_chat_completions_through_the_official_client():
+    messages: list[Any] = [{"role": "user", "content": "what is 1 + 2?"}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    async with official(replies=SUM_RULES) as client:
+        completion = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+        choice = completion.choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls[0].function.arguments) == (
+            "tool_calls",
+            '{"a": 1, "b": 2}',
+        )
+        messages += [choice.message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "3"}]
+        completion = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+    assert completion.choices[0].message.content == "It is 3."
+    assert completion.choices[0].finish_reason == "stop"
+
+
+async def test_a_chat_stream_through_the_official_client():
+    async with official(replies=[{"text": "hi", "tool_calls": [{"name": "f", "arguments": "no json"}]}]) as client:
+        stream = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        async with client.chat.completions.stream(model="m", messages=[{"role": "user", "content": "x"}]) as helper:
+            whole = await helper.get_final_completion()
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hi"
+    assert chunks[-1].usage.total_tokens > 0
+    assert whole.choices[0].message.tool_calls[0].function.arguments == "no json"
+
+
+async def test_rules_are_tried_in_order_and_all_conditions_must_hold():
+    replies = [
+        {"contains": "red", "turn": 2, "text": "never"},
+        {"contains": "red", "text": "stop"},
+        {"match": "(?i)GREEN", "text": "{0}: go"},
+    ]
+    async with official(replies=replies) as client:
+        said = [
+            (await client.responses.create(model="m", input=text)).output_text for text in ("red", "is Green", "blue")
+        ]
+    assert said == ["stop", "Green: go", "blue"]
+
+
+async def test_what_is_filled_in_is_never_read_as_a_template_again():
+    async with official(replies=[{"match": "(.*)", "text": "{1}|{turn}|{unknown}|{"}]) as client:
+        response = await client.responses.create(model="m", input="{turn} {user}")
+    assert response.output_text == "{turn} {user}|1|{unknown}|{"
+
+
+async def test_replies_from_a_file(tmp_path: Path):
+    file = tmp_path / "replies.jsonl"
+    file.write_text('{"contains": "a", "text": "A"}\n\n{"contains": "b", "text": "B"}\n')
+    async with official(file=str(file), replies=[{"contains": "ab", "text": "first"}]) as client:
+        said = [(await client.responses.create(model="m", input=text)).output_text for text in ("a", "b", "ab")]
+    assert said == ["A", "B", "first"]
+
+
+def test_a_bad_line_of_a_file_is_named(tmp_path: Path):
+    file = tmp_path / "replies.jsonl"
+    file.write_text('{"text": "fine"}\n{"txt": "typo"}\n{"match": "(", "text": "x"}\n')
+    with pytest.raises(UsageError) as wrong:
+        SCRIPTED.read_replies(file)
+    assert "replies.jsonl:2: " in str(wrong.value)
+    assert "replies.jsonl:3: match" in str(wrong.value)
+
+
+def test_a_reply_that_says_nothing_is_refused():
+    with pytest.raises(ValidationError, match="a reply needs text or tool_calls"):
+        SCRIPTED.Options(replies=[{"turn": 1}])
+
+
+async def test_an_answer_longer_than_max_output_tokens_is_cut_between_characters():
+    async with official(tokens=True) as client:
+        response = await client.responses.create(model="m", input="aéé", max_output_tokens=4)
+    assert response.output_text == "aé"
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.output_tokens == 3
+
+
+async def test_token_data_makes_one_segment_of_a_whole_rollout():
+    segments: list[Segment] = []
+    async with (
+        scripted(replies=SUM_RULES, tokens=True) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+    ):
+        items: list[Any] = [{"role": "user", "content": "5 + 6"}]
+        for output in ("11", None):
+            body = {"input": items, "tools": [ADD], "instructions": "add"}
+            response = (await client.post("/v1/responses", json=body)).json()
+            tokens = tokens_of(response)
+            assert tokens is not None
+            assert tokens.versions == [[0, len(tokens.generation_token_ids), 0]]
+            extend(segments, tokens)
+            items += response["output"]
+            if output:
+                items.append({"type": "function_call_output", "call_id": items[-1]["call_id"], "output": output})
+    (segment,) = segments
+    sampled = [bytes(segment["token_ids"][start:end]) for start, end in segment["mask"]]
+    assert sampled == [b'<tool_call>add {"a": 5, "b": 6}</tool_call>\xfe', b"It is 11.\xfe"]
+    assert len(segment["logprobs"]) == sum(map(len, sampled))
+    assert all(logprob < 0 for logprob in segment["logprobs"])
+
+
+async def test_a_conversation_sent_back_without_its_token_data_still_begins_with_the_same_ids():
+    async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        first = (await client.post("/v1/responses", json={"input": "one"})).json()
+        tokens = first["output"][-1]
+        history = [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "two"},
+        ]
+        second = (await client.post("/v1/responses", json={"input": history})).json()
+        foreign = tokens | {"prompt_token_ids": [151643]}
+        refused = await client.post("/v1/responses", json={"input": [foreign, {"role": "user", "content": "x"}]})
+    before = tokens["prompt_token_ids"] + tokens["generation_token_ids"]
+    assert second["output"][-1]["prompt_token_ids"][: len(before)] == before
+    assert refused.status_code == 422

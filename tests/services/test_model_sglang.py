@@ -1,0 +1,188 @@
+"""models/sglang against a stub of SGLang's native protocol: what it asks, weights from disk, sleep and wake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from house import house
+from machine import PATIENCE_S
+from minded import Sglang, write_mind
+from paths import ROOT
+
+from ngym.services.loader import load
+
+Json = dict[str, Any]
+APP = load(ROOT / "models" / "sglang" / "app.py")
+TOKEN = "a token of 16 chars"
+KEY = {"authorization": f"Bearer {TOKEN}"}
+Stub = TypeVar("Stub", bound=Sglang)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mind(tmp_path_factory.mktemp("mind"))
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, kind: type[Stub] = Sglang, **options: Any
+) -> AsyncIterator[tuple[Stub, httpx.AsyncClient]]:
+    stub = kind(folder)
+    async with house(stub=stub.app) as outside:
+        given = {"model": "m", "base_url": outside.urls["stub"][0], "api_key_env": None, "max_retries": 0} | options
+        async with (
+            house({"policy": given}, policy=APP.app) as peers,
+            httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as client,
+        ):
+            yield stub, client
+
+
+async def test_sampling_is_asked_for_in_sglangs_words(folder: Path):
+    schema = {"type": "object"}
+    async with serving(folder) as (stub, client):
+        body: Json = {"input": "hello", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+        body |= {"stop": ["x"], "presence_penalty": 0.5, "min_tokens": 2, "max_output_tokens": 9}
+        body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
+        asked = stub.body
+        refused = await client.post("/v1/responses", json={"input": "x", "logit_bias": {"1": 1}})
+    assert asked["sampling_params"] == {
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+        "stop": ["x"],
+        "sampling_seed": 3,
+        "presence_penalty": 0.5,
+        "min_new_tokens": 2,
+        "json_schema": '{"type": "object"}',
+    }
+    assert (asked["return_logprob"], asked["stream"]) == (True, False)
+    assert refused.status_code == 422
+
+
+async def test_new_weights_come_from_disk_and_their_version_is_on_the_answers(folder: Path):
+    async with serving(folder, push_token=TOKEN) as (stub, client):
+        told = (await client.get("/weights")).json()
+        assert told == {"policy_version": 0, "transport": ["disk"], "updating": False, "asleep": []}
+        update = {"version": 3, "path": str(folder)}
+        assert (await client.post("/weights", json=update)).status_code == 401
+        done = await client.post("/weights", json=update, headers=KEY)
+        assert (done.status_code, done.json()["policy_version"]) == (200, 3)
+        body = next(body for path, body, _ in stub.seen if path == "update_weights_from_disk")
+        assert body == {"model_path": str(folder), "weight_version": "3", "flush_cache": True}
+        response = (await client.post("/v1/responses", json={"input": "hello"})).json()
+        assert [span[2] for span in response["ng"]["policy_version"]] == [3]
+        stale = await client.post("/weights", json=update, headers=KEY)
+        assert (stale.status_code, stale.json()["detail"]) == (409, "version 3 is served already, not before 3")
+        lost = await client.post("/weights", json={"version": 4, "path": "/nowhere"}, headers=KEY)
+        assert lost.status_code >= 400
+        assert (await client.get("/weights")).json()["policy_version"] == 3
+
+
+async def test_while_it_sleeps_requests_wait(folder: Path):
+    async with serving(folder, push_token=TOKEN) as (stub, client):
+        assert (await client.post("/weights/sleep", json={})).status_code == 401
+        asleep = (await client.post("/weights/sleep", json={}, headers=KEY)).json()
+        assert asleep == {"asleep": ["kv_cache", "weights"]}
+        asking = asyncio.create_task(client.post("/v1/responses", json={"input": "hello"}))
+        woken = await client.post("/weights/wake", json={"parts": ["weights"]}, headers=KEY)
+        assert woken.json() == {"asleep": ["kv_cache"]}
+        assert not asking.done()
+        assert not any(path == "generate" for path, _, _ in stub.seen)
+        wrong = await client.post("/weights/wake", json={"parts": ["soul"]}, headers=KEY)
+        assert "soul is none of kv_cache, weights" in wrong.json()["detail"]
+        assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
+        assert (await asking).status_code == 200
+        assert (await client.post("/weights/flush", json={}, headers=KEY)).status_code == 200
+    paths = [path for path, _, _ in stub.seen]
+    resumed = [body for path, body, _ in stub.seen if path == "resume_memory_occupation"]
+    assert resumed == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
+    assert paths.index("release_memory_occupation") < paths.index("generate")
+    assert "flush_cache" in paths
+
+
+async def test_without_a_token_nobody_changes_the_weights(folder: Path):
+    async with serving(folder) as (_, client):
+        assert (await client.get("/weights")).json()["transport"] == []
+        for path in ("/weights", "/weights/sleep", "/weights/wake", "/weights/flush"):
+            assert (await client.post(path, json={}, headers=KEY)).status_code == 401
+
+
+async def test_an_answer_that_sglang_aborts_may_be_asked_for_again(folder: Path):
+    class Aborting(Sglang):
+        def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
+            return super()._told(ids[:1], 1, {"type": "abort", "message": "paused for an update"})
+
+    async with serving(folder, Aborting) as (_, client):
+        reply = await client.post("/v1/responses", json={"input": "hello"})
+    problem = reply.json()
+    assert (problem["status"], problem["retryable"]) == (502, True)
+    assert "gave up: paused for an update" in problem["detail"]
+
+
+async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_back(folder: Path):
+    class Early(Sglang):
+        """Its answers are of the first weights. They stand still after their first part."""
+
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.goes_on = asyncio.Event()
+
+        def _told(self, ids: list[int], count: int, finish: Json | None) -> Json:
+            told = super()._told(ids, count, finish)
+            told["meta_info"]["weight_version"] = "1"
+            return told
+
+        def _generate(self, body: Json) -> Response:
+            whole = super()._generate(body)
+            assert isinstance(whole, StreamingResponse)
+
+            async def events() -> AsyncIterator[Any]:
+                async for part in whole.body_iterator:
+                    yield part
+                    await self.goes_on.wait()
+
+            return StreamingResponse(events(), media_type="text/event-stream")
+
+    async with serving(folder, Early, push_token=TOKEN) as (stub, client):
+        asking = {"input": "hello", "stream": True}
+        async with client.stream("POST", "/v1/responses", json=asking) as answer:
+            lines = answer.aiter_lines()
+            while "delta" not in await anext(lines):
+                pass
+            assert (await client.get("/weights")).json()["policy_version"] == 1
+            update = {"version": 2, "path": str(folder)}
+            assert (await client.post("/weights", json=update, headers=KEY)).status_code == 200
+            stub.goes_on.set()
+            assert any(["response.completed" in line async for line in lines])
+        assert (await client.get("/weights")).json()["policy_version"] == 2
+
+
+async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and_is_told_once(folder: Path):
+    class Slow(Sglang):
+        async def _handle(self, path: str, request: Request) -> Response:
+            answer = await super()._handle(path, request)
+            if path == "release_memory_occupation":
+                await asyncio.sleep(PATIENCE_S)
+            return answer
+
+    async with serving(folder, Slow, push_token=TOKEN, timeout_s=2, max_retries=3) as (stub, client):
+        refused = await client.post("/weights/sleep", json={}, headers=KEY)
+        assert (refused.status_code, "it may have done what it was asked" in refused.json()["detail"]) == (502, True)
+        assert (await client.get("/weights")).json()["asleep"] == ["kv_cache", "weights"]
+        assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
+        assert (await client.post("/v1/responses", json={"input": "hello"})).status_code == 200
+    commands = [path for path, _, _ in stub.seen if path.endswith("_memory_occupation")]
+    assert commands == ["release_memory_occupation", "resume_memory_occupation"]

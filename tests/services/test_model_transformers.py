@@ -1,0 +1,129 @@
+"""models/transformers with a real, random Qwen3: its logprobs, its sampling, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from house import house
+from machine import PATIENCE_S
+from paths import ROOT
+from transformers import AutoModelForCausalLM
+from vllm_service import write_checkpoint
+
+from ngym.errors import ConfigError
+from ngym.schema import TOKEN_FIELDS
+from ngym.services.loader import load
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Json = dict[str, Any]
+APP = load(ROOT / "models" / "transformers" / "app.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        house({"policy": {"model": str(folder), "context": 512}}, policy=APP.app) as peers,
+        httpx.AsyncClient(base_url=peers.urls["policy"][0], timeout=PATIENCE_S) as one,
+    ):
+        yield one
+
+
+async def sampled(client: httpx.AsyncClient, **params: Any) -> tuple[list[int], list[int], list[float]]:
+    reply = await client.post("/v1/responses", json={"input": "hello", "max_output_tokens": 24} | params)
+    assert reply.status_code == 200, reply.text
+    prompt, ids, logprobs = (reply.json()["output"][-1][name] for name in TOKEN_FIELDS)
+    return prompt, ids, logprobs
+
+
+def logits(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[T, V], of the whole sequence at once."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
+    client: httpx.AsyncClient, folder: Path, temperature: float
+):
+    prompt, ids, logprobs = await sampled(client, temperature=temperature, seed=3)
+    logits_TV = logits(folder, prompt + ids)[len(prompt) - 1 : -1] / temperature
+    expected = logits_TV.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+    assert torch.tensor(logprobs).allclose(expected, atol=1e-4)
+
+
+async def test_the_same_seed_samples_the_same_and_temperature_0_the_likeliest(client: httpx.AsyncClient, folder: Path):
+    assert await sampled(client, seed=5) == await sampled(client, seed=5)
+    assert (await sampled(client, seed=5))[1] != (await sampled(client, seed=6))[1]
+    prompt, ids, _ = await sampled(client, temperature=0)
+    assert logits(folder, prompt + ids)[len(prompt) - 1 : -1].argmax(-1).tolist() == ids
+    for narrow in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}):
+        _, same, logprobs = await sampled(client, **narrow)
+        assert same == ids
+        assert logprobs == pytest.approx([0.0] * len(ids))
+
+
+async def test_top_k_and_top_p_leave_out_what_is_unlikely(client: httpx.AsyncClient, folder: Path):
+    prompt, ids, _ = await sampled(client, top_k=5, seed=1)
+    ranks_T = (logits(folder, prompt + ids)[len(prompt) - 1 : -1].argsort(descending=True).argsort())[
+        torch.arange(len(ids)), torch.tensor(ids)
+    ]
+    assert int(ranks_T.max()) < 5
+    prompt, ids, _ = await sampled(client, top_p=0.5, seed=1)
+    probs_TV, order_TV = logits(folder, prompt + ids)[len(prompt) - 1 : -1].softmax(-1).sort(descending=True)
+    before_TV = probs_TV.cumsum(-1) - probs_TV
+    places_T = (order_TV == torch.tensor(ids)[:, None]).int().argmax(-1)
+    assert float(before_TV[torch.arange(len(ids)), places_T].max()) < 0.5
+
+
+async def test_a_stop_string_ends_it_and_is_not_told(client: httpx.AsyncClient):
+    body = {"messages": [{"role": "user", "content": "hello"}], "seed": 2, "max_tokens": 200}
+    text = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
+    stop = text[20:22]
+    stopped = (await client.post("/v1/chat/completions", json=body | {"stop": [stop]})).json()["choices"][0]
+    assert stopped["message"]["content"] == text[: text.index(stop)]
+    assert stopped["finish_reason"] == "stop"
+
+
+async def test_requests_do_not_hold_up_the_event_loop_and_wait_for_one_another(client: httpx.AsyncClient):
+    asking = [asyncio.create_task(sampled(client, max_output_tokens=200, ignore_eos=True)) for _ in range(3)]
+    assert (await client.get("/health")).status_code == 200
+    assert not all(task.done() for task in asking)
+    assert [len(ids) for _, ids, _ in await asyncio.gather(*asking)] == [200] * 3
+
+
+async def test_whoever_hangs_up_lets_the_next_one_in(client: httpx.AsyncClient):
+    body = {"input": "hello", "max_output_tokens": 400, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/responses", json=body) as reply:
+        assert reply.status_code == 200
+        await anext(reply.aiter_bytes())
+    assert len((await sampled(client, max_output_tokens=3, ignore_eos=True))[1]) == 3
+
+
+@pytest.mark.parametrize("field", [{"presence_penalty": 1}, {"logit_bias": {"3": 1}}, {"top_logprobs": 2}])
+async def test_what_it_cannot_do_is_refused_by_name(client: httpx.AsyncClient, field: Json):
+    reply = await client.post("/v1/responses", json={"input": "x"} | field)
+    assert reply.status_code == 422
+    assert f"field {next(iter(field))!r}: this back end cannot do it" in reply.json()["detail"]
+
+
+async def test_the_models_list_and_answers_name_the_service_and_no_folder(client: httpx.AsyncClient):
+    assert (await client.get("/v1/models")).json()["data"][0]["id"] == "policy"
+
+
+async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"service 'policy': model 'nowhere': no checkpoint \(config.json\) in "):
+        APP._find("nowhere", tmp_path, "policy")
+    assert APP._find("Qwen/Qwen3-0.6B", tmp_path, "policy") == "Qwen/Qwen3-0.6B"

@@ -1,0 +1,140 @@
+"""How many rollouts are begun at once: turns in the agent, the window in the collector, and that neither ever stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from fastapi import Request
+from house import house
+from paths import ROOT
+
+from ngym import VerifyRequest, gym_server
+from ngym.collect import Limits, Recipe, collect
+from ngym.collect.window import ENOUGH, FIRST, Window
+from ngym.convert import message_item, new_response, output_text
+from ngym.errors import ServiceError
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
+from ngym.services.loader import load
+from ngym.services.options import ServiceOptions
+from ngym.services.turns import STARTS, Turns
+
+SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
+ROW = {"responses_create_params": {"input": "say something"}}
+DEADLINE_S = 60.0
+
+
+async def verify(task: VerifyRequest) -> float:
+    return float(bool(task.text))
+
+
+async def test_a_few_rollouts_begin_in_each_turn_of_the_loop_in_the_order_in_which_they_came():
+    turns, begun = Turns(), []
+
+    async def rollout(number: int) -> None:
+        await turns.mine()
+        begun.append(number)
+
+    count = 5 * STARTS
+    tasks = [asyncio.create_task(rollout(number)) for number in range(count)]
+    seen = [0]
+    async with asyncio.timeout(DEADLINE_S):
+        while len(begun) < count:
+            await asyncio.sleep(0)
+            seen.append(len(begun))
+    assert begun == list(range(count))
+    assert all(after - before <= STARTS for before, after in pairwise(seen))
+    assert turns.waiting == 0
+    await asyncio.gather(*tasks)
+
+
+async def test_a_rollout_that_is_cancelled_while_it_waits_costs_nobody_a_turn():
+    turns = Turns()
+    tasks = [asyncio.create_task(turns.mine()) for _ in range(3 * STARTS)]
+    await asyncio.sleep(0)
+    for task in tasks[: 2 * STARTS]:
+        task.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*tasks[2 * STARTS :])
+    assert turns.waiting == 0
+
+
+async def test_a_rollout_whose_time_is_over_before_its_turn_calls_nobody():
+    seeded = []
+
+    async def seed(request: Request) -> JsonResponse:
+        seeded.append(await json_body(request))
+        return JsonResponse({})
+
+    gym = service_app("gym_server", options=ServiceOptions)
+    add_route(gym, "POST", "/seed_session", seed)
+    model = service_app("model", options=ServiceOptions)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(ServiceError, match="/run was not begun: its caller's time was over") as caught:
+            await peers["agent"].request("POST", "/run", ROW, headers={"x-ng-deadline-ms": "0"})
+    assert (caught.value.status, caught.value.failure) == (504, "timeout")
+    assert seeded == []
+
+
+async def test_an_agent_that_has_nobody_waiting_gets_all_that_the_concurrency_allows():
+    window = Window(10 * FIRST)
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in range(10 * FIRST):
+            await window.enter()  # and nobody ever comes back
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await window.enter()
+    assert window.in_flight == 10 * FIRST
+
+
+async def test_an_agent_that_has_many_waiting_gets_fewer_but_never_less_than_a_few():
+    window = Window(100 * FIRST)
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in range(2 * FIRST):
+            await window.enter()
+        for _ in range(FIRST // 2):
+            window.leave()
+            window.told(100 * ENOUGH)
+        assert window.size <= 2 * FIRST - FIRST // 2
+        for _ in range(FIRST):
+            window.leave()
+            window.told(100 * ENOUGH)
+    assert window.size == FIRST
+
+
+async def test_one_that_waits_for_room_goes_on_when_one_leaves():
+    window = Window(1)
+    await window.enter()
+    waiting = asyncio.create_task(window.enter())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    window.leave()
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+    assert window.in_flight == 1
+
+
+async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
+    """The model answers nobody before all have asked: a bound anywhere between collector and model would stand still."""
+    count = 4 * FIRST
+    asked = asyncio.Barrier(count)
+
+    async def answer(request: Request) -> JsonResponse:
+        params = await json_body(request)
+        await asked.wait()
+        output = [message_item([output_text("all here")], "msg_0")]
+        return JsonResponse(new_response(params, output, response_id="resp_0", model="m", usage=None))
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", answer)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    limits = Limits(concurrency=count, max_attempts=1)
+    async with (
+        house(options, crowd=True, gym=gym_server(verify=verify), model=model, agent=load(SIMPLE_AGENT).app) as peers,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        rows = [o.row async for o in collect([ROW] * count, peers=peers, recipe=Recipe("agent"), limits=limits)]
+    assert [row["reward"] for row in rows] == [1.0] * count

@@ -1,0 +1,788 @@
+"""Gym servers and agents over real sockets: what an author writes is what a caller gets."""
+
+import asyncio
+import math
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from fastapi import FastAPI, Request, Response
+from house import house
+from machine import PATIENCE_S
+from paths import ROOT
+from pydantic import BaseModel
+
+from ngym import (
+    RolloutContext,
+    ServiceError,
+    ServiceOptions,
+    Session,
+    ToolError,
+    VerifyRequest,
+    agent,
+    gym_server,
+)
+from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
+from ngym.groups import rescored
+from ngym.peers import Peers
+from ngym.replicas import rendezvous
+from ngym.services.app import JsonResponse, add_route, service_app
+from ngym.services.bodies import json_body
+from ngym.services.loader import load
+from ngym.services.sessions import SessionStore
+from ngym.services.steps import Step, step_server
+
+SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
+
+
+class Add(BaseModel):
+    amount: int
+
+
+class Task(VerifyRequest):
+    target: int
+
+
+async def add(body: Add, session: Session) -> Any:
+    """Add to this rollout's counter."""
+    if body.amount == 13:
+        raise ToolError("13 is unlucky")
+    if body.amount == 14:
+        raise RuntimeError("a bug of the author's")
+    if body.amount == 15:
+        return {"all of them", "a set"}
+    if body.amount == 16:
+        raise NotFound("what another service said")
+    if body.amount == 17:
+        sys.exit("a library gave up")
+    if body.amount == 18:
+        await asyncio.Event().wait()
+    session["total"] = session.get("total", 0) + body.amount
+    return {"total": session["total"]}
+
+
+async def verify(task: Task, session: Session) -> dict[str, Any]:
+    return {"reward": float(session.get("total") == task.target), "total": session.get("total"), "said": task.text}
+
+
+def counter():
+    return gym_server(tools=[add], verify=verify)
+
+
+def scripted(*turns: list[dict[str, Any]], **response: Any):
+    """A model that says these output items, one list a turn (by the number of assistant turns so far)."""
+    app = service_app("model", options=ServiceOptions)
+    seen: list[dict[str, Any]] = []
+    app.state.seen = seen
+
+    async def responses(request: Request):
+        body = await json_body(request)
+        seen.append(body)
+        turn = sum(1 for item in body["input"] if item.get("type") in ("function_call", "message"))
+        output = turns[min(turn, len(turns) - 1)]
+        usage = {
+            "input_tokens": 10,
+            "output_tokens": 2,
+            "total_tokens": 12,
+            "input_tokens_details": {"cached_tokens": None},
+        }
+        return JsonResponse(
+            {"id": "resp_1", "object": "response", "status": "completed", "output": output, "usage": usage, **response}
+        )
+
+    add_route(app, "POST", "/v1/responses", responses)
+    return app
+
+
+def calls(name: str, arguments: str) -> list[dict[str, Any]]:
+    return [{"type": "function_call", "call_id": "c1", "name": name, "arguments": arguments}]
+
+
+def says(text: str) -> list[dict[str, Any]]:
+    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+
+
+def simple_house(model):
+    return house(
+        {"agent": {"gym": "gym", "model": "model", "max_steps": 3}},
+        gym=counter(),
+        model=model,
+        agent=load(SIMPLE_AGENT).app,
+    )
+
+
+ROW = {"responses_create_params": {"input": "add 7"}, "target": 7, "_ng_task_index": 4, "colour": "red"}
+
+
+async def test_a_rollout_calls_the_tool_and_is_scored():
+    async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 1.0 and row["said"] == "done" and row["colour"] == "red"
+    assert [item["type"] for item in row["response"]["output"]] == ["function_call", "function_call_output", "message"]
+    assert row["response"]["output"][1]["output"] == '{"total":7}'
+    assert row["response"]["usage"] == {
+        "input_tokens": 20,
+        "output_tokens": 4,
+        "total_tokens": 24,
+        "input_tokens_details": {"cached_tokens": None},
+    }
+    ng = row["ng"]
+    assert (ng["status"], ng["stop_reason"], ng["turns"], ng["tool_calls"], ng["tool_errors"]) == (
+        "ok",
+        "answer",
+        2,
+        1,
+        0,
+    )
+    assert set(ng["timings"]) == {"model_s", "tools_s", "verify_s", "total_s"}
+    assert [name for name, _, _ in ng["spans"]] == ["seed", "model", "tool:add", "model", "verify"]
+    ends = 0.0
+    for _, start, seconds in ng["spans"]:
+        assert start >= ends - 1e-5  # each number is rounded
+        ends = start + seconds
+    assert ends <= ng["timings"]["total_s"] + 1e-5
+    assert ng["timings"]["model_s"] == pytest.approx(sum(s for name, _, s in ng["spans"] if name == "model"), abs=1e-5)
+
+
+async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
+    model = scripted(says("done"))
+    async with simple_house(model) as peers:
+        await peers["agent"].post("/run", ROW)
+    assert [tool["name"] for tool in model.state.seen[0]["tools"]] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "shown"),
+    [
+        ("verify", "{}", "there is no tool 'verify'. Tools: add."),
+        ("../verify", "{}", "there is no tool '../verify'"),
+        (["add"], "{}", "there is no tool ['add']"),
+        ("add", "{amount: 7", "the arguments of add are no JSON"),
+        ("add", "[7]", "must be a JSON object, not list"),
+        ("add", '{"amount": "x"}', "field 'amount'"),
+        ("add", '{"amount": 13}', "13 is unlucky"),
+    ],
+)
+async def test_what_the_model_does_wrong_is_shown_to_the_model(name: Any, arguments: str, shown: str):
+    async with simple_house(scripted(calls(name, arguments), says("sorry"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert shown in row["response"]["output"][1]["output"]
+    assert row["reward"] == 0.0
+    assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (1, 1)
+    spans = [span for span, _, _ in row["ng"]["spans"]]
+    assert spans == ["seed", "model", "tool:add" if name == "add" else "tool", "model", "verify"]
+
+
+async def test_a_number_that_the_model_makes_too_large_for_json_breaks_neither_tool_nor_verifier():
+    large = "9" * 30
+    async with simple_house(scripted(calls("add", f'{{"amount": "{large}"}}'), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["response"]["output"][1]["output"] == f'{{"total":"{large}"}}'
+    assert (row["reward"], row["total"]) == (0.0, large)
+
+
+async def test_a_result_with_half_a_character_is_readable():
+    class Nothing(BaseModel):
+        pass
+
+    async def half(body: Nothing) -> Any:
+        return {"cut": ["\ud83d", 1], "\udc00": None}
+
+    async def verify(task: VerifyRequest) -> float:
+        return 0.0
+
+    async with house(gym=gym_server(tools=[half], verify=verify)) as peers:
+        assert await peers["gym"].post("/half", {}) == {"cut": ["?", 1], "?": None}
+
+
+CRASHES = {
+    14: (r"add failed: RuntimeError: a bug of the author's \(test_services.py:\d+\)", True),
+    15: (r"add returned a value that is not JSON: .*set \(test_services.py:\d+\)", False),
+    16: ("what another service said", False),
+    17: (r"add failed: SystemExit: a library gave up \(test_services.py:\d+\)", True),
+    18: ("gym at .* did not answer POST /add within", True),
+}
+
+
+@pytest.mark.parametrize("amount", CRASHES)
+async def test_a_tool_that_crashes_fails_the_rollout_and_says_where(amount: int):
+    words, again = CRASHES[amount]
+    options = {"agent": {"gym": "gym", "model": "model", "tool_timeout_s": 0.5 if amount == 18 else 60}}
+    model = scripted(calls("add", f'{{"amount": {amount}}}'), says("done"))
+    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match=words) as caught:
+            await peers["agent"].post("/run", {**ROW, "target": 0})
+    assert (caught.value.failure, caught.value.retryable) == ("tool_error", again)
+    assert caught.value.upstream["service"] == "gym"
+    if amount == 16:
+        assert re.search(r"\(test_services.py:\d+\) \(the model reads a ToolError; NotFound fails", str(caught.value))
+
+
+@pytest.mark.parametrize("amount", [14, 15, 16, 17])
+async def test_with_tool_errors_show_the_model_reads_a_crash_and_is_scored(amount: int):
+    options = {"agent": {"gym": "gym", "model": "model", "tool_errors": "show"}}
+    model = scripted(calls("add", f'{{"amount": {amount}}}'), says("sorry"))
+    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    shown = row["response"]["output"][1]["output"]
+    assert re.match(f"Error: {CRASHES[amount][0]}", shown)
+    assert (row["reward"], row["ng"]["tool_errors"]) == (0.0, 1)
+
+
+async def test_whoever_called_a_tool_that_crashed_gets_no_reward_for_that_rollout():
+    """A caller that shows the model whatever comes back, as the loops of other frameworks do."""
+    async with house(gym=counter()) as peers:
+        for path, headers, status in (("/add", {}, 500), ("/add", {"x-ng-tool-errors": "show"}, 200)):
+            session = peers["gym"].session()
+            await session.post("/seed_session", {**ROW, "target": 7})
+            assert (await session.post("/add", {"amount": 7}))["total"] == 7
+            headers |= {"x-ng-session": session.id}
+            async with httpx.AsyncClient(base_url=peers.urls["gym"][0], headers=headers, timeout=PATIENCE_S) as client:
+                told = (await client.post(path, json={"amount": 14})).json()
+                scored = await client.post("/verify", json={**ROW, "response": {"output": []}})
+            assert "a bug of the author's" in told["detail"] and told.get("for_the_model", False) == (status == 200)
+            assert scored.status_code == status
+            if status == 500:
+                assert scored.json()["failure"] == "tool_error" and "a bug of the author's" in scored.json()["detail"]
+
+
+async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
+    async def respond(request: Any, rollout: RolloutContext) -> Any:
+        with suppress(ServiceError):
+            await rollout.call_tool(calls("add", '{"amount": 14}')[0])
+        return rollout.answer("done")
+
+    async with house(
+        {"agent": {"gym": "gym", "model": "model"}},
+        gym=counter(),
+        model=scripted(says("x")),
+        agent=agent(respond=respond),
+    ) as peers:
+        with pytest.raises(UpstreamError, match="a bug of the author's") as caught:
+            await peers["agent"].post("/run", {**ROW, "target": 0})
+    assert caught.value.failure == "tool_error"
+
+
+async def test_a_step_that_crashes_leaves_no_reward():
+    async def reset(task: VerifyRequest, session: Session) -> str:
+        return "go"
+
+    async def step(task: VerifyRequest, session: Session) -> Step:
+        raise RuntimeError("the board is gone")
+
+    async with house(gym=step_server(task=VerifyRequest, reset=reset, step=step)) as peers:
+        session = peers["gym"].session()
+        row = {"responses_create_params": {"input": "play"}}
+        await session.post("/reset", row)
+        turn = {**row, "response": {"output": says("a move")}}
+        for path in ("/step", "/verify"):
+            with pytest.raises(
+                UpstreamError, match=r"step failed: RuntimeError: the board is gone \(test_serv"
+            ) as caught:
+                await session.post(path, turn)
+            assert caught.value.failure == "tool_error" and not caught.value.is_for_the_model
+
+
+async def test_a_session_that_was_never_seeded_is_not_verified_where_verify_needs_its_state():
+    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        scored = {**ROW, "target": 0, "response": {"output": []}}
+        bare = await client.post("/verify", json=scored)
+        begun = await client.post("/add", json={"amount": 7})
+        lost = await client.post(
+            "/verify", json={**scored, "target": 7}, headers={"x-ng-session": begun.headers["x-ng-session"]}
+        )
+    for refused in (bare, lost):
+        assert refused.status_code == 409 and "POST /seed_session begins its session" in refused.json()["detail"]
+
+
+async def test_every_answer_in_a_session_tells_it_by_header_and_cookie():
+    async with house(gym=counter()) as peers, httpx.AsyncClient(base_url=peers.urls["gym"][0]) as client:
+        mine = {"x-ng-session": "of-this-test-0123456789"}
+        asked = [
+            ("POST", "/seed_session", ROW, 200),
+            ("POST", "/add", {"amount": 7}, 200),
+            ("POST", "/add", {"amount": 13}, 422),
+            ("POST", "/add", {"amount": 14}, 500),
+            ("POST", "/add", {"amount": "x"}, 422),
+            ("POST", "/subtract", {}, 404),
+            ("GET", "/add", None, 405),
+            ("POST", "/verify", {**ROW, "response": {"output": 7}}, 422),
+            ("DELETE", "/session", None, 200),
+            ("POST", "/add", {"amount": 7}, 404),
+        ]
+        for method, path, body, status in asked:
+            answer = await client.request(method, path, json=body, headers=mine)
+            client.cookies.clear()
+            assert answer.status_code == status, path
+            assert answer.headers["x-ng-session"] == mine["x-ng-session"], path
+            assert answer.headers["set-cookie"].startswith(f"ng_session={mine['x-ng-session']};"), path
+        odd = await client.post("/add", json={"amount": 7}, headers={"x-ng-session": "<script>"})
+        assert odd.status_code == 404 and "x-ng-session" not in odd.headers, "only what can be an id is said again"
+
+
+async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_is_told():
+    one = calls("add", '{"amount": 1}')[0]
+    model = scripted([{**one, "call_id": f"c{number}"} for number in range(3000)], says("phew"))
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", {**ROW, "target": 1000})
+    results = [item["output"] for item in row["response"]["output"] if item["type"] == "function_call_output"]
+    assert row["reward"] == 1.0, "the first thousand were made, each once"
+    assert len(results) == 3000 and set(results[1000:]) == {"Error: no more than 1000 tool calls in a rollout."}
+    assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (3000, 2000)
+
+
+async def test_arguments_of_megabytes_are_the_tools_affair():
+    text = '{"amount": 7, "note": "' + "x" * (5 << 20) + '"}'
+    async with simple_house(scripted(calls("add", text), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 1.0
+    nested = '{"amount": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 0.0 and "no JSON" in row["response"]["output"][1]["output"]
+    nested = '{"amount": ' + "[" * 300 + "]" * 300 + "}"  # orjson reads it, and does not write it
+    async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["reward"] == 0.0 and "deeper than 250 levels" in row["response"]["output"][1]["output"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"<html>", "model answered /v1/responses with no JSON .*; it begins '<html>'"),
+        (b"null", "model answered /v1/responses without an output that is a list of items: null"),
+        (b'{"error": "overloaded"}', "without an output that is a list of items: .*overloaded"),
+        (b'{"output": ["a"]}', "without an output that is a list of items"),
+        (b'{"output": ' + b"[" * 300 + b"]" * 300 + b"}", "model answered /v1/responses with JSON nested deeper"),
+    ],
+)
+async def test_a_model_whose_answer_is_none_is_named_with_what_it_said(body: bytes, words: str):
+    async def answers(request: Request):
+        return Response(body, media_type="application/json")
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", answers)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=counter(), model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match=words) as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.failure == "model_error" and caught.value.upstream["service"] == "model"
+
+
+@pytest.mark.parametrize("tools", ["add", ["add"], [{"type": "function", "name": ["add"]}], {"name": "add"}])
+async def test_a_gym_server_whose_tools_are_none_is_named(tools: Any):
+    gym = service_app("gym_server", options=ServiceOptions)
+
+    async def begins(request: Request):
+        return JsonResponse({"tools": tools})
+
+    add_route(gym, "POST", "/seed_session", begins)
+    options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
+    async with house(options, gym=gym, model=scripted(says("done")), agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(
+            UpstreamError, match="gym answered /seed_session with tools that are no list of objects"
+        ) as caught:
+            await peers["agent"].post("/run", ROW)
+    assert (caught.value.failure, caught.value.retryable) == ("config", False)
+
+
+async def test_a_tool_that_is_broken_is_no_fault_of_the_agents():
+    """A gym server of another make: its 500 is a page, without a failure class."""
+    gym = service_app("gym_server", options=ServiceOptions)
+
+    async def begins(request: Request):
+        return JsonResponse({"tools": [{"type": "function", "name": "add"}]})
+
+    async def broken(request: Request):
+        return Response("<html>Internal Server Error", status_code=500)
+
+    add_route(gym, "POST", "/seed_session", begins)
+    add_route(gym, "POST", "/add", broken)
+    options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
+    model = scripted(calls("add", '{"amount": 7}'), says("done"))
+    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match="gym answered 500 to POST /add: <html>") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.failure == "tool_error" and caught.value.retryable
+
+
+async def test_a_session_that_the_gym_server_lost_ends_the_rollout_and_is_not_shown_to_the_model():
+    gym = counter()
+
+    async def forgets(request: Request):
+        gym.state.sessions.end(next(iter(gym.state.sessions._sessions)))
+        return JsonResponse({"status": "completed", "output": calls("add", '{"amount": 7}')})
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", forgets)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
+        with pytest.raises(UpstreamError, match="no such session") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.retryable
+
+
+async def test_a_model_that_never_answers_is_stopped_and_still_scored():
+    async with simple_house(scripted(calls("add", '{"amount": 1}'))) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert (row["ng"]["stop_reason"], row["ng"]["status"], row["ng"]["turns"]) == ("max_steps", "truncated", 3)
+    assert row["response"]["output"][-1]["type"] == "function_call"
+
+
+@pytest.mark.parametrize(("tokens", "stop"), [(5, "length"), (0, "context")])
+async def test_an_incomplete_response_tells_length_from_context(tokens: int, stop: str):
+    model = scripted(
+        says("half"),
+        status="incomplete",
+        incomplete_details={"reason": "max_output_tokens"},
+        usage={"output_tokens": tokens},
+    )
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert (row["ng"]["stop_reason"], row["ng"]["status"], row["ng"]["finish_reasons"]) == (stop, "truncated", [stop])
+
+
+async def test_a_call_of_a_turn_that_was_cut_off_is_not_run_and_the_rollout_is_scored():
+    cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    async with simple_house(scripted(calls("add", '{"amount": 7}'), **cut)) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    ng = row["ng"]
+    assert (row["reward"], ng["tool_calls"], ng["stop_reason"], ng["status"]) == (0.0, 0, "length", "truncated")
+
+
+@pytest.mark.parametrize(
+    ("finishes", "stop", "status"),
+    [
+        (["stop", "tool_calls"], "answer", "ok"),
+        (["stop", "length"], "length", "truncated"),
+        (["stop", "context"], "context", "truncated"),
+        (["length", "stop"], "answer", "truncated"),
+    ],
+)
+async def test_an_agent_that_does_not_look_how_its_turns_ended_leaves_a_row_that_tells(
+    finishes: list[str], stop: str, status: str
+):
+    left = list(finishes)
+
+    async def says_how(request: Request):
+        finish = left.pop(0)
+        answer = {"status": "completed", "output": calls("add", "{}") if finish == "tool_calls" else says("7")}
+        if finish in ("length", "context"):
+            answer |= {"status": "incomplete", "incomplete_details": None}
+        return JsonResponse(answer | {"usage": {"input_tokens": 3, "output_tokens": int(finish != "context")}})
+
+    async def heedless(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+        for _ in finishes:
+            response = await rollout.sample(request)
+        return rollout.finish(response, response["output"], "answer")
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", says_how)
+    options = {"agent": {"gym": "gym", "model": "model"}}
+    async with house(options, gym=counter(), model=model, agent=agent(respond=heedless)) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    ng = row["ng"]
+    assert (ng["finish_reasons"], ng["stop_reason"], ng["status"]) == (finishes, stop, status)
+    assert rescored(row, {"reward": 1.0})["ng"]["status"] == status
+
+
+async def test_a_row_without_a_verifier_field_is_refused_before_the_model_is_called():
+    model = scripted(says("done"))
+    async with simple_house(model) as peers:
+        with pytest.raises(UpstreamError, match=r"row 4: field 'target': Field required") as caught:
+            await peers["agent"].post("/run", {key: value for key, value in ROW.items() if key != "target"})
+        with pytest.raises(UpstreamError, match=r"field 'target': Field required \(is 'traget' meant to be it\?\)$"):
+            await peers["gym"].post("/seed_session", {"traget" if key == "target" else key: ROW[key] for key in ROW})
+    assert (caught.value.status, caught.value.failure, caught.value.retryable) == (422, "config", False)
+    assert model.state.seen == []
+
+
+async def test_a_model_server_that_is_down_is_a_connect_failure_that_names_it():
+    async with house({"agent": {"gym": "gym", "model": "model"}}, gym=counter(), agent=load(SIMPLE_AGENT).app) as peers:
+        load(SIMPLE_AGENT).app.state.context.peers.urls["model"] = ["http://127.0.0.1:9"]
+        with pytest.raises(UpstreamError, match=r"model cannot be reached at http://127.0.0.1:9") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert (caught.value.failure, caught.value.retryable, caught.value.upstream["service"]) == (
+        "connect",
+        True,
+        "model",
+    )
+
+
+async def test_an_error_of_the_model_server_is_a_model_error_with_its_words():
+    async def refuse(request: Request):
+        raise ServiceError("401 from upstream: set OPENAI_API_KEY", status=502, retryable=False)
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", refuse)
+    async with simple_house(model) as peers:
+        with pytest.raises(UpstreamError, match="401 from upstream: set OPENAI_API_KEY") as caught:
+            await peers["agent"].post("/run", ROW)
+    assert (caught.value.failure, caught.value.retryable) == ("model_error", False)
+
+
+def refusing(status: int, error: Any) -> FastAPI:
+    """An endpoint of somebody else's, that says no as OpenAI does."""
+
+    async def refuse(request: Request):
+        return Response(orjson.dumps({"error": error}), status, media_type="application/json")
+
+    model = service_app("model", options=ServiceOptions)
+    add_route(model, "POST", "/v1/responses", refuse)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, {"message": "too many tokens", "type": "invalid_request_error", "code": "context_length_exceeded"}),
+        (
+            400,
+            {"message": "This model's maximum context length is 40960 tokens.", "type": "BadRequestError", "code": 400},
+        ),
+        (413, "prompt is too long: 210000 tokens > 200000 maximum"),
+    ],
+)
+async def test_what_does_not_fit_a_foreign_models_context_ends_the_rollout_and_it_is_scored(status: int, error: Any):
+    async with simple_house(refusing(status, error)) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert (row["ng"]["stop_reason"], row["ng"]["status"], row["reward"]) == ("context", "truncated", 0.0)
+
+
+async def test_another_refusal_of_a_foreign_model_is_told_in_its_own_words():
+    error = {"message": "Invalid value: 'frequency_penalty'.", "type": "invalid_request_error", "code": None}
+    async with simple_house(refusing(400, error)) as peers:
+        with pytest.raises(UpstreamError) as caught:
+            await peers["agent"].post("/run", ROW)
+    assert caught.value.failure == "model_error"
+    assert caught.value.detail == "model answered 400 to POST /v1/responses: Invalid value: 'frequency_penalty'."
+
+
+async def test_token_data_becomes_segments_and_verifiers_never_see_it():
+    first = [
+        {
+            **calls("add", '{"amount": 7}')[0],
+            "prompt_token_ids": [1, 2],
+            "generation_token_ids": [3],
+            "generation_log_probs": [-0.1],
+        }
+    ]
+    second = [
+        {
+            **says("done")[0],
+            "prompt_token_ids": [1, 2, 3, 4],
+            "generation_token_ids": [5],
+            "generation_log_probs": [-0.2],
+        }
+    ]
+    model = scripted(first, second, ng={"policy_version": [[0, 1, 6]]})
+    async with simple_house(model) as peers:
+        row = await peers["agent"].post("/run", ROW)
+    assert row["ng"]["segments"] == [
+        {
+            "token_ids": [1, 2, 3, 4, 5],
+            "mask": [[2, 3], [4, 5]],
+            "logprobs": [-0.1, -0.2],
+            "policy_version": [[2, 3, 6], [4, 5, 6]],
+        }
+    ]
+    assert row["ng"]["policy_version"] == [6]
+    assert model.state.seen[1]["input"][1]["generation_token_ids"] == [3]  # sent back unchanged
+    assert row["response"]["output"][-1]["generation_token_ids"] == [5]  # NeMo Gym's readers find them
+
+
+async def test_two_hundred_rollouts_at_once_do_not_mix_their_sessions():
+    async with simple_house(scripted(calls("add", '{"amount": 7}'), says("done"))) as peers:
+        rows = await asyncio.gather(
+            *(peers["agent"].post("/run", {**ROW, "target": 7 if i % 2 else 8}) for i in range(200))
+        )
+    assert [row["reward"] for row in rows] == [float(i % 2) for i in range(200)]
+
+
+async def test_a_session_ends_with_verify_and_is_not_started_afresh():
+    async with house(gym=counter()) as peers:
+        session = peers["gym"].session()
+        await session.post("/seed_session", ROW)
+        await session.post("/add", {"amount": 7})
+        scored = await session.post("/verify", {**ROW, "response": {"output": []}})
+        assert scored["reward"] == 1.0
+        with pytest.raises(UpstreamError, match="no such session"):
+            await session.post("/add", {"amount": 7})
+
+
+async def test_a_tool_that_wants_the_task_of_a_session_without_one_says_so():
+    async def look(body: Add, session: Session) -> int:
+        """Look at the task."""
+        return int(session["task"]["target"])
+
+    async with house(gym=gym_server(tools=[look], verify=verify)) as peers:
+        with pytest.raises(UpstreamError, match="this session has no task: begin it with its row") as raised:
+            await peers["gym"].post("/look", {"amount": 7})
+    assert raised.value.status == 422
+
+
+async def test_references_of_the_openapi_document_lead_to_what_they_name():
+    class Shelf(BaseModel):
+        items: list[Add]
+
+    async def put(body: Shelf) -> int:
+        """Put items on the shelf."""
+        return len(body.items)
+
+    async with house(gym=gym_server(tools=[put], verify=verify)) as peers:
+        document = await peers["gym"].get("/openapi.json")
+    found = list(_references(document))
+    assert found
+    for reference in found:
+        place = document
+        for part in reference.removeprefix("#/").split("/"):
+            place = place[part.replace("~1", "/").replace("~0", "~")]
+        assert place["title"] == reference.rpartition("/")[2]
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        yield schema["$ref"]
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _references(part)
+
+
+async def test_a_caller_that_keeps_only_cookies_keeps_its_session():
+    async with (
+        house(gym=counter()) as peers,
+        httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
+    ):
+        await client.post("/seed_session", json=ROW)
+        await client.post("/add", json={"amount": 7})
+        scored = (await client.post("/verify", json={**ROW, "response": {"output": []}})).json()
+    assert scored["reward"] == 1.0 and scored["target"] == 7
+
+
+async def test_every_service_answers_health_readiness_metrics_and_its_schema():
+    async with house(gym=counter()) as peers:
+        assert await peers["gym"].get("/") == {"status": "ok"}
+        assert await peers["gym"].get("/ready") == {"status": "ready"}
+        schema = await peers["gym"].get("/openapi.json")
+        assert {"/verify", "/seed_session", "/add", "/tools"} <= set(schema["paths"])
+        metrics = (await peers["gym"].request("GET", "/metrics", None)).body.decode()
+    assert 'ngym_requests_total{route="/ready",status="200"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"{", 400), (b"[]", 422), (b"", 400), (b'{"a": NaN}', 400), (b"\xff", 400)]
+)
+async def test_a_bad_body_is_a_problem_document(body: bytes, status: int):
+    async with (
+        house(gym=counter()) as peers,
+        httpx.AsyncClient(base_url=peers.urls["gym"][0], timeout=PATIENCE_S) as client,
+    ):
+        answer = await client.post("/verify", content=body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["service"] == "gym" and "Traceback" not in answer.text
+
+
+async def outcome_of(result: Any) -> dict[str, Any]:
+    async def verify_(task: VerifyRequest) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async with house(gym=gym_server(verify=verify_)) as peers:
+        return await peers["gym"].post("/verify", {"responses_create_params": {}, "response": {}})
+
+
+async def test_verify_may_return_a_number_none_or_a_record():
+    assert (await outcome_of(1))["reward"] == 1.0
+    assert (await outcome_of(None))["reward"] is None
+    scored = await outcome_of({"reward": 0.75, "reward_components": {"right": 1.0, "length": -0.25}, "why": "long"})
+    assert (scored["reward"], scored["why"]) == (0.75, "long")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (math.nan, "must be a finite number or None"),
+        ("1.0", "verify must return a number, None, or a record with 'reward'; it returned str"),
+        ({"score": 1.0, "why": ""}, "; it returned a record of score, why"),
+        ({"reward": 1.0, "reward_components": {"a": 0.5}}, "reward_components sum to 0.5"),
+        (
+            ZeroDivisionError("division by zero"),
+            r"verify failed: ZeroDivisionError: division by zero \(test_services.py:\d+\)",
+        ),
+    ],
+)
+async def test_a_verifier_that_fails_is_an_error_and_never_a_zero(result: Any, message: str):
+    with pytest.raises(UpstreamError, match=message) as caught:
+        await outcome_of(result)
+    assert caught.value.failure == "verify_error"
+
+
+def test_an_author_is_told_at_load_what_is_missing():
+    with pytest.raises(TypeError, match="verify"):
+        gym_server(tools=[add])  # type: ignore[call-arg]
+
+    async def untyped(task):
+        return 1.0
+
+    with pytest.raises(TypeError, match="parameter 'task' needs a type"):
+        gym_server(verify=untyped)
+
+    async def seed_session(body: Add) -> int:
+        return 1
+
+    with pytest.raises(TypeError, match="cannot be called 'seed_session'"):
+        gym_server(verify=verify, tools=[seed_session])
+
+
+def test_sessions_are_bounded_and_expire(monkeypatch: pytest.MonkeyPatch):
+    store = SessionStore(ttl_s=0.0, limit=2)
+    first = store.start()
+    with pytest.raises(NotFound):
+        store.get(first.id)  # its time is over
+    store = SessionStore(limit=2)
+    store.start(), store.start()
+    with pytest.raises(Overloaded):
+        store.start()
+
+
+async def test_a_peer_that_nobody_runs_is_unreachable_within_its_retries():
+    peers = Peers({"gone": ["http://127.0.0.1:9"]})
+    with pytest.raises(Unreachable, match="gone cannot be reached"):
+        await peers["gone"].post("/x", {})
+    with pytest.raises(NotFound, match="no service named 'gon'"):
+        peers["gon"]
+    await peers.close()
+
+
+async def test_429_and_503_are_retried_and_500_is_not():
+    seen: list[str] = []
+
+    async def answer(request: Request):
+        seen.append(request.url.path)
+        if len(seen) < 3:
+            raise Overloaded("later") if request.url.path == "/busy" else ServiceError("broken")
+        return JsonResponse({"ok": True})
+
+    app = service_app("model", options=ServiceOptions)
+    add_route(app, "POST", "/busy", answer)
+    add_route(app, "POST", "/broken", answer)
+    async with house(model=app) as peers:
+        with pytest.raises(UpstreamError, match="broken"):
+            await peers["model"].post("/broken", {})
+        assert len(seen) == 1
+        assert await peers["model"].post("/busy", {}) == {"ok": True}
+    assert len(seen) == 3
+
+
+def test_a_session_sticks_to_its_replica_and_a_lost_replica_moves_only_its_own():
+    urls = [f"http://10.0.0.{i}" for i in range(4)]
+    before = {f"s{i}": rendezvous(f"s{i}", urls) for i in range(400)}
+    after = {session: rendezvous(session, urls[:-1]) for session in before}
+    assert all(after[s] == before[s] for s in before if before[s] != urls[-1])
+    assert all(60 < sum(1 for url in before.values() if url == one) < 140 for one in urls)

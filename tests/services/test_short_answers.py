@@ -1,0 +1,69 @@
+"""qa_short: what is worth something under F1, and that no shipped question can be answered by saying everything."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from house import house
+from paths import ROOT
+
+from ngym.services.loader import load
+
+
+def serving(**options: Any):
+    return house({"qa": options}, qa=load(ROOT / "gym_servers" / "qa_short" / "app.py").app)
+
+
+def rollout(text: str, **row: Any) -> dict[str, Any]:
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+    return {"responses_create_params": {"input": "q"}, "response": {"output": output}, **row}
+
+
+def shipped() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "data" / "qa_short" / "validation.jsonl").read_text().splitlines()]
+
+
+def own(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "responses_create_params"}
+
+
+@pytest.mark.parametrize("metric", ["exact", "f1"])
+async def test_the_expected_answer_of_a_shipped_row_is_worth_one_and_the_whole_passage_nothing(metric):
+    async with serving(metric=metric) as peers:
+
+        async def reward(text: str, row: dict[str, Any]) -> float:
+            return (await peers["qa"].post("/verify", rollout(text, **own(row))))["reward"]
+
+        for row in shipped():
+            passage, _, question = row["responses_create_params"]["input"].partition("\n\n")
+            right, alias, *wrong = await asyncio.gather(
+                reward(f"Answer: {row['expected_answer']}", row),
+                reward(f"\\boxed{{{[row['expected_answer'], *row['aliases']][-1]}}}", row),
+                reward(f"Answer: {passage}", row),
+                reward(question, row),
+                reward("Answer: ", row),
+                reward(f"Answer: {row['expected_answer']} or Rome", row),
+                reward(f"Answer: not {row['expected_answer']}", row),
+            )
+            assert (right, alias) == (1.0, 1.0), row
+            assert not any(wrong), (wrong, row)
+
+
+async def test_f1_pays_for_a_part_of_the_name_and_not_for_a_list():
+    async with serving(metric="f1") as peers:
+
+        async def reward(text: str) -> float:
+            return (await peers["qa"].post("/verify", rollout(text, expected_answer="Eero Lunen")))["reward"]
+
+        assert await reward("Answer: Eero") == pytest.approx(2 / 3)
+        for two in ("Eero; Mina", "Eero Lunen and Mina", "Eero Lunen/Mina", "Mina, Eero Lunen", "Eero Lunen & Mina"):
+            assert await reward(f"Answer: {two}") == 0.0, two
+        assert await reward("Answer: " + "Eero Lunen " * 20) == 0.0
+
+
+async def test_shaping_in_the_stanza_changes_the_reward_and_keeps_the_raw_one():
+    async with serving(shaping={"format": "boxed", "format_weight": 0.25}) as peers:
+        scored = await peers["qa"].post("/verify", rollout("Answer: Rome", expected_answer="Rome"))
+    assert (scored["reward"], scored["raw_reward"]) == (0.75, 1.0)
+    assert scored["reward_components"] == {"correctness": 1.0, "shaping/format": -0.25}

@@ -1,0 +1,184 @@
+"""Ranks that share a sequence or a layer, and states that live on the CPU, take the steps that one rank takes alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from click.testing import CliRunner
+from paths import SUPPORT
+from safetensors.torch import load_file
+from steps_on_ranks import SHAPE
+from trainer_service import free_port
+from transformers import AutoTokenizer
+
+from ngym.cli.train import main, trainer
+from ngym.errors import ConfigError
+from ngym.shipped import shipped
+
+config, engine, model = map(trainer, ("config", "engine", "model"))
+
+Options = dict[str, Any]
+OFFLOADED: Options = {"offload": {"optimizer": "cpu"}}
+ALONE: list[Options] = [
+    {},
+    {"zero_stage": 2, **OFFLOADED},
+    {"zero_stage": 3, **OFFLOADED},
+    {"zero_stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+]
+TOGETHER: list[Options] = [
+    {"sequence_parallel": 2},
+    {"zero_stage": 3, "sequence_parallel": 2, "activation_checkpointing": True},
+    {"zero_stage": 2, **OFFLOADED},
+    # last: DeepSpeed takes a process that has cut layers for one that always does
+    {"zero_stage": 1, "tensor_parallel": 2, "activation_checkpointing": True},
+    {"zero_stage": 2, "tensor_parallel": 2},
+]
+
+
+class Taken(NamedTuple):
+    """steps: loss and gradient norm of each, the second and third twice: again from a stored state. held_out: a loss after them."""
+
+    steps: list[tuple[float, float]]
+    held_out: float
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def data(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
+    script = root / "data" / "calculator" / "generate.py"
+    subprocess.run([sys.executable, script, "demonstrations", "--output", path, "--count", "64"], check=True)
+    return path
+
+
+def taken(launcher: list[str], data: Path, folder: Path, every: list[Options]) -> list[Taken]:
+    program = str(SUPPORT / "steps_on_ranks.py")
+    words = [program, str(data), str(folder), *map(json.dumps, every), "--again"]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    files = [folder / str(place) for place in range(len(every))]
+    return [
+        Taken(**json.loads(file.with_suffix(".json").read_text()), weights=load_file(file.with_suffix(".safetensors")))
+        for file in files
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
+    return taken([sys.executable], data, tmp_path_factory.mktemp("alone"), ALONE)
+
+
+@pytest.fixture(scope="module")
+def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return taken(torchrun, data, tmp_path_factory.mktemp("together"), TOGETHER)
+
+
+def same(one: Taken, other: Taken) -> None:
+    for got, expected in zip(one.steps, other.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+    assert one.held_out == pytest.approx(other.held_out, rel=1e-5)
+    names = set(one.weights) & set(other.weights)  # the tied head may or may not be named
+    assert len(names) >= 24 and {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= names
+    for name in names:
+        assert (one.weights[name] - other.weights[name]).abs().max() < 1e-5, name
+
+
+def test_a_stored_state_goes_on_with_the_same_steps(alone: list[Taken], together: list[Taken]) -> None:
+    for each in [*alone, *together]:
+        assert len(each.steps) == 5
+        for got, expected in zip(each.steps[3:], each.steps[1:3], strict=True):
+            assert got == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("place", range(1, len(ALONE)), ids=lambda place: str(ALONE[place]))
+def test_what_lives_on_the_cpu_learns_the_same(alone: list[Taken], place: int) -> None:
+    same(alone[place], alone[0])
+
+
+@pytest.mark.parametrize("place", range(len(TOGETHER)), ids=lambda place: str(TOGETHER[place]))
+def test_two_ranks_together_learn_and_measure_what_one_does(
+    alone: list[Taken], together: list[Taken], place: int
+) -> None:
+    same(together[place], alone[0])
+
+
+TORCHRUN = (
+    "torchrun --no-python --nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}"
+)
+DEEPSPEED = (
+    "deepspeed --hostfile hosts --no_ssh --node_rank {node} --master_addr 127.0.0.1 --master_port {port} "
+    "--no_python --no_local_rank"
+)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED])
+def test_two_nodes_are_launched_without_ssh(launcher: str, data: Path, tmp_path: Path) -> None:
+    """One command on each node: here both are this machine, by two names."""
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    port = free_port()
+    sizes = [f"model.from_scratch.{name}={size}" for name, size in SHAPE.items()]
+    recipe = ["ng_train", "sft.yaml", "optimizer.name=adamw", "engine.zero_stage=2", f"data.path={data}", "output=run"]
+    scripts = Path(sys.executable).parent
+    nodes = [
+        subprocess.Popen(
+            [*launcher.format(node=node, port=port).split(), *recipe, *sizes],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [node.communicate(timeout=600)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "32 samples, 16 on each of 2 ranks" in said[0] and (tmp_path / "run" / "policy").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["engine.offload.optimizer=cpu"], "ZeRO moves them; set engine.zero_stage to 1, 2 or 3"),
+        (["engine.offload.parameters=cpu"], "set engine.offload.optimizer, too"),
+        (
+            ["engine.zero_stage=2", "engine.offload={optimizer: cpu, parameters: cpu}"],
+            "parameters are moved by ZeRO-3 only",
+        ),
+        (["engine.tensor_parallel=2"], "it trains with ZeRO 1 and 2 only"),
+        (
+            ["engine.zero_stage=2", "engine.tensor_parallel=2", "engine.sequence_parallel=2"],
+            "engine.sequence_parallel is given too",
+        ),
+        (["engine.sequence_parallel=2"], "1 ranks are no groups of 2; start a multiple of 2"),
+        (["engine.zero_stage=1", "engine.tensor_parallel=3"], "1 ranks are no groups of 3; start a multiple of 3"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["sft.yaml", "optimizer.name=adamw", *words])
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize("way", ["sequence_parallel", "tensor_parallel"])
+def test_heads_that_ranks_cannot_share_are_named(way: str) -> None:
+    """Before anything is computed, and before DeepSpeed hears of it."""
+    tokenizer = AutoTokenizer.from_pretrained(shipped() / "data" / "tiny_policy" / "tokenizer")
+    options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    policy = model.load_policy(options, tokenizer, 0)
+    launch = config.Launch(rank=0, local_rank=0, ranks=3)
+    three = config.EngineOptions(zero_stage=1, **{way: 3})
+    with pytest.raises(ConfigError, match=rf"engine\.{way}: 3 ranks cannot share .*of qwen3"):
+        engine.Engine(policy, launch, three, config.OptimizerOptions(lr=1e-2))

@@ -1,0 +1,530 @@
+"""What happens to a trainer that is killed, lied to or given numbers that are none: it goes on from what is whole, or stops and says why."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle  # noqa: TID251  (to be refused)
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from machine import PATIENCE_S, wait_until
+from paths import SUPPORT
+from trainer_service import SHAPE, free_port, train
+from transformers import AutoTokenizer
+
+from ngym.cli.train import trainer
+from ngym.errors import ConfigError, UsageError
+
+checkpoints, config, engine, model, optimizer_state, resume, rollouts = map(
+    trainer, ("checkpoints", "config", "engine", "model", "optimizer_state", "resume", "rollouts")
+)
+guard, loop, sft = map(trainer, ("guard", "loop", "algorithms.sft"))
+
+# Killed while it saves
+
+SAVER = """
+import os, random, signal, sys
+from pathlib import Path
+from ngym.cli.train import trainer
+
+checkpoints = trainer("checkpoints")
+folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+kept = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions(keep=1))
+TOUCHES = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree")
+
+
+def write(aside):
+    (aside / "policy").mkdir()
+    for number in range(6):
+        (aside / "policy" / f"{number}.bin").write_bytes(bytes([number]) * 50_000)
+
+
+def save(step, killed_at):
+    seen = 0
+    def kill(event, arguments):
+        nonlocal seen
+        seen += event in TOUCHES
+        if seen == killed_at:
+            seen += 1  # the kill is an event, too
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(kill)
+    kept.save(step, {"step": step}, write)
+    print("committed", step, flush=True)
+    kept.tidy([])
+
+
+def survives(step, killed_at):
+    if not (child := os.fork()):
+        save(step, killed_at)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    newest = kept.newest()
+    files = len(list((newest.folder / "policy").iterdir()))
+    hidden = len(list(newest.folder.parent.glob(".*")))
+    print("newest", newest.step, files, hidden, status, flush=True)
+    return status == 0
+
+
+survives(1, 0)
+draw = random.Random(7)
+for step in range(2, 1000):
+    if step > kills + 1 if kills else survives(step, step - 1):
+        break
+    if kills:
+        survives(step, draw.randrange(1, 60))
+"""
+
+
+def test_a_trainer_killed_at_each_touch_of_the_disk_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A save is some sixty operations on files: it is killed right before each of them."""
+    killed_at_each_moment(tmp_path, 0)
+
+
+@pytest.mark.soak
+def test_a_trainer_killed_a_hundred_times_while_it_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    killed_at_each_moment(tmp_path, 100)
+
+
+def killed_at_each_moment(folder: Path, kills: int) -> None:
+    command = [sys.executable, "-c", SAVER, folder, str(kills)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines()
+    committed = died = 0
+    for words in map(str.split, said):
+        if words[0] == "committed":
+            committed = int(words[1])
+            continue
+        newest, files, hidden, status = map(int, words[1:])
+        assert newest >= committed, "a checkpoint that was committed is gone"
+        assert files == 6 and status in (0, signal.SIGKILL)
+        assert hidden == 0 or status != 0, "what a killed writer left is swept by the next that ends well"
+        died += status != 0
+    assert died >= 30
+
+
+# Checkpoints that are not what was written
+
+
+def learner(root: Path, stage: int = 0, precision: str = "fp32") -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    policy = model.load_policy(shape, tokenizer, 0)
+    options = config.EngineOptions(zero_stage=stage, precision=precision)
+    return engine.Engine(policy, launch, options, config.OptimizerOptions(lr=1e-2, name="adamw"))
+
+
+@pytest.fixture(scope="module")
+def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with the checkpoints of steps 2 and 4, of a real learner."""
+    folder = tmp_path_factory.mktemp("saved")
+    kept, trained = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions()), learner(root)
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+    def write(aside: Path) -> None:
+        trained.save_state(aside)
+        trained.save(aside / "policy", tokenizer)
+
+    for step in (2, 4):
+        kept.save(step, {"step": step}, write)
+    return folder
+
+
+def refused(run: Path) -> str:
+    with pytest.raises(checkpoints.CheckpointUnusable) as caught:
+        checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
+    said = str(caught.value)
+    assert "step-000004: damaged: " in said and "the one before is of step 2: remove this folder" in said
+    assert "\n" not in said
+    return said
+
+
+def test_every_file_of_a_checkpoint_may_be_damaged_in_any_way_and_it_is_noticed(saved: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    newest = run / "checkpoints" / "step-000004"
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert {"manifest.json", "state.json", "training-00001.safetensors", "model.safetensors"} <= {f.name for f in files}
+    draw = random.Random(3)
+    for path in files:
+        whole = path.read_bytes()
+        flips = [draw.randrange(len(whole) * 8) for _ in range(5)]
+        flipped = [whole[: at // 8] + bytes([whole[at // 8] ^ 1 << at % 8]) + whole[at // 8 + 1 :] for at in flips]
+        for damaged in [*flipped, whole[: len(whole) // 2], whole[:-1], b"", whole + b"x", None]:
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            refused(run)
+            path.write_bytes(whole)
+    assert checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest().step == 4
+
+
+def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
+    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    for step in (2, 4):
+        kept.save(step, {"step": step}, lambda aside: None)
+    manifest = tmp_path / "checkpoints" / "step-000004" / "manifest.json"
+    whole = bytearray(manifest.read_bytes())
+    for bit in range(len(whole) * 8):
+        whole[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(whole)
+        refused(tmp_path)
+        whole[bit // 8] ^= 1 << bit % 8
+    for other in (b"{}", b"null", b"[]", b'{"state.json": 3}', b'{"state.json": {"bytes": 17}}', b"\xff"):
+        manifest.write_bytes(other)
+        refused(tmp_path)
+
+
+def test_a_folder_that_only_looks_like_a_checkpoint_is_no_beginning_at_step_0(saved: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    newest = run / "checkpoints" / "step-000004"
+    (newest / "training-00002.safetensors").write_bytes((newest / "training-00001.safetensors").read_bytes())
+    assert "training-00002.safetensors was not written with it" in refused(run)
+    shutil.rmtree(newest)
+    newest.mkdir()
+    refused(run)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
+        checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
+
+
+def test_the_files_beside_the_checkpoints_are_looked_at_too(tmp_path: Path) -> None:
+    at = checkpoints.Checkpoint(4, tmp_path, {"metrics_bytes": 12})
+    metrics = tmp_path / "metrics.jsonl"
+    for content, problem in (
+        (None, "has 0 bytes, fewer than the 12"),
+        (b'{"step":', "8 bytes"),
+        (b"x" * 12, "damaged"),
+    ):
+        if content is not None:
+            metrics.write_bytes(content)
+        with pytest.raises(checkpoints.CheckpointUnusable, match=problem):
+            resume.cut(metrics, at)
+    for content in (b"seed: [", b"\xff\xfe", b"", b"- 1"):
+        (tmp_path / "recipe.yaml").write_bytes(content)
+        with pytest.raises(UsageError, match=r"recipe\.yaml: damaged"):
+            resume.resumable(tmp_path, "seed: 0")
+
+
+# Files that would run code
+
+
+class Bomb:
+    """A pickle of it makes whoever loads it create a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.canary),)
+
+
+def pickled(canary: Path) -> list[bytes]:
+    """As pickle writes it, and as torch.save does."""
+    whole = io.BytesIO()
+    torch.save({"model.embed_tokens.weight": Bomb(canary)}, whole)
+    return [pickle.dumps(Bomb(canary)), whole.getvalue()]
+
+
+def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
+    root: Path, saved: Path, tmp_path: Path, only_rank: None
+) -> None:
+    """Whoever can write a folder can write its manifest, too: the checksums are right."""
+    canary, kept = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    for step, bomb in enumerate(pickled(canary), 1):
+
+        def write(aside: Path, bomb: bytes = bomb) -> None:
+            for name in ("training-00001.safetensors", "training-00001.pt", "optimizer.bin", "policy"):
+                (aside / name).write_bytes(bomb)
+
+        kept.save(step, {"step": step}, write)
+        with pytest.raises(optimizer_state.StateMissing, match="no safetensors file, and nothing else is loaded"):
+            learner(root).load_state(kept.newest().folder, {"optimizer_steps": {}, "steps": 0, "random": []})
+        assert not canary.exists()
+    with pytest.raises(FileExistsError):  # the bomb is one
+        canary.mkdir()
+        pickle.loads(pickled(canary)[0])  # noqa: S301  (the test's own)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "modeling_qwen3.py"])
+def test_a_model_that_comes_with_a_pickle_or_with_code_is_refused_and_neither_runs(
+    root: Path, saved: Path, tmp_path: Path, name: str
+) -> None:
+    canary = tmp_path / "canary"
+    for number, bomb in enumerate(pickled(canary)):
+        folder = tmp_path / str(number)
+        shutil.copytree(saved / "checkpoints" / "step-000004" / "policy", folder)
+        told = orjson.loads((folder / "config.json").read_bytes())
+        if name.endswith(".py"):
+            (folder / name).write_text(f"import os; os.mkdir({str(canary)!r})\nclass Model: pass\nclass Config: pass\n")
+            stem = name.removesuffix(".py")
+            told |= {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": f"{stem}.Model"}}
+            told["auto_map"]["AutoConfig"] = f"{stem}.Config"
+            (folder / "config.json").write_bytes(orjson.dumps(told))
+        else:
+            (folder / "model.safetensors").unlink()
+            (folder / name).write_bytes(bomb)
+        tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+        with pytest.raises(ConfigError, match=r"model\.path: no model can be loaded from"):
+            model.load_policy(config.ModelOptions(path=str(folder)), tokenizer, 0)
+        assert not canary.exists()
+
+
+# Numbers that are none, on one rank of two
+
+
+@pytest.mark.parametrize("stages", [("0", "2"), pytest.param(("0", "1", "2", "3"), marks=pytest.mark.soak)])
+def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed_rank_is_named(
+    root: Path, tmp_path: Path, stages: tuple[str, ...]
+) -> None:
+    data = tmp_path / "demonstrations.jsonl"
+    script = root / "data" / "calculator" / "generate.py"
+    subprocess.run([sys.executable, script, "demonstrations", "--output", data, "--count", "64"], check=True)
+    program = SUPPORT / "faults_on_ranks.py"
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, data, tmp_path, *stages],
+            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], said
+    assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends, too" in said[0]
+    told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for stage in stages:
+        for rank in range(2):
+            of_stage = told[rank][stage]
+            # none, logprob, none, loss, none, gradient, none; then gradients until the run ends
+            changed = [before != after for before, after in pairwise(of_stage["hashes"])]
+            assert changed == [True, False, True, False, True, False, True, False], (stage, rank)
+            assert of_stage["skipped"] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
+            assert "3 optimiser steps in a row; the weights are those before" in of_stage["ended"]
+        assert told[0][stage]["hashes"] == told[1][stage]["hashes"] or stage == "3"  # of ZeRO-3 each has its own part
+
+
+# Weights that are garbage
+
+
+def learned_from(root: Path, folder: Path, algorithm: str) -> list[str]:
+    """The words of a run on a small file of what this algorithm learns from."""
+    shape = [f"model.from_scratch.{name}={value}" for name, value in SHAPE.items()]
+    words = [f"{algorithm}.yaml", "output=run", "data.path=data.jsonl", "batch_size=4", "evaluation=null", *shape]
+    words += ["model.path=null", f"model.tokenizer={root}/data/tiny_policy/tokenizer", "optimizer.name=adamw"]
+    words += ["schedule=null", "schedule.name=constant", "optimizer.max_grad_norm=null", "max_skipped=9"]
+    draw = random.Random(0)
+    rows: list[Any] = []
+    for n in range(8):
+        asked = [{"role": "user", "content": f"{n} + 1?"}]
+        said = [[{"role": "assistant", "content": text}] for text in (f"{n + 1}", "No.")]
+        ids = [draw.randrange(5, 900) for _ in range(8)]
+        segment = {"token_ids": ids, "mask": [[3, 8]], "logprobs": [-7.0] * 5, "policy_version": [[3, 8, 0]]}
+        rollout = {"task_id": f"{n // 4}", "status": "ok", "segments": [segment]}
+        of_kind: dict[str, Any] = {
+            "sft": {"responses_create_params": {"input": asked + said[0]}, "messages": asked + said[0]},
+            "dpo": {"prompt": asked, "chosen": said[0], "rejected": said[1]},
+            "grpo": {"reward": float(n % 2), "_ng_task_index": n // 4, "_ng_rollout_index": n % 4, "ng": rollout},
+        }
+        rows.append(of_kind["grpo" if algorithm == "ppo" else algorithm])
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return words + (["algorithm.max_mismatch=1e9"] if algorithm in ("grpo", "ppo") else [])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lr", "steps", "reason"),
+    [
+        ("sft", "1e30", 1, "embed_tokens.weight: not finite, or too large to compute with, after step 1"),
+        ("dpo", "1e5", 1, "the policy's logprobs after step 1 are exactly uniform, whatever the prompt"),
+        ("grpo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimiser steps were skipped"),
+        ("ppo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimiser steps were skipped"),
+    ],
+)
+def test_weights_that_a_too_large_step_left_behind_are_neither_a_checkpoint_nor_a_policy(
+    root: Path, tmp_path: Path, algorithm: str, lr: str, steps: int, reason: str
+) -> None:
+    words = [*learned_from(root, tmp_path, algorithm), f"optimizer.lr={lr}", f"max_steps={steps}"]
+    process = train(tmp_path, words)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 1 and "Traceback" not in said, said
+    assert re.search(reason, said) and "so they are not saved, and the last good checkpoint is kept" in said
+    assert not (tmp_path / "run" / "policy").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
+
+
+def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_path: Path) -> None:
+    """Under ZeRO-3 no rank has all weights."""
+    words = [*learned_from(root, tmp_path, "sft"), "optimizer.lr=1e30", "max_steps=2", "engine.zero_stage=3"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    words.append("checkpoint.every=1")
+    ranks = [train(tmp_path, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert "not finite, or too large to compute with" in said[0] and not (tmp_path / "run" / "policy").exists()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
+    root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
+) -> None:
+    trained, watch = learner(root, stage, precision), guard.Guard(None, 3)
+    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
+    tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+    (tmp_path / "metrics.jsonl").touch()
+    saver = resume.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
+    samples = trainer("samples")
+    batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
+
+    def step(number: int, factor: float) -> bool:
+        taken = loop.take_step(trained, sft.Sft(), batch, 10_000, factor)
+        passed: bool = watch.passes(number, batch, taken.means["loss"], taken.update.grad_norm)
+        return passed
+
+    assert step(1, 1.0)
+    saver.after(1)
+    assert step(2, 1e25)
+    with pytest.raises(guard.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
+        saver.after(2)
+    assert not step(3, 1.0)
+    saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
+    with pytest.raises(guard.NotFinite, match="the last 1 optimiser steps were skipped"):
+        saver.check()
+    assert kept.newest().step == 1
+
+
+# Rollouts that are none
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"reward": NaN, "ng": {}}', "not JSON"),
+        (b'{"reward": 1e999, "ng": {}}', "not JSON"),
+        (b'{"reward": "1", "ng": {}}', "the reward is '1'; it must be a number or null"),
+        (b'{"reward": [1], "ng": {}}', "the reward is [1]"),
+        (b'{"ng": {}}', "no scored rollout"),
+        (b'{"reward": 1, "ng": {"segments": [null]}}', "a segment is none"),
+        (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [null]}]}}', "none"),
+        (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1e999]}]}}', "JSON"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_a_row_that_is_no_rollout_is_named_and_nothing_is_made_up_for_it(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(b'{"failure": {}}\n' + line + b"\n")
+    with pytest.raises(UsageError) as caught:
+        rollouts.read_rollouts(path, 1.0)
+    assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
+
+
+def test_a_rollout_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    segment = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1.0], "policy_version": [[1, 2, 0]]}
+    row = orjson.dumps({"reward": 1, "ng": {"rollout_id": "r1", "segments": [segment]}}) + b"\n"
+    path.write_bytes(row)
+    assert len(rollouts.read_rollouts(path, 1.0).rollouts) == 1
+    path.write_bytes(row + row)
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl:2: the rollout r1 stands twice in this file"):
+        rollouts.read_rollouts(path, 1.0)
+
+
+# Ranks that are gone
+
+
+@contextmanager
+def two_ranks(root: Path, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """A run on two ranks, without a launcher that would notice anything, in its fourth step or later."""
+    words = [*sft_words(root), "optimizer.name=adamw", "engine.zero_stage=2", "checkpoint.every=100000"]
+    words += ["max_steps=100000", "epochs=100000"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [train(folder, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    try:
+        wait_until(lambda: steps_of(folder) >= 3 or any(rank.poll() is not None for rank in ranks), 5 * PATIENCE_S)
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def sft_words(root: Path) -> list[str]:
+    shape = [f"model.from_scratch.{name}={value}" for name, value in SHAPE.items()]
+    script = f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,400,--seed,0]"
+    return ["sft.yaml", "output=run", script, "batch_size=16", *shape]
+
+
+def steps_of(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def ends_naming(rank: subprocess.Popen[str], other: int, how: str) -> None:
+    said, _ = rank.communicate(timeout=PATIENCE_S)
+    assert rank.returncode == 1, said[-3000:]
+    assert f"rank {other} has {how}" in said and "go on with --resume" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.soak
+def test_a_killed_rank_ends_the_run_and_is_named(root: Path, tmp_path: Path) -> None:
+    with two_ranks(root, tmp_path) as ranks:
+        ranks[1].kill()
+        ends_naming(ranks[0], 1, "given no sign of life")
+
+
+@pytest.mark.soak
+def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path: Path) -> None:
+    """As if it had been killed before the ranks have met; one run waits for rank 1, another for rank 0, a third finds a stranger there."""
+    came: list[tuple[int, subprocess.Popen[str]]] = []
+    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it says nothing
+        ports = [(0, free_port()), (1, free_port()), (1, str(stranger.getsockname()[1]))]
+        for number, (rank, port) in enumerate(ports):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+            came.append((rank, train(folder, sft_words(root), **meeting, RANK=str(rank), LOCAL_RANK=str(rank))))
+        _all_miss_the_other(came)
+
+
+def _all_miss_the_other(came: list[tuple[int, subprocess.Popen[str]]]) -> None:
+    for rank, process in came:
+        said, _ = process.communicate(timeout=5 * PATIENCE_S)
+        assert process.returncode == 1, said[-3000:]
+        assert f"rank {1 - rank} did not come to 127.0.0.1:" in said and "Traceback" not in said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_ends_the_run_but_a_straggler_is_waited_for(root: Path, tmp_path: Path, victim: int) -> None:
+    with two_ranks(root, tmp_path) as ranks:
+        ranks[victim].send_signal(signal.SIGSTOP)
+        time.sleep(30)  # as long as a straggler may take
+        before = steps_of(tmp_path)
+        ranks[victim].send_signal(signal.SIGCONT)
+        wait_until(lambda: steps_of(tmp_path) >= before + 10)
+        time.sleep(60)  # by now those who had lost one another for good would have ended
+        assert all(rank.poll() is None for rank in ranks)
+        ranks[victim].send_signal(signal.SIGSTOP)
+        ends_naming(ranks[1 - victim], victim, "given no sign of life for 45 s")

@@ -1,0 +1,299 @@
+"""A gym server under TRL: its rows, its tools as methods with the schemas there were, rewards, and failures that are no reward of 0."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from inspect import Signature
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from anyio.from_thread import start_blocking_portal
+from fastapi import FastAPI
+from house import house
+from paths import SUPPORT
+from pydantic import BaseModel, Field
+from shipped import module
+from transformers.utils import get_json_schema
+
+from ngym import Session, VerifyRequest, gym_server
+from ngym.errors import ServiceError, Unreachable, UsageError
+from ngym.peers.session import ToolErrors
+from ngym.services.steps import Step, step_server
+from ngym.signatures import docstring_of, parameters_of
+from ngym.trl import TrlGym
+
+Serve = Callable[[FastAPI], AbstractContextManager[TrlGym]]
+
+
+class Add(BaseModel):
+    amount: int = Field(description="How much to add; may be negative.")
+
+
+class Task(VerifyRequest):
+    target: int
+    scored: bool = True
+
+
+async def add(body: Add, session: Session) -> dict[str, int]:
+    """Add to this rollout's counter."""
+    session["total"] = session.get("total", 0) + body.amount
+    return {"total": session["total"]}
+
+
+async def crash(body: Add) -> str:
+    """Do what cannot be done."""
+    raise Unreachable("the database is gone")
+
+
+async def verify(task: Task, session: Session) -> float | None:
+    return float(session.get("total", 0) == task.target) if task.scored else None
+
+
+class Place(BaseModel):
+    street: str
+
+
+class Order(BaseModel):
+    size: Literal["s", "m"]
+    to: Place = Field(description="Where it\ngoes (choices: any)")
+    notes: dict[str, int] | None = None
+    when: Any = None
+
+
+async def order(body: Order) -> str:
+    """Order it.
+
+    Args: none that matter.
+    """
+    return ""
+
+
+async def lose(body: Add) -> str:
+    """A bug."""
+    raise RuntimeError("the database is gone")
+
+
+def counter() -> FastAPI:
+    return gym_server(tools=[add, crash, lose], verify=verify)
+
+
+@contextmanager
+def served(app: FastAPI, tool_errors: ToolErrors = "fail") -> Iterator[TrlGym]:
+    """A gym server in a thread of its own, as TRL has it on another machine."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(house({}, gym=app)) as peers:
+        yield TrlGym(peers.urls["gym"][0], tool_errors=tool_errors)
+
+
+def row(target: int = 5, **fields: Any) -> dict[str, Any]:
+    return {"responses_create_params": {"input": f"Bring it to {target}."}, "target": target, **fields}
+
+
+def written(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+def said(text: str, *calls: tuple[str, dict[str, Any], str]) -> list[dict[str, Any]]:
+    """As TRL hands completions over: calls without ids, arguments as objects."""
+    turns: list[dict[str, Any]] = []
+    for name, arguments, result in calls:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": name, "content": result},
+        ]
+    return [*turns, {"role": "assistant", "content": text}]
+
+
+def begun(gym: TrlGym, **fields: Any) -> Any:
+    episode = gym.environment()
+    episode.reset(row=json.dumps(row(**fields)), prompt=[], environment="gym")
+    return episode
+
+
+def test_each_episode_has_a_session_of_its_own_and_is_scored_by_verify() -> None:
+    with served(counter()) as gym:
+        right, wrong, null = begun(gym), begun(gym), begun(gym, scored=False)
+        assert right.add(amount=5) == '{"total":5}' and wrong.add(amount=4) == '{"total":4}'
+        logged: dict[str, float] = {}
+        rewards = gym.verify([said("done")] * 3, [right, wrong, null], log_metric=logged.__setitem__)
+    assert rewards == [1.0, 0.0, None] and logged["unscored"] == pytest.approx(1 / 3)
+
+
+def test_an_episode_can_be_used_again() -> None:
+    with served(counter()) as gym:
+        episode = begun(gym)
+        episode.add(amount=5)
+        episode.reset(row=json.dumps(row(target=2)))
+        episode.add(amount=2)
+        assert gym.verify([said("done")], [episode]) == [1.0]
+
+
+def test_wrong_arguments_are_told_to_the_model_and_cost_no_reward() -> None:
+    with served(counter()) as gym:
+        episode = begun(gym)
+        assert "amount" in episode.add(amount="many") and episode.add(quantity=1).startswith("Error: ")
+        episode.add(amount=5)
+        assert gym.verify([said("done")], [episode]) == [1.0]
+
+
+def test_an_environment_that_breaks_is_no_reward_of_0() -> None:
+    with served(counter()) as gym:
+        broken, right = begun(gym), begun(gym)
+        right.add(amount=5)
+        with pytest.raises(ServiceError, match="the database is gone"):
+            broken.crash(amount=1)
+        lost = begun(gym, target=0)
+        with pytest.raises(ServiceError, match="RuntimeError: the database is gone"):
+            lost.lose(amount=1)
+        assert gym.verify([said("done")] * 3, [broken, right, lost]) == [None, 1.0, None]
+
+
+def test_with_tool_errors_show_a_crash_is_told_to_the_model_and_scored() -> None:
+    with served(counter(), "show") as gym:
+        episode = begun(gym)
+        assert episode.lose(amount=1).startswith("Error: lose failed: RuntimeError: the database is gone")
+        episode.add(amount=5)
+        assert gym.verify([said("done")], [episode]) == [1.0]
+
+
+def test_a_batch_in_which_every_episode_broke_ends_the_training_with_the_reason() -> None:
+    with served(counter()) as gym:
+        episode = begun(gym)
+    lost = gym.environment()
+    lost.reset(row=json.dumps(row()))
+    with pytest.raises(ServiceError, match="is it running"):
+        gym.verify([said("done")] * 2, [episode, lost])
+
+
+def test_a_row_that_is_no_task_ends_the_training_before_a_model_speaks(tmp_path: Path) -> None:
+    with served(counter()) as gym:
+        with pytest.raises(ServiceError, match="target"):
+            begun(gym, target="five")
+        with pytest.raises(UsageError, match=r"no column 'row'; make it with Dataset\.from_list"):
+            gym.environment().reset(prompt=[])
+        foreign = {"input": "", "tools": [{"type": "function", "name": "fly"}]}
+        path = written(tmp_path / "rows.jsonl", row(), {"responses_create_params": foreign})
+        with pytest.raises(
+            UsageError, match=r"rows\.jsonl:2: TRL takes tools from the gym server only, and it has no fly"
+        ):
+            gym.tasks(path)
+
+
+def test_rollouts_of_another_gym_server_are_left_to_it() -> None:
+    with served(counter()) as gym, served(counter()) as other:
+        mine = begun(gym)
+        mine.add(amount=5)
+        assert gym.verify([said("done")] * 2, [mine, begun(other)]) == [1.0, None]
+
+
+def test_rows_become_prompts_that_end_with_the_users_turn(tmp_path: Path) -> None:
+    instructed = {"responses_create_params": {"input": [], "instructions": "Play."}, "target": 1}
+    with served(counter()) as gym:
+        first, second = gym.tasks(written(tmp_path / "rows.jsonl", row(), instructed))
+    assert first == {
+        "prompt": [{"role": "user", "content": "Bring it to 5."}],
+        "row": json.dumps(row()),
+        "environment": "gym",
+    }
+    assert second["prompt"] == [{"role": "system", "content": "Play."}, {"role": "user", "content": ""}]
+
+
+def test_a_completion_is_verified_as_the_trajectory_that_it_was() -> None:
+    async def told(task: VerifyRequest) -> dict[str, Any]:
+        kinds = [item["type"] for item in task.response["output"]]
+        calls = {item["call_id"] for item in task.response["output"] if "call_id" in item}
+        return {"reward": float(task.text == "Sunny." and len(calls) == 2 and kinds == EXPECTED)}
+
+    call = ("add", {"amount": 1}, "1")
+    thought = [*said("", call, call)[:-1], {"role": "assistant", "content": "<think>hm</think>Sunny."}]
+    with served(gym_server(verify=told)) as gym:
+        assert gym.verify([thought, "Rainy."], row=[json.dumps(row())] * 2) == [1.0, 0.0]
+
+
+EXPECTED = [*["function_call", "function_call_output"] * 2, "reasoning", "message"]
+
+
+def test_a_game_is_played_by_a_tool_and_its_observations_follow_the_prompt() -> None:
+    async def reset(task: Task, session: Session) -> str:
+        return "Guess my number."
+
+    async def step(task: Task, session: Session) -> Step:
+        right = task.text == str(task.target)
+        return Step("Right." if right else "No.", float(right), right)
+
+    with served(step_server(task=Task, reset=reset, step=step)) as gym:
+        episode = gym.environment()
+        assert episode.reset(row=json.dumps(row())) == "Guess my number."
+        assert episode.move(text="4") == "No."
+        assert episode.move(text="5") == "Right.\nThe episode is over."
+        assert episode.move(text="6") == "The episode is over."
+        assert gym.verify([said("done")], [episode]) == [1.0]
+
+
+def test_transformers_reads_the_tools_of_every_shipped_server_as_they_are() -> None:
+    with served(module("workplace").app) as gym:
+        offered = gym.call(gym.peer.get, "/tools")
+        episode = gym.environment()
+        read = {tool["name"]: get_json_schema(getattr(episode, tool["name"]))["function"] for tool in offered}
+    assert len(read) == 24
+    for tool in offered:
+        got, wanted = read[tool["name"]], tool["parameters"]
+        assert got["description"] == tool["description"]
+        assert got["parameters"]["properties"].keys() == wanted["properties"].keys()
+        assert got["parameters"].get("required", []) == wanted.get("required", [])
+    attendees = read["create_event"]["parameters"]["properties"]["attendees"]
+    assert attendees["items"] == {"type": "string"} and "maxItems: 50" in attendees["description"]
+
+
+def test_what_type_hints_cannot_say_stands_in_the_description() -> None:
+    tool = gym_server(tools=[order], verify=verify).state.tools[0]
+
+    def read() -> None: ...
+
+    read.__doc__ = docstring_of(tool)
+    read.__annotations__ = {each.name: each.annotation for each in parameters_of(tool)}
+    read.__signature__ = Signature(parameters_of(tool))  # type: ignore[attr-defined]
+    schema = get_json_schema(read)["function"]["parameters"]
+    assert schema["required"] == ["size", "to"]
+    assert schema["properties"]["size"] == {"type": "string", "enum": ["s", "m"], "description": "size"}
+    assert '"street": {' in schema["properties"]["to"]["description"]
+    assert schema["properties"]["notes"]["additionalProperties"] == {"type": "integer"}
+
+
+@pytest.mark.parametrize("name", ["from", "e-mail"])
+def test_a_parameter_that_python_cannot_name_is_told(name: str) -> None:
+    with pytest.raises(UsageError, match=f"tool send: its parameter '{name}'"):
+        parameters_of({"name": "send", "parameters": {"properties": {name: {"type": "string"}}}})
+
+
+def test_a_name_is_looked_up_in_the_run_of_the_folder(tmp_path: Path) -> None:
+    config = tmp_path / "global_config.yaml"
+    config.write_text("gym: {kind: gym_server, app: gym_servers/counter}\n")
+    with pytest.raises(UsageError, match=r"'gym' does not run: start it .* `ng_run --only gym`"):
+        TrlGym("gym", config)
+    with served(counter()) as running:
+        url = running.peer.url()
+        config.write_text(f"gym: {{kind: gym_server, url: '{url}'}}\n")
+        assert TrlGym("gym", config).peer.url() == url
+
+
+@pytest.mark.soak  # importing TRL alone takes ten seconds
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_grpo_trainer_calls_the_tools_and_is_not_misled_by_what_could_not_be_scored(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", row(target=5), row(target=3, scored=False))
+    program = SUPPORT / "trl_run.py"
+    with served(gym_server(tools=[add], verify=verify)) as gym:
+        command = [sys.executable, "-W", "ignore", str(program), gym.peer.url(), str(rows)]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    for step in json.loads(ended.stdout.splitlines()[-1]):
+        assert step["tools/call_frequency"] > 0.5 and step["tools/failure_frequency"] < 0.5
+        assert step["unscored"] == 0.5  # of each two tasks one
+        assert step["reward"] > 0.5  # the mean of the others
