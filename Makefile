@@ -24,7 +24,7 @@ test: install ## All tests but soak; some of them: make test ARGS="-k schema"
 	@$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-fast: install ## The tests of pure logic: no processes, no sockets
-	@$(BIN)/pytest $(WORKERS) tests/unit $(ARGS)
+	@$(BIN)/pytest $(WORKERS) tests/unit -m "not process and not soak" $(ARGS)
 
 soak: install ## The tests that take minutes: kills, full disks, hanging ranks
 	@$(BIN)/pytest -m soak $(ARGS)

@@ -6,11 +6,10 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from forked import Forked
 from stub_policy import Stub
 
 from ngym.cli.train import trainer
@@ -81,15 +80,9 @@ def arguments(folder: Path, policy: Path, stub: Stub, steps: int) -> list[str]:
     return ["grpo.yaml", *(f"{key}={value}" for key, value in overrides.items())]
 
 
-def train(folder: Path, words: list[str], **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "ngym", "train", *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def train(folder: Path, words: list[str], **environment: str) -> Forked:
+    """`ng_train WORDS` in this folder."""
+    return Forked(["train", *words], folder, {**os.environ, **environment})
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A real GRPOTrainer run for tests/test_trl.py: URL ROWS -> TRL's log as one JSON line. The policy has learnt the calls by heart."""
+"""A real GRPOTrainer run for tests/trainer/test_trl.py: URL ROWS -> TRL's log as one JSON line. The policy has learnt the calls by heart."""
 
 from __future__ import annotations
 

@@ -188,10 +188,10 @@ async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
 
 
 async def test_a_killed_service_comes_back_at_the_same_address(project: Project) -> None:
-    project.write({"one": gym("yes")}, yes=YES)
+    project.write({"one": gym("yes"), "ngym": {"max_restarts": 2}}, yes=YES)
     async with project.supervisor() as stack:
         (url,) = stack.urls["one"]
-        for deaths in range(1, 8):  # more often than max_restarts: it was ready each time
+        for deaths in range(1, 5):  # more often than max_restarts: it was ready each time
             pid = stack.states[0].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 from stub_agents import scored
 from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
@@ -159,7 +160,7 @@ def policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_policy(root, tmp_path_factory.mktemp("policy"))
 
 
-def killed_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> None:
+def killed_when(process: Forked, due: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 600
     while not due():
         assert process.poll() is None, process.communicate()[0]
@@ -169,7 +170,7 @@ def killed_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> None
     process.communicate()
 
 
-def finished(process: subprocess.Popen[str]) -> str:
+def finished(process: Forked) -> str:
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from machine import reserved_port
+from paths import SUPPORT
 
 from ngym.cli.train import main, trainer
 
@@ -184,6 +186,7 @@ def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
         timeout=600,

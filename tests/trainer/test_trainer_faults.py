@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
+from forked import Forked
 from machine import PATIENCE_S, wait_until
 from paths import SUPPORT
 from trainer_service import SHAPE, free_port, train
@@ -454,7 +455,7 @@ def test_a_rollout_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> Non
 
 
 @contextmanager
-def two_ranks(root: Path, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def two_ranks(root: Path, folder: Path) -> Iterator[list[Forked]]:
     """A run on two ranks, without a launcher that would notice anything, in its fourth step or later."""
     words = [*sft_words(root), "optimizer.name=adamw", "engine.zero_stage=2", "checkpoint.every=100000"]
     words += ["max_steps=100000", "epochs=100000"]
@@ -480,7 +481,7 @@ def steps_of(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def ends_naming(rank: subprocess.Popen[str], other: int, how: str) -> None:
+def ends_naming(rank: Forked, other: int, how: str) -> None:
     said, _ = rank.communicate(timeout=PATIENCE_S)
     assert rank.returncode == 1, said[-3000:]
     assert f"rank {other} has {how}" in said and "go on with --resume" in said
@@ -497,7 +498,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(root: Path, tmp_path: Path) -> 
 @pytest.mark.soak
 def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path: Path) -> None:
     """As if it had been killed before the ranks have met; one run waits for rank 1, another for rank 0, a third finds a stranger there."""
-    came: list[tuple[int, subprocess.Popen[str]]] = []
+    came: list[tuple[int, Forked]] = []
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it says nothing
         ports = [(0, free_port()), (1, free_port()), (1, str(stranger.getsockname()[1]))]
         for number, (rank, port) in enumerate(ports):
@@ -508,7 +509,7 @@ def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path:
         _all_miss_the_other(came)
 
 
-def _all_miss_the_other(came: list[tuple[int, subprocess.Popen[str]]]) -> None:
+def _all_miss_the_other(came: list[tuple[int, Forked]]) -> None:
     for rank, process in came:
         said, _ = process.communicate(timeout=5 * PATIENCE_S)
         assert process.returncode == 1, said[-3000:]

@@ -117,6 +117,7 @@ def test_a_key_is_completed_up_to_its_next_dot_or_equals_sign(here: Path, line: 
 
 
 @pytest.mark.parametrize(("line", "heavy"), [("train sft.yaml opt", []), ("run policy.", [])])
+@pytest.mark.process
 def test_a_completion_imports_little(here: Path, line: str, heavy: list[str]) -> None:
     words = json.dumps(["ng", *line.split()])
     code = f"""
@@ -134,6 +135,7 @@ print(len(sys.modules), len(result.stdout.split()), *sorted(sys.modules.keys() &
 
 
 @pytest.mark.parametrize(("shell", "what"), [("bash", "compopt -o nospace"), ("zsh", "compadd -U -S ''")])
+@pytest.mark.process
 def test_no_space_goes_after_what_is_not_yet_whole(shell: str, what: str) -> None:
     shown = CliRunner().invoke(ng, ["completion", shell]).stdout
     assert shown.count(what) == shown.count("_COMPLETE=")

@@ -107,6 +107,7 @@ def verify(task: VerifyRequest) -> float:
     return float("5" in task.text)
 
 
+@pytest.mark.process
 async def test_a_rollout_of_real_services_becomes_the_conversation_that_the_model_had(root: Path, tmp_path: Path):
     replies = [
         {"turn": 1, "reasoning": "A sum.", "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}] * 2},
@@ -472,6 +473,7 @@ def test_where_nothing_is_left_the_old_output_stays_and_the_exit_code_is_1(tmp_p
     assert "reward under --min-reward, 1" in result.stdout and output.read_text() == "old\n"
 
 
+@pytest.mark.process
 def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
     rows = [rollout(1, "long " * 4000, task=n) for n in range(100)]
     source, output = write(tmp_path / "in.jsonl", *rows), write(tmp_path / "out.jsonl", "old")

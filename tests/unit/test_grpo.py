@@ -407,6 +407,7 @@ def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.process
 def test_parameters_that_do_not_learn_are_noticed_after_the_first_step(
     tokenizer: PreTrainedTokenizerBase, stage: int
 ) -> None:

@@ -231,6 +231,7 @@ async def test_a_row_that_stands_twice_is_cut_out_and_the_lock_stays(tmp_path: P
     assert numbers(path) == [0, 1, 2, 3]
 
 
+@pytest.mark.process
 def test_a_second_writer_is_told_the_first_ones_pid(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     script = (
@@ -305,6 +306,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.process
 def test_a_full_disk_is_waited_out_and_tears_no_row(tmp_path: Path, grows: bool) -> None:
     """A file size limit stands for the full disk: the kernel writes a part of the row, then refuses."""
     path = tmp_path / "out.jsonl"
@@ -338,6 +340,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.process
 def test_rows_that_were_acknowledged_survive_kill_9(tmp_path: Path) -> None:
     path, draw = tmp_path / "out.jsonl", random.Random(4)
     acknowledged: set[int] = set()

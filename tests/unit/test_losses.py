@@ -622,6 +622,7 @@ def test_a_step_in_which_nothing_is_trained_weighs_nothing() -> None:
         assert weights.token_B == [0, 0]
 
 
+@pytest.mark.process
 def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() -> None:
     script = """
 import sys

@@ -277,6 +277,7 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.process
 def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     code = (
         "from ngym.plot.picture import *; from pathlib import Path;"
@@ -287,6 +288,7 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == picture([Panel("t", [Line(Series("x", (1, 2), (1.0, 2.0)))])], "svg")
 
 
+@pytest.mark.process
 def test_text_needs_no_matplotlib(written: Written) -> None:
     code = (
         f"import sys; from click.testing import CliRunner; from ngym.cli.plot import main;"

@@ -418,6 +418,7 @@ def test_an_index_that_is_broken_is_made_anew(tmp_path: Path, cache: Path) -> No
         assert index.note is None
 
 
+@pytest.mark.process
 def test_helpers_read_a_large_file_in_its_order_and_no_module_that_lies_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_the_tokenizer_is_the_one_that_was_named_or_lies_beside_or_the_run_s_rec
     assert tokenizer_file(byte_level.parent, output) == tokenizer_file(byte_level, output) == byte_level
 
 
+@pytest.mark.process
 def test_what_is_no_tokenizer_is_refused_when_it_is_named(tmp_path: Path) -> None:
     write(tmp_path / "out.jsonl", [rollout()])
     found = run(tmp_path / "out.jsonl", "--tokenizer", tmp_path, cache=tmp_path / "cache")
