@@ -1,0 +1,61 @@
+"""The suite on several workers: what is marked `alone` overlaps with nothing, and slow folders come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+ALONE = """
+import os, pathlib, time
+import pytest
+
+def logged(name):
+    with open("log", "a") as log:
+        log.write(f"begin {name}\\n")
+    time.sleep(0.05)
+    with open("log", "a") as log:
+        log.write(f"end {name}\\n")
+
+@pytest.mark.alone
+def test_alone_first(): logged("alone")
+def test_shared_first(): logged("shared")
+@pytest.mark.alone
+def test_alone_second(): logged("alone")
+def test_shared_second(): logged("shared")
+def test_no_pytest_below_takes_itself_for_a_worker():
+    assert not [name for name in os.environ if name.startswith("PYTEST_XDIST_")]
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester, root: Path) -> pytest.Pytester:
+    """A suite of its own with the plugin; it is run in a process."""
+    pytester.makeconftest('pytest_plugins = ["parallel"]')
+    support = root / "tests" / "support"
+    pytester.makeini(f"[pytest]\npythonpath = {support}\nasyncio_default_fixture_loop_scope = function")
+    return pytester
+
+
+def test_a_test_that_is_marked_alone_overlaps_with_no_other(suite: pytest.Pytester) -> None:
+    suite.makepyfile(test_one=ALONE, test_two=ALONE, test_three=ALONE)
+    options = ["-n", "3", "--dist", "loadfile", "-p", "no:schemathesis-xdist", "--strict-markers"]
+    suite.runpytest_subprocess(*options).assert_outcomes(passed=15)
+    running: list[str] = []
+    for line in (suite.path / "log").read_text().splitlines():
+        what, name = line.split()
+        if what == "begin":
+            assert not running or (name == "shared" and "alone" not in running), "it was not alone"
+            running.append(name)
+        else:
+            running.remove(name)
+
+
+def test_slow_folders_come_first(suite: pytest.Pytester) -> None:
+    for folder in ("services", "system", "trainer", "unit"):
+        (suite.mkdir(folder) / f"test_{folder}.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
+    shown = suite.runpytest_subprocess("--collect-only", "-q").outlines
+    names = [line.split("/")[0] for line in shown if "::" in line]
+    assert names == [name for name in ("system", "trainer", "services", "unit") for _ in range(2)]
