@@ -30,7 +30,8 @@ async def verify(task: WeatherTask) -> dict[str, Any]:
     if task.expected_city is None:  # NeMo Gym's rows have no such field, and its example gives 1 to every rollout
         return {"reward": 1.0}
     sky = reported(task.response, task.expected_city)
-    named = {word for word in (*SKIES, sky) if word and word in task.text.casefold()}
+    said = task.text.casefold()
+    named = {word for word in (*SKIES, sky) if word and word in said}
     return {"reward": float(sky is not None and named == {sky}), "reported_weather": sky}
 
 
