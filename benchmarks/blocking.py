@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import httpx
 import yaml
 
-from ngym.config import load_config
-from ngym.process import run
+from ngym.config.service_config import load_config
+from ngym.runtime.event_loop import run
 from ngym.supervise.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,7 @@ from ngym.collect.plan import Recipe
 from ngym.collect.record import Source
 from ngym.collect.run import Limits
 from ngym.peers import Peers
-from ngym.process import run
+from ngym.runtime.event_loop import run
 from ngym.schema import Json
 
 

@@ -25,10 +25,10 @@ import numpy as np
 import psutil
 from parts import shown
 
-from ngym import process
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import ServiceError
 from ngym.peers import Peers
+from ngym.runtime import event_loop
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
 
@@ -148,4 +148,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    process.run(main())
+    event_loop.run(main())

@@ -27,12 +27,12 @@ from ngym import ModelCall, model_server
 from ngym.client import Client
 from ngym.convert import response_from_chat
 from ngym.peers import Peers
-from ngym.process import run
+from ngym.runtime.event_loop import run
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.app import JsonResponse
-from ngym.services.model import ModelOptions
-from ngym.services.options import ServiceContext
-from ngym.services.runner import serve_app
+from ngym.services.base.app import JsonResponse
+from ngym.services.base.options import ServiceContext
+from ngym.services.base.runner import serve_app
+from ngym.services.models.server import ModelOptions
 from ngym.supervise.sockets import listen
 
 Json = dict[str, Any]

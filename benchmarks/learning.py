@@ -21,9 +21,9 @@ import orjson
 from lessons.problem import Lesson, Problem
 
 from ngym.cli.steps import Walk
-from ngym.jsonl import read, write_whole
+from ngym.config.shipped_files import shipped
+from ngym.files.jsonl import read, write_whole
 from ngym.schema import Json
-from ngym.shipped import shipped
 
 LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")
 TRAIN, HELD_OUT, ATTEMPTS = 512, 96, 2

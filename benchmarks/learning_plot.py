@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from ngym.jsonl import read
+from ngym.files.jsonl import read
 from ngym.plot.history import Series
 from ngym.plot.picture import Line, Panel, write_picture
 from ngym.schema import Json

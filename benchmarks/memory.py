@@ -17,8 +17,8 @@ from bare import Case
 from parts import play
 from rollouts import collected, scripted, services
 
-from ngym import process
 from ngym.peers import Peers
+from ngym.runtime import event_loop
 from ngym.schema import Json
 
 CASE = Case(1, False)
@@ -27,7 +27,7 @@ MB = 1e6
 
 def measure(quick: bool) -> Iterator[Json]:
     levels, thinks_s = ([64, 512], 1.0) if quick else ([64, 512, 4096], 5.0)
-    yield from process.run(grown(levels, thinks_s))
+    yield from event_loop.run(grown(levels, thinks_s))
 
 
 async def grown(levels: list[int], thinks_s: float) -> list[Json]:

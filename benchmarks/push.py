@@ -20,9 +20,9 @@ from parts import play
 from training import MIDDLE, TINY
 from transformers import AutoModelForCausalLM
 
-from ngym import process
 from ngym.cli.train import trainer
-from ngym.config import load_config
+from ngym.config.service_config import load_config
+from ngym.runtime import event_loop
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
 from trainer import SMALL, new_model
@@ -42,7 +42,7 @@ def measure(quick: bool) -> Iterator[Json]:
             root = Path(folder)
             new_model(root / "model", shape)
             (root / "global_config.yaml").write_text(CONFIG)
-            yield process.run(pushed(root, 3 if quick else 7))
+            yield event_loop.run(pushed(root, 3 if quick else 7))
 
 
 async def pushed(root: Path, pushes: int) -> Json:

@@ -20,10 +20,10 @@ from pathlib import Path
 from bare import Case, Side, bare
 from parts import cpu_s, play
 
-from ngym import process
 from ngym.collect import Limits, Recipe, Rollout, collect
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.peers import Peers
+from ngym.runtime import event_loop
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
 
@@ -69,7 +69,7 @@ def measure(quick: bool) -> Iterator[Json]:
     levels, cases = ([1, 64, 512], [CASES[1], CASES[-1]]) if quick else ([1, 64, 512, 4096], CASES)
     for case in cases:
         sides = {"bare": bare(case, ROW), "ngym": ours(case)}
-        found = {name: process.run(of_side(side, case, levels, quick)) for name, side in sides.items()}
+        found = {name: event_loop.run(of_side(side, case, levels, quick)) for name, side in sides.items()}
         for at, level in enumerate(levels):
             own, base = found["ngym"][at], found["bare"][at]
             yield {

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from statistics import quantiles
 
 from ngym.errors import ServiceError
-from ngym.process import run
+from ngym.runtime.event_loop import run
 from ngym.sandbox import LocalSandbox
 from ngym.sandbox.local import TIERS, Tier
 

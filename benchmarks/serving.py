@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
-from ngym import process
 from ngym.collect import Limits, Recipe, Rollout, collect
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.peers import Peers
+from ngym.runtime import event_loop
 from ngym.supervise.sockets import listen
 from ngym.supervise.supervisor import Supervisor
 
@@ -240,7 +240,7 @@ def main() -> None:
     if not arguments.model.is_dir():
         raise SystemExit(f"there is no policy at {arguments.model}; run `make quickstart`, or name one with --model")
     print(f"{os.cpu_count()} cores; {arguments.tokens} tokens each")
-    process.run(measure(arguments))
+    event_loop.run(measure(arguments))
 
 
 if __name__ == "__main__":

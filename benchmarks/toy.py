@@ -26,7 +26,7 @@ from typing import NamedTuple
 import psutil
 from trl_environment import trl_python
 
-from ngym.shipped import shipped
+from ngym.config.shipped_files import shipped
 
 GROUP, TASKS, LR = 8, 8, 1e-3
 

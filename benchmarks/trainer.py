@@ -30,7 +30,7 @@ from lockstep import Side
 from trl_environment import TRL, trl_python
 
 from ngym.cli.train import trainer
-from ngym.shipped import shipped
+from ngym.config.shipped_files import shipped
 
 HERE = Path(__file__).parent
 CONFIG = """\

@@ -23,8 +23,8 @@ from typing import Any
 from lockstep import Side
 from parts import play
 
+from ngym.config.shipped_files import shipped
 from ngym.schema import Json
-from ngym.shipped import shipped
 from trainer import SMALL, new_model
 
 TINY = {**SMALL, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}

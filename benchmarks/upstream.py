@@ -24,9 +24,9 @@ import psutil
 import uvicorn
 
 from ngym.client import Client
-from ngym.process import run
-from ngym.services.runner import ServiceSpec
-from ngym.services.runner import run as serve
+from ngym.runtime.event_loop import run
+from ngym.services.base.runner import ServiceSpec
+from ngym.services.base.runner import run as serve
 from ngym.supervise.sockets import listen
 
 Json = dict[str, Any]

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import orjson
 from parts import cpu_s, play
 
-from ngym import process
-from ngym.config import load_config
+from ngym.config.service_config import load_config
+from ngym.config.shipped_files import shipped
 from ngym.errors import ServiceError
 from ngym.peers import Peer, Peers, PeerSession
+from ngym.runtime import event_loop
 from ngym.schema import Json
-from ngym.shipped import shipped
 from ngym.supervise.supervisor import Supervisor
 from ngym.validation import find_environment
 from ngym.validation.gold import Case, Environment
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 
 def measure(quick: bool) -> Iterator[Json]:
-    yield from process.run(every_environment(0.3 if quick else 1.5))
+    yield from event_loop.run(every_environment(0.3 if quick else 1.5))
 
 
 async def every_environment(seconds: float) -> list[Json]:

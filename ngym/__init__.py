@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ngym.services import VerifyRequest as VerifyRequest
     from ngym.services import agent as agent
     from ngym.services import gym_server as gym_server
-    from ngym.services.model import ModelCall as ModelCall
-    from ngym.services.model import model_server as model_server
+    from ngym.services.models.server import ModelCall as ModelCall
+    from ngym.services.models.server import model_server as model_server
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _HOME = {
         ("BadRequest", "ConfigError", "NgymError", "NotFound", "ServiceError", "ToolError", "UsageError"), "ngym.errors"
     ),
     "Peers": "ngym.peers",
-    **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.model"),
+    **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.models.server"),
     **dict.fromkeys(
         (
             "AgentOptions",

@@ -25,17 +25,17 @@ from typing import Any, ClassVar
 
 from ngym.client import Reply
 from ngym.collect.discovery import discover
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.convert import items_from_messages, messages_from_items
 from ngym.errors import ServiceError, UsageError
-from ngym.jsonl import checked
-from ngym.locks import RUN_TOKEN, token_from
+from ngym.files.jsonl import checked
+from ngym.net.auth import RUN_TOKEN, token_from
 from ngym.peers import Peer, Peers, PeerSession
 from ngym.peers.session import ToolErrors
 from ngym.schema import Json
-from ngym.services.rollout import MAX_TOOL_ERROR_CHARS
-from ngym.signatures import docstring_of, parameters_of
+from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
 from ngym.supervise.headfile import find_running
+from ngym.tool_signatures import docstring_of, parameters_of
 
 WRONG_ROW = frozenset({400, 404, 422})
 OVER = "The episode is over."

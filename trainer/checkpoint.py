@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ngym.jsonl import sync_folder
+from ngym.files.jsonl import sync_folder
 
 
 @contextmanager

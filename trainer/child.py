@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ngym.interrupts import put_off
+from ngym.runtime.signals import put_off
 
 ENDING_S = 60  # for what it started to stop, and for its last words to arrive
 

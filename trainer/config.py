@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
+from ngym.config.shipped_files import shipped
+from ngym.config.yaml_tree import Tree, load_tree, parse
+from ngym.did_you_mean import did_you_mean, near_file, nearest
 from ngym.errors import ConfigError
-from ngym.near import did_you_mean, near_file, nearest
-from ngym.redact import redacted
-from ngym.shipped import shipped
-from ngym.tree import Tree, load_tree, parse
+from ngym.telemetry.redact import redacted
 
 from .checkpoints import CheckpointOptions
 from .hardware import EngineOptions

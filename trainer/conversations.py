@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ngym import jsonl
 from ngym.errors import UsageError
 from ngym.export.conversation import arguments
+from ngym.files import jsonl
 
 from .samples import Sample, Segment
 

@@ -11,7 +11,18 @@ from contextlib import contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
-from ngym.screen import SHORTEST_BAR, Screen, Size, bar, clock, harmless, is_live, packed, sparkline, terminal
+from ngym.runtime.live_region import (
+    SHORTEST_BAR,
+    Screen,
+    Size,
+    bar,
+    clock,
+    harmless,
+    is_live,
+    packed,
+    sparkline,
+    terminal,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text

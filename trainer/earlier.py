@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from ngym.jsonl import sync_folder
+from ngym.files.jsonl import sync_folder
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .live import SPOOL

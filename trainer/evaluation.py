@@ -32,9 +32,9 @@ import orjson
 from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
 from ngym.collect.plan import PlannedRollout, planned
 from ngym.collect.run import Run
-from ngym.metrics import Interval, Rewards
-from ngym.rowlog import RowLog
+from ngym.files.row_log import RowLog
 from ngym.schema import Json
+from ngym.stats.pass_at_k import Interval, Rewards
 
 from .rl import EvaluationOptions, HeldOutOptions, RolloutOptions
 from .services import Services

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ngym.errors import NgymError
-from ngym.jsonl import write_whole
+from ngym.files.jsonl import write_whole
 
 from .packing import pack
 from .samples import Sample

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from ngym import tracing
+from ngym.telemetry import tracing
 
 from .algorithms import Algorithm
 from .engine import Engine, Update

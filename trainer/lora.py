@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
-from ngym.near import did_you_mean
 
 from .model_options import LoraOptions
 

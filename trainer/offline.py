@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
-from ngym.tree import Tree
 
 from .config import DataOptions, Recipe
 from .records import find

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import orjson
 
-from ngym import jsonl
+from ngym.files import jsonl
 
 Status = Literal["finished", "failed", "interrupted"]
 FILE = "sweep.jsonl"

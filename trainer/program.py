@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ngym import tracing
-from ngym.config import load_config, tracing_from_environment
+from ngym.config.service_config import load_config, tracing_from_environment
+from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
-from ngym.held import held_folder
-from ngym.jsonl import write_whole
-from ngym.tree import Tree
+from ngym.files.file_lock import held_folder
+from ngym.files.jsonl import write_whole
+from ngym.telemetry import tracing
 
 from . import arithmetic, offline, sinks
 from .checkpoint import committed

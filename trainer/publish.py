@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ngym import tracing
+from ngym.telemetry import tracing
 
 from .colocated import Colocated
 from .config import Recipe

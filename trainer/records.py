@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ngym.shipped import shipped
+from ngym.config.shipped_files import shipped
 
 
 class Record(BaseModel):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import orjson
 import yaml
 
-from ngym import jsonl
 from ngym.errors import UsageError
+from ngym.files import jsonl
 from ngym.schema import Json
 
 from .checkpoints import Checkpoint, Checkpoints, CheckpointUnusable, differences

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from ngym import jsonl
 from ngym.convert import extra_body
 from ngym.errors import BadRequest
+from ngym.files import jsonl
 from ngym.schema import Json
 
 from .advantages import all_equal

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ngym import process, tracing
 from ngym.collect.discovery import discover
-from ngym.config import Config, load_config, tracing_of
+from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
-from ngym.near import did_you_mean
 from ngym.peers import Peers
+from ngym.runtime import event_loop
+from ngym.runtime.task_race import never, unless
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
-from ngym.unless import never, unless
+from ngym.telemetry import tracing
 
 from .config import Recipe
 
@@ -64,7 +65,7 @@ class Services:
 
     def __enter__(self) -> Self:
         try:
-            self._life = self._thread.submit(lambda: process.run(self._live()))
+            self._life = self._thread.submit(lambda: event_loop.run(self._live()))
             self._life.add_done_callback(self._nothing_comes)
         except BaseException:  # a signal
             self.__exit__()

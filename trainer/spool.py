@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.rowlog import RowLog
+from ngym.files.row_log import RowLog
 from ngym.schema import Json
 
 from .tasks import Drawn, Task

@@ -25,7 +25,7 @@ from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
 from ngym.collect.plan import PlannedRollout, planned
 from ngym.collect.run import Run
 from ngym.errors import UsageError
-from ngym.groups import is_pending, judged
+from ngym.grading.group_rewards import is_pending, judged
 from ngym.peers import Peers
 from ngym.schema import Json
 

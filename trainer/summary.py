@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from ngym import jsonl
+from ngym.files import jsonl
 from ngym.schema import Json
 
 from . import outcomes

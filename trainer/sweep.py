@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.held import held_folder
+from ngym.files.file_lock import held_folder
 
 from . import child, outcomes
 from .checkpoints import FOLDER as CHECKPOINTS

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from ngym import jsonl
 from ngym.collect.plan import AGENT_TYPE
 from ngym.errors import UsageError
+from ngym.files import jsonl
 from ngym.schema import Json
 
 

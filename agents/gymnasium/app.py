@@ -9,8 +9,8 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import boundary
-from ngym.segments import without_tokens
-from ngym.services.acting import act, user
+from ngym.rollout.segments import without_tokens
+from ngym.services.agents.tool_loop import act, user
 
 
 class Options(AgentOptions):

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.errors import boundary
-from ngym.segments import without_tokens
-from ngym.services.acting import stop_reason
+from ngym.rollout.segments import without_tokens
+from ngym.services.agents.tool_loop import stop_reason
 
 
 class Options(AgentOptions):

@@ -8,8 +8,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import NamedTuple
 
+from ngym.config.shipped_files import shipped
 from ngym.schema import Json
-from ngym.shipped import shipped
 
 
 class Problem(NamedTuple):

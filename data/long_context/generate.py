@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from ngym.jsonl import write_whole
-from ngym.services.loader import load
-from ngym.shipped import app_file
+from ngym.config.shipped_files import app_file
+from ngym.files.jsonl import write_whole
+from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from ngym.jsonl import write_whole
+from ngym.files.jsonl import write_whole
 
 HERE = Path(__file__).resolve().parent
 SHOP = HERE.parents[1] / "gym_servers" / "mcp" / "example_server.py"

@@ -22,8 +22,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # some tasks depend on the order of
 import orjson
 from reasoning_gym.factory import DATASETS
 
-from ngym.jsonl import write_whole
-from ngym.services.loader import load
+from ngym.files.jsonl import write_whole
+from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
 SERVER = HERE.parents[1] / "gym_servers" / "reasoning_gym"

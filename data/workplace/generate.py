@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.jsonl import write_whole
-from ngym.services.loader import load
+from ngym.files.jsonl import write_whole
+from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
 server = load(HERE.parents[1] / "gym_servers" / "workplace" / "app.py")

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ngym import ToolError, VerifyRequest, gym_server
-from ngym.answers import number, same_number
+from ngym.grading.answers import number, same_number
 
 from .expression import evaluate
 

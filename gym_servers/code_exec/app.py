@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ngym import ServiceContext, ServiceOptions, gym_server
-from ngym.answers import fenced
+from ngym.grading.answers import fenced
 from ngym.sandbox import Limits, Sandbox, SandboxOptions, sandbox_of
 from ngym.sandbox.options import Local
 

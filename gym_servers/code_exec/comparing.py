@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from ngym.quantities import close
+from ngym.grading.number_match import close
 
 NUMBER = re.compile(r"[-+]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
 

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ngym import VerifyRequest, gym_server
-from ngym.answers import number, same_number, without_reasoning
-from ngym.called import calls_in
+from ngym.grading.answers import number, same_number, without_reasoning
+from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
-from ngym.scores import means_by
+from ngym.stats.score_summary import means_by
 
 from .compare import is_schema, matched
 

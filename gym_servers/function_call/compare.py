@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ngym.quantities import close
+from ngym.grading.number_match import close
 
 RELATIVE_TOLERANCE = 1e-6
 Schema = Mapping[str, Any]

@@ -5,10 +5,10 @@ from statistics import fmean
 from typing import Literal
 
 from ngym import Session, VerifyRequest
-from ngym.answers import boxed, without_reasoning
+from ngym.grading.answers import boxed, without_reasoning
 from ngym.schema import Json
-from ngym.scores import means_by
-from ngym.services.steps import Step, step_server
+from ngym.services.gym.step_server import Step, step_server
+from ngym.stats.score_summary import means_by
 
 from .blackjack import Blackjack
 from .game import Game, IllegalMove

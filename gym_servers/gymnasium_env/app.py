@@ -10,9 +10,9 @@ from gymnasium.envs.registration import registry
 from pydantic import Field
 
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest
-from ngym.answers import boxed, without_reasoning
-from ngym.near import did_you_mean
-from ngym.services.steps import Step, step_server, turns_of
+from ngym.did_you_mean import did_you_mean
+from ngym.grading.answers import boxed, without_reasoning
+from ngym.services.gym.step_server import Step, step_server, turns_of
 
 from .spaces import NoAction, action_in, described, written
 

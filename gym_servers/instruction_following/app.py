@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
-from ngym.answers import without_reasoning
-from ngym.rewards import Shaping, shaped, weighted
+from ngym.grading.answers import without_reasoning
+from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.schema import Json
 from ngym.workers import WorkerPool
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import validate_call
 
-from ngym.words import visible
+from ngym.grading.text_match import visible
 
 from . import ifbench, ifeval, rlvr
 

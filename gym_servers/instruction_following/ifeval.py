@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from ngym.words import unmasked
+from ngym.grading.text_match import unmasked
 
 from .languages import LANGUAGES, is_in, script_share
 from .reading import sentences, spoken, words

@@ -6,11 +6,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from ngym import ServiceOptions, VerifyGroup, VerifyRequest, gym_server
-from ngym.answers import without_reasoning
-from ngym.judging import NO_VERDICT, Question, Verdict, ask, one_of, ranking, whole_number
+from ngym.grading.answers import without_reasoning
+from ngym.grading.llm_judge import NO_VERDICT, Question, Verdict, ask, one_of, ranking, whole_number
+from ngym.grading.reward_parts import Shaping, shaped
 from ngym.peers import Peers
-from ngym.rewards import Shaping, shaped
-from ngym.services.options import ServiceName
+from ngym.services.base.options import ServiceName
 
 from .group import MOST, place, places, unrankable
 from .questions import criterion_question, pair_question, ranking_question

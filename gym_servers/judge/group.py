@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from ngym.judging import NO_VERDICT, PLAIN_TEXT, Verdict
+from ngym.grading.llm_judge import NO_VERDICT, PLAIN_TEXT, Verdict
 
 MOST = 16
 TIE = 0.5

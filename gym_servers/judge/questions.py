@@ -1,6 +1,6 @@
 """What the judge is asked, mode by mode. Texts of the policy only ever stand in fenced material."""
 
-from ngym.judging import Question
+from ngym.grading.llm_judge import Question
 
 
 def criterion_question(asked: str, answer: str, criterion: str, scale: int) -> Question:

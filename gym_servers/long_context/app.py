@@ -6,11 +6,11 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 
 from ngym import ServiceOptions, Session, ToolError, VerifyRequest, gym_server
-from ngym.answers import short
-from ngym.rewards import Shaping, shaped
+from ngym.grading.answers import short
+from ngym.grading.reward_parts import Shaping, shaped
+from ngym.grading.text_match import exact
 from ngym.schema import Json
-from ngym.scores import means_by
-from ngym.words import exact
+from ngym.stats.score_summary import means_by
 
 from .document import Document, Kind, Spec, named
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
-from ngym.answers import formula
+from ngym.grading.answers import formula
 from ngym.workers import Outcome, WorkerPool
 
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", warm="warm")

@@ -13,7 +13,7 @@ import sys
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, I, MatrixBase, Symbol
 
-from ngym.answers import boxed
+from ngym.grading.answers import boxed
 
 from .marks import hundredths, marks
 

@@ -7,7 +7,7 @@ name another one. A percent sign is a hundredth, always: `1\%` is 0.01 and not 1
 import re
 from typing import NamedTuple
 
-from ngym.quantities import unit
+from ngym.grading.number_match import unit
 
 NUMERALS = dict(
     zip(

@@ -14,12 +14,12 @@ from typing import Any, Self
 from pydantic import BaseModel, field_validator, model_validator
 
 from ngym import ServiceContext, VerifyRequest, gym_server
-from ngym.answers import number, same_number, short
-from ngym.called import calls_in
+from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError
-from ngym.services.tools import inspected, offer
-from ngym.shipped import shipped_file
-from ngym.words import exact
+from ngym.grading.answers import number, same_number, short
+from ngym.grading.text_match import exact
+from ngym.rollout.tool_calls import calls_in
+from ngym.services.gym.tools import inspected, offer
 
 from .connection import Connections
 from .offered import offered

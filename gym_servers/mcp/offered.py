@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ngym import Session, ToolError
-from ngym.services.tools import RESERVED, Tool
+from ngym.services.gym.tools import RESERVED, Tool
 
 log = logging.getLogger("ngym.mcp")
 

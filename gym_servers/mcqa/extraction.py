@@ -1,9 +1,9 @@
-"""Which option did the model choose? `any` is ours (ngym.answers); the other modes are NeMo Gym's, for its rows."""
+"""Which option did the model choose? `any` is ours (ngym.grading.answers); the other modes are NeMo Gym's, for its rows."""
 
 import re
 from typing import Literal
 
-from ngym.answers import boxed, canonical, letter_of, lettered, unwrapped
+from ngym.grading.answers import boxed, canonical, letter_of, lettered, unwrapped
 
 Mode = Literal["any", "strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon"]
 Options = dict[str, str]

@@ -14,13 +14,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ngym import ServiceOptions, Session, VerifyRequest
-from ngym.answers import fenced
-from ngym.called import calls_in
 from ngym.errors import ConfigError, Overloaded, ServiceError, boundary
+from ngym.grading.answers import fenced
+from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
-from ngym.services.options import ServiceContext
-from ngym.services.steps import Step, step_server, turns_of
-from ngym.services.tools import RESERVED, Tool, offer
+from ngym.services.base.options import ServiceContext
+from ngym.services.gym.step_server import Step, step_server, turns_of
+from ngym.services.gym.tools import RESERVED, Tool, offer
 
 from .episode import Episode, Refused, shown
 from .server import Server, asked

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
-from ngym.answers import WINDOW, short, without_reasoning
-from ngym.rewards import Shaping, shaped
+from ngym.grading.answers import WINDOW, short, without_reasoning
+from ngym.grading.reward_parts import Shaping, shaped
 from ngym.schema import Json
-from ngym.scores import means_by
+from ngym.stats.score_summary import means_by
 
 from .comparison import Kind, measures
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Literal, NamedTuple
 
-from ngym.quantities import apart, day, quantity, unit
-from ngym.words import exact, f1, normal
+from ngym.grading.number_match import apart, day, quantity, unit
+from ngym.grading.text_match import exact, f1, normal
 
 Kind = Literal["text", "number", "date"]
 MAX_CHARS = 300

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator
 from reasoning_gym.factory import DATASETS
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
-from ngym.answers import without_reasoning
-from ngym.near import did_you_mean
+from ngym.did_you_mean import did_you_mean
+from ngym.grading.answers import without_reasoning
 from ngym.workers import Outcome, WorkerPool
 
 os.environ["PYTHONHASHSEED"] = "0"  # for the workers: some tasks depend on the order of sets

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
-from ngym.answers import canonical, without_reasoning
-from ngym.called import calls_in
+from ngym.grading.answers import canonical, without_reasoning
+from ngym.rollout.tool_calls import calls_in
 
 from .bm25 import Index, words
 from .corpus import Library, library

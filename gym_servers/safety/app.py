@@ -5,9 +5,9 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from ngym import ServiceOptions, Session, ToolError, VerifyRequest, gym_server
-from ngym.judging import Question, ask, one_of
+from ngym.grading.llm_judge import Question, ask, one_of
 from ngym.peers import Peers
-from ngym.services.options import ServiceName
+from ngym.services.base.options import ServiceName
 
 from .conduct import Rules, Verdict, answered, refused, with_tools
 

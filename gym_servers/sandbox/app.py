@@ -10,8 +10,8 @@ from starlette.responses import Response
 from ngym import ServiceContext, ServiceOptions
 from ngym.sandbox import Limits, Program, Sandbox, SandboxOptions, sandbox_of
 from ngym.sandbox.options import Local
-from ngym.services.app import JsonResponse, add_route, context_of, service_app
-from ngym.services.bodies import json_body, valid_body
+from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.base.request_bodies import json_body, valid_body
 
 
 class Options(ServiceOptions):

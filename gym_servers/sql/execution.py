@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ngym.quantities import close
+from ngym.grading.number_match import close
 
 Rows = list[tuple[Any, ...]]
 Database = dict[str, str | None]

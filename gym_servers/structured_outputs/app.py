@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
-from ngym.answers import fenced, without_reasoning
-from ngym.rewards import Shaping, shaped, weighted
+from ngym.grading.answers import fenced, without_reasoning
+from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.workers import Outcome, WorkerPool
 
 from .checker import Format

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel, Field, field_validator
 
 from ngym import Session, ToolError, VerifyRequest, gym_server
-from ngym.answers import number, same_number
-from ngym.called import Call, calls_in
+from ngym.grading.answers import number, same_number
+from ngym.rollout.tool_calls import Call, calls_in
 
 from .world import CITIES, TOOLS, world
 

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
-from ngym.rewards import Shaping, shaped, weighted
+from ngym.grading.reward_parts import Shaping, shaped, weighted
 
 from .scoring import fault, said, score
 

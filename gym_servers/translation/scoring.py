@@ -6,7 +6,7 @@ from collections import Counter
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from ngym.answers import without_reasoning
+from ngym.grading.answers import without_reasoning
 
 MIN_LENGTH, MAX_LENGTH = 0.5, 2.0  # of the shortest and of the longest reference
 MIN_SCRIPT_SHARE = 0.7

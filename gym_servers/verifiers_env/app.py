@@ -16,10 +16,10 @@ from starlette.responses import Response
 from ngym import ServiceOptions, Session, VerifyRequest
 from ngym.errors import BadRequest, boundary
 from ngym.schema import Json
-from ngym.services.app import add_route
-from ngym.services.options import ServiceContext
-from ngym.services.steps import Step, step_server
-from ngym.services.tools import Tool, offer
+from ngym.services.base.app import add_route
+from ngym.services.base.options import ServiceContext
+from ngym.services.gym.step_server import Step, step_server
+from ngym.services.gym.tools import Tool, offer
 
 from .bridge import Bridge
 from .environment import Source

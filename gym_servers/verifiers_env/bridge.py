@@ -12,10 +12,10 @@ import orjson
 import verifiers.v1 as vf
 
 from ngym import Session
-from ngym.called import calls_in
 from ngym.errors import ConfigError, ServiceError
+from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
-from ngym.services.steps import turns_of
+from ngym.services.gym.step_server import turns_of
 
 from .environment import Environment, Source, load
 from .scoring import NotScored, pool, scored

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ngym.errors import ConfigError, ServiceError
 from ngym.schema import Json
-from ngym.services.tools import RESERVED
+from ngym.services.gym.tools import RESERVED
 
 from .environment import Environment
 

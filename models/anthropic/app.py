@@ -20,7 +20,7 @@ from ngym.convert import (
 )
 from ngym.errors import UpstreamError
 from ngym.remote import ContextOverflow, RemoteOptions, Upstream, shapes, watched
-from ngym.services.model import ModelOptions
+from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
 PATH = "/v1/messages"

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.convert import MaxTokensField, ReasoningStyle
 from ngym.remote import RemoteOptions, Upstream, watched
-from ngym.services.model import ModelOptions
+from ngym.services.models.server import ModelOptions
 
 from .access import Azure, address, headers
 from .backend import Backend

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.convert import message_item, new_response, output_text, overflow_response, response_events
-from ngym.depth import by_size
-from ngym.services.model import ModelOptions
+from ngym.net.json_limits import by_size
+from ngym.services.models.server import ModelOptions
 
 from .rules import Answer, Reply, answer, read_replies, situation
 from .tokens import logprob, render, shortened

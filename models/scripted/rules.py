@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ngym import jsonl
 from ngym.convert import content_text, last_user_text
+from ngym.files import jsonl
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _ASSISTANT = frozenset({"reasoning", "function_call"})

@@ -14,7 +14,7 @@ import orjson
 
 from ngym import BadRequest
 from ngym.convert import content_text
-from ngym.services.model import SeenCall
+from ngym.services.models.server import SeenCall
 
 from .rules import Answer
 

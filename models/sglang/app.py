@@ -15,7 +15,7 @@ from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.dialogue import Dialogue, Template, turn_ends
 from ngym.errors import ConfigError
 from ngym.remote import ContextOverflow, RemoteOptions, Upstream, watched
-from ngym.services.model import ModelOptions
+from ngym.services.models.server import ModelOptions
 
 from .engine import CAN, Engine
 from .weights import Weights, add_weights

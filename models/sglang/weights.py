@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 from ngym.errors import BadRequest, ServiceError, Unauthorized
 from ngym.remote import Unanswered
-from ngym.services.app import JsonResponse, add_route
-from ngym.services.bodies import json_body, validated
+from ngym.services.base.app import JsonResponse, add_route
+from ngym.services.base.request_bodies import json_body, validated
 
 from .engine import Engine
 

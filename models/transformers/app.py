@@ -16,7 +16,7 @@ from pydantic import Field
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.dialogue import Dialogue, Template, turn_ends
 from ngym.errors import ConfigError
-from ngym.services.model import ModelOptions
+from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from ngym import ServiceContext
-from ngym.services.model import ModelOptions
-from ngym.services.runner import serve_app
+from ngym.services.base.runner import serve_app
+from ngym.services.models.server import ModelOptions
 
 from .doorkeeper import Doorkeeper
 from .environment import find_model, prepare_environment, written

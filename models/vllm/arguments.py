@@ -13,8 +13,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
-from ngym.near import did_you_mean
 
 from .environment import Model
 from .families import Parsers, detected

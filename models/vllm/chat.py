@@ -19,17 +19,17 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GenerationError, VLLMValidationError
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
-from ngym.near import did_you_mean
+from ngym.rollout.token_splice import Ends, Seen, begins_with, splice
 from ngym.schema import Json
-from ngym.splice import Ends, Seen, begins_with, splice
 
 from .chunks import ChatInChunks, ContextFull
 from .tokens import Tokens, recorded
 
 if TYPE_CHECKING:
-    from ngym.services.model import ModelCall
-    from ngym.services.seen import SeenCall
+    from ngym.services.models.client_token_ids import SeenCall
+    from ngym.services.models.server import ModelCall
 
 HOSTED = (  # what a hosted API does with a request: an engine has no part in it
     "metadata",

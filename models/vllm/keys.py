@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ngym.errors import Unauthorized
-from ngym.services.app import ProblemResponse
+from ngym.services.base.app import ProblemResponse
 
 GUARDED = ("/v1/", "/rollouts/")
 

@@ -26,10 +26,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ngym.depth import BULK_WEIGHT
 from ngym.errors import BadRequest, NotFound, ServiceError
-from ngym.services.app import JsonResponse
-from ngym.services.bodies import json_body, validated
+from ngym.net.json_limits import BULK_WEIGHT
+from ngym.services.base.app import JsonResponse
+from ngym.services.base.request_bodies import json_body, validated
 
 from .adapter import AdapterFiles, AdapterShape
 from .engine import Engine, PauseMode, Seconds

@@ -22,8 +22,8 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ngym import ServiceContext, model_server
 from ngym.errors import ConfigError, NotReady
-from ngym.services.app import JsonResponse, add_route
-from ngym.services.edge import CALL_BYTES
+from ngym.services.base.app import JsonResponse, add_route
+from ngym.services.base.dispatch import CALL_BYTES
 
 from .adapter import Adapter, beside
 from .chat import Chat

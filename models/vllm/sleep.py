@@ -17,8 +17,8 @@ from starlette.responses import Response
 from vllm.platforms import current_platform
 
 from ngym.errors import ServiceError
-from ngym.services.app import JsonResponse
-from ngym.services.bodies import json_body, validated
+from ngym.services.base.app import JsonResponse
+from ngym.services.base.request_bodies import json_body, validated
 
 from .engine import MEMORY, Engine
 from .pushed import Rest, Wake

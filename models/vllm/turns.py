@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ngym.splice import Ends
+from ngym.rollout.token_splice import Ends
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import orjson
 
-from ngym.addresses import wrong_url
 from ngym.collect.outcome import TokenFormat
 from ngym.collect.plan import Recipe
 from ngym.collect.run import Limits
+from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
-from ngym.near import near_file
+from ngym.net.address_rules import wrong_url
 from ngym.schema import Json
 
 

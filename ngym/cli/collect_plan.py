@@ -14,9 +14,9 @@ from ngym.collect.files import check_places
 from ngym.collect.overwrite import Paths
 from ngym.collect.plan import PlannedRollout, input_rows, planned
 from ngym.collect.record import RunRecord, Source
-from ngym.config import Config
+from ngym.config.service_config import Config
 from ngym.errors import UsageError
-from ngym.jsonl import read
+from ngym.files.jsonl import read
 from ngym.schema import Json, RolloutKey
 
 

@@ -14,7 +14,6 @@ from typing import TextIO
 import click
 import orjson
 
-from ngym import process, tracing
 from ngym.cli.collect_options import Options
 from ngym.cli.ending import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from ngym.collect.discovery import Known, discover
@@ -27,19 +26,21 @@ from ngym.collect.plan import PlannedRollout
 from ngym.collect.record import Source
 from ngym.collect.report import as_json, files, first_failures, tables
 from ngym.collect.run import Run
-from ngym.config import Config, load_config, tracing_of
+from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.interrupts import as_ctrl_c
-from ngym.near import did_you_mean
+from ngym.files.row_log import DiskFull
 from ngym.peers import Peers
-from ngym.rowlog import DiskFull
-from ngym.screen import clock, harmless, is_live
+from ngym.runtime import event_loop
+from ngym.runtime.live_region import clock, harmless, is_live
+from ngym.runtime.signals import as_ctrl_c
 from ngym.supervise.board import told
 from ngym.supervise.headfile import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.shown import shown_config
 from ngym.supervise.supervisor import Supervisor
+from ngym.telemetry import tracing
 
 FLUSH_S = 4.0
 NOT_READY_S = 2.0  # how often the head is asked who is not ready
@@ -81,7 +82,7 @@ def _known(options: Options, config: Config | None) -> Known:
         options.head,
         "name a run with --head URL, or add --config FILE and they are started and stopped here",
     )
-    known = process.run(discover(url, token_of(url, Path.cwd())))
+    known = event_loop.run(discover(url, token_of(url, Path.cwd())))
     if options.agent is not None and options.agent not in known.agents:
         raise UsageError(
             f"--agent: no agent named {options.agent!r} in the run at {url}{did_you_mean(options.agent, known.agents)}; "
@@ -114,7 +115,7 @@ class Session:
             try:
                 if store.progress.left:
                     tracing.begin(config.tracing if config else tracing_of(self.known.services), "ng_collect_rollouts")
-                    process.run(self._collect(store, config, launcher))
+                    event_loop.run(self._collect(store, config, launcher))
                 else:
                     self.status = "done"
                     store.finish(self.status)

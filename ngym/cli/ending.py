@@ -61,7 +61,7 @@ def _make_streams_usable() -> None:
 
 def _say(text: str, code: int) -> int:
     """The text may quote anybody's: its control characters are made visible."""
-    from ngym.screen import harmless
+    from ngym.runtime.live_region import harmless
 
     click.echo(harmless(text), err=True)
     return code

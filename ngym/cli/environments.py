@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import click
 
-from ngym.config import Config
+from ngym.config.environment_card import readme_of
+from ngym.config.service_config import Config
+from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
-from ngym.facts import readme_of
 from ngym.peers import Peers
-from ngym.screen import harmless
-from ngym.shipped import app_file
+from ngym.runtime.live_region import harmless
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor

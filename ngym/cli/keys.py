@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.shipped import PACKAGE, shipped
+from ngym.config.shipped_files import PACKAGE, shipped
 
 NOT_WRITTEN = {"name", "options", "where", "key_where"}  # fields of a stanza that are no keys of it
 
@@ -27,7 +27,7 @@ def of_recipe() -> Iterator[str]:
 
 def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:
     """Every key of a config with these services, in whose folder their apps may be."""
-    config = PACKAGE / "config.py"
+    config = PACKAGE / "config" / "service_config.py"
     house = [key for key in of_model(config, "Stanza") if key not in NOT_WRITTEN]
     for name, stanza in stanzas.items():
         own = _of_app(str(stanza.get("app", "")), folder)

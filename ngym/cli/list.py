@@ -11,12 +11,12 @@ import orjson
 
 from ngym.cli.columns import aligned
 from ngym.cli.main import command
-from ngym.near import did_you_mean
-from ngym.shipped import app_file, shipped
+from ngym.config.shipped_files import app_file, shipped
+from ngym.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
-    from ngym.config import Config, Stanza
-    from ngym.facts import Facts
+    from ngym.config.environment_card import Facts
+    from ngym.config.service_config import Config, Stanza
 
 DEFAULT = Path("global_config.yaml")
 SPLITS = ("train", "validation", "example")
@@ -60,8 +60,8 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
               ng_list --domain math --domain games
               ng_list --json
     """
+    from ngym.config.environment_card import Domain
     from ngym.errors import UsageError
-    from ngym.facts import Domain
 
     words = get_args(Domain)
     for domain in domains:
@@ -81,7 +81,7 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
 
 def environments(configs: Sequence[Path]) -> list[Listed]:
     """Those of the configs in their order, then the shipped ones that no stanza uses, by name."""
-    from ngym.config import load_config
+    from ngym.config.service_config import load_config
 
     config = load_config(configs) if configs else None
     stanzas = [stanza for stanza in config.services.values() if stanza.kind == "gym_server"] if config else []
@@ -102,8 +102,8 @@ def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
 
 def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
     """None for what is no environment: a gym server with neither facts nor data, such as gym_servers/sandbox."""
+    from ngym.config.environment_card import facts_in, readme_of
     from ngym.errors import ConfigError
-    from ngym.facts import facts_in, readme_of
     from ngym.validation.gold import data_places
 
     data = next((place for place in data_places(root, app) if place.is_dir()), None)

@@ -12,7 +12,7 @@ import click
 from ngym.cli.ending import writing
 from ngym.cli.main import command
 from ngym.cli.steps import Walk
-from ngym.shipped import shipped
+from ngym.config.shipped_files import shipped
 
 QUICKSTART = Path("runs/quickstart/sft/policy")
 CONFIG = """\
@@ -97,7 +97,7 @@ def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
 
 def _mean_reward(rollouts: Path) -> str:
     """Of the scored ones, and the share of the others where there are any."""
-    from ngym.jsonl import read
+    from ngym.files.jsonl import read
 
     rewards = [line.row["reward"] for line in read(rollouts)]
     scored = [reward for reward in rewards if reward is not None]

@@ -83,7 +83,7 @@ def main(
 def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
     """Of one run all curves in one plot; of several a plot for each metric."""
     from ngym.plot.text import as_text
-    from ngym.transcript import printable
+    from ngym.rollout.transcript import printable
 
     if len({curve.run for curve in found}) == 1 and len(found) <= MOST_IN_ONE:
         yield as_text([curve.series for curve in found], axis)
@@ -97,7 +97,7 @@ def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
     from ngym.plot.choice import asked, is_own
     from ngym.plot.text import number_text
-    from ngym.transcript import printable
+    from ngym.rollout.transcript import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))
     shown = asked(patterns, names) if patterns else [name for name in names if is_own(name)]

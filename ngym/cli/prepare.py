@@ -13,11 +13,11 @@ import click
 import orjson
 
 from ngym.cli.main import command
+from ngym.config.shipped_files import shipped
 from ngym.errors import NgymError, UsageError
-from ngym.shipped import shipped
 
 if TYPE_CHECKING:
-    from ngym.config import Config, Stanza
+    from ngym.config.service_config import Config, Stanza
     from ngym.prepare import File, PublicSet
     from ngym.prepare.rows import Converted
     from ngym.prepare.sets import Split
@@ -183,7 +183,7 @@ async def _prepare(
 
 def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
     """The config and the stanza whose server tries the rows: the user's own, else as it ships."""
-    from ngym.config import load_config
+    from ngym.config.service_config import load_config
     from ngym.validation import data_places
 
     own = list(configs) or ([DEFAULT] if DEFAULT.is_file() else [])

@@ -9,9 +9,9 @@ import click
 import orjson
 
 from ngym.cli.columns import aligned
-from ngym.config import Stanza
+from ngym.config.service_config import Stanza
+from ngym.config.shipped_files import shipped
 from ngym.prepare.sets import PublicSet, find_sets
-from ngym.shipped import shipped
 
 if TYPE_CHECKING:
     from ngym.cli.prepare import Mirrors

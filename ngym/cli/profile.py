@@ -16,7 +16,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 if TYPE_CHECKING:
-    from ngym.profile import Task
+    from ngym.stats.task_difficulty import Task
 
 FILE = click.Path(path_type=Path)
 BARS = 10
@@ -52,8 +52,8 @@ def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path 
               ng_profile runs/*/out.jsonl --by level --output tasks.jsonl
               ng_profile out.jsonl --json
     """
-    from ngym.jsonl import write_whole
-    from ngym.profile import profile
+    from ngym.files.jsonl import write_whole
+    from ngym.stats.task_difficulty import profile
 
     tasks = profile((row for source in sources for row in _rows(source)), by)
     if not tasks:
@@ -74,7 +74,7 @@ def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path 
 
 
 def _rows(source: Path) -> Iterator[Json]:
-    from ngym.jsonl import checked
+    from ngym.files.jsonl import checked
 
     return (line.row for line in checked(source, _problem))
 

@@ -15,8 +15,8 @@ import click
 from ngym.cli.ending import writing
 from ngym.cli.main import command
 from ngym.cli.steps import Walk
+from ngym.config.shipped_files import shipped
 from ngym.schema import Json
-from ngym.shipped import shipped
 
 CONFIG = """\
 # Written by ng_quickstart. `ng_run --config {file}` starts these three services.
@@ -148,7 +148,7 @@ def _tell(places: Places, seconds: float, as_json: bool) -> None:
 
 
 def _show(rollouts: Path, walk: Walk) -> None:
-    from ngym.transcript import transcript
+    from ngym.rollout.transcript import transcript
 
     for row in _telling(rollouts):
         walk.say(transcript(row) + "\n")
@@ -156,7 +156,7 @@ def _show(rollouts: Path, walk: Walk) -> None:
 
 def _telling(rollouts: Path) -> list[Json]:
     """A rollout that used the tool and was right, one that guessed wrong, and the longest of the others."""
-    from ngym.jsonl import read
+    from ngym.files.jsonl import read
 
     rows = [line.row for line in read(rollouts)]
     right = next((row for row in rows if row["reward"] == 1 and row["ng"]["tool_calls"]), None)

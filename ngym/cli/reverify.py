@@ -14,15 +14,15 @@ import orjson
 
 from ngym.cli.ending import EXIT_DONE, EXIT_FAILED, writing
 from ngym.cli.main import command
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
-from ngym.near import did_you_mean
+from ngym.runtime.live_region import harmless
 from ngym.schema import Json
-from ngym.screen import harmless
 
 if TYPE_CHECKING:
-    from ngym.config import Config
+    from ngym.config.service_config import Config
+    from ngym.grading.reverify import Again
     from ngym.peers import Peer, Peers
-    from ngym.reverify import Again
     from ngym.supervise.launcher import Launcher
 
 SHOWN = 5
@@ -76,7 +76,7 @@ def main(
     Examples: ng_reverify --input out.jsonl --output again.jsonl
               ng_reverify --input out.jsonl --output again.jsonl --models --json
     """
-    from ngym.config import load_config
+    from ngym.config.service_config import load_config
     from ngym.supervise.launcher import Launcher
 
     _check(source, output, overwrite or dry_run)
@@ -94,7 +94,7 @@ def main(
 
 
 def _check(source: Path, output: Path, overwrite: bool) -> None:
-    from ngym.jsonl import check_output
+    from ngym.files.jsonl import check_output
 
     check_output(output)
     if output.exists() and not overwrite:
@@ -133,7 +133,7 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
 
 async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path, concurrency: int) -> _Told:
     from ngym.cli.environments import started
-    from ngym.reverify import reverified
+    from ngym.grading.reverify import reverified
 
     aside = output.with_name(f".{output.name}.partial")
     told = _Told()
@@ -166,7 +166,7 @@ def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
 
 
 def _rows(source: Path) -> Iterator[Json]:
-    from ngym.jsonl import checked
+    from ngym.files.jsonl import checked
 
     return (line.row for line in checked(source, _problem))
 

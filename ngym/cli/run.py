@@ -13,7 +13,7 @@ from ngym.cli.main import command, config_options
 from ngym.cli.names import services
 
 if TYPE_CHECKING:
-    from ngym.config import Config
+    from ngym.config.service_config import Config
     from ngym.supervise.display import Display
     from ngym.supervise.launcher import Launcher
     from ngym.supervise.supervisor import Supervisor
@@ -70,7 +70,7 @@ def main(
 
 
 def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[str, ...]) -> Config:
-    from ngym.config import load_config
+    from ngym.config.service_config import load_config
 
     config = load_config(configs, overrides)
     return config.only(names) if names else config

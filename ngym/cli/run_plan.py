@@ -10,8 +10,8 @@ import orjson
 import yaml
 
 from ngym.cli.columns import aligned
-from ngym.config import Config, Stanza
-from ngym.shipped import app_file
+from ngym.config.service_config import Config, Stanza
+from ngym.config.shipped_files import app_file
 from ngym.supervise.headfile import FOLDER
 from ngym.supervise.shown import shown_config
 from ngym.supervise.venvs import venv_of

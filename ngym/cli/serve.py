@@ -12,15 +12,15 @@ from urllib.parse import urlsplit
 
 import click
 
-from ngym.addresses import is_loopback
 from ngym.cli.main import command, config_options
 from ngym.cli.names import services
 from ngym.errors import ConfigError, UsageError
-from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, token_from
+from ngym.net.address_rules import is_loopback
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.supervise.headfile import find_running
 
 if TYPE_CHECKING:
-    from ngym.config import Config, Stanza
+    from ngym.config.service_config import Config, Stanza
 
 HEAD_TIMEOUT_S = 5.0
 EXIT_CODES = """\
@@ -63,7 +63,7 @@ def main(
               ng_serve policy --host 0.0.0.0 --port 8000 policy.model=Qwen/Qwen3-0.6B
     """
     from ngym.cli.run_plan import show_service
-    from ngym.config import load_config
+    from ngym.config.service_config import load_config
     from ngym.supervise.job import Job, perform
     from ngym.supervise.sockets import listen, url_of
     from ngym.supervise.supervisor import service_spec

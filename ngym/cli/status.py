@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ngym.addresses import wrong_url
 from ngym.cli.main import command
 from ngym.cli.status_table import tables
 from ngym.errors import NgymError, UsageError
-from ngym.locks import RUN_TOKEN
+from ngym.net.address_rules import wrong_url
+from ngym.net.auth import RUN_TOKEN
 from ngym.supervise.headfile import find_running, token_of
 
 if TYPE_CHECKING:
-    from ngym.screen import Screen
+    from ngym.runtime.live_region import Screen
     from ngym.supervise.scrapes import Scrape
 
 TIMEOUT_S = 5.0
@@ -91,7 +91,7 @@ def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watc
 @contextlib.contextmanager
 def _screen(watch: bool) -> Iterator[Screen | None]:
     """Where a table takes the place of the one before; the last one stays."""
-    from ngym.screen import Screen, is_live
+    from ngym.runtime.live_region import Screen, is_live
 
     screen = Screen(sys.stdout) if watch and is_live(sys.stdout) else None
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ngym.cli.columns import aligned
-from ngym.screen import duration, harmless
+from ngym.runtime.live_region import duration, harmless
 
 COLUMNS = (
     "NAME", "KIND", "STATUS", "PID", "UP", "RESTARTS", "MEMORY", "REQ/S", "P50", "P95", "IN FLIGHT", "ERRORS", "URL",

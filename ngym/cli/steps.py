@@ -11,7 +11,7 @@ from types import FrameType
 
 import click
 
-from ngym.interrupts import put_off
+from ngym.runtime.signals import put_off
 
 
 @dataclass

@@ -16,8 +16,8 @@ from click.shell_completion import CompletionItem
 
 from ngym.cli.main import command
 from ngym.cli.names import is_value, keys
+from ngym.config.shipped_files import shipped
 from ngym.errors import UsageError
-from ngym.shipped import shipped
 
 PACKAGE = "_ngym_trainer"
 

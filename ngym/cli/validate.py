@@ -19,7 +19,7 @@ from ngym.errors import ConfigError
 
 if TYPE_CHECKING:
     from ngym.cli.environments import Say, Tried
-    from ngym.config import Config, Stanza
+    from ngym.config.service_config import Config, Stanza
     from ngym.supervise.launcher import Launcher
 
 SHOWN_LINES = 20
@@ -66,7 +66,7 @@ def main(
     say = partial(click.echo, err=as_json)
     launcher = Launcher.start()
     try:
-        from ngym.config import load_config
+        from ngym.config.service_config import load_config
 
         config = load_config(configs, overrides)
         found = asyncio.run(_validate(config, launcher, names if names or every else None, within_s, say))

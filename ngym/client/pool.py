@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from ngym.client.connection import KEEPALIVE_S, Connection
 from ngym.client.tunnel import tunnel
-from ngym.tls import client_context
+from ngym.net.tls import client_context
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTING = 64  # at once: a server's queue of new connections is short

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from ngym.metrics import Rewards, Values
 from ngym.schema import Json
-from ngym.scores import Scores, Subsets, parts_of
+from ngym.stats.pass_at_k import Rewards, Values
+from ngym.stats.score_summary import Scores, Subsets, parts_of
 
 
 @dataclass

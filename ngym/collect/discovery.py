@@ -11,7 +11,7 @@ import orjson
 import yaml
 
 from ngym.errors import UsageError
-from ngym.locks import RUN_TOKEN
+from ngym.net.auth import RUN_TOKEN
 from ngym.peers import Peers
 from ngym.peers.heads import servers_in
 from ngym.schema import Json

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Progress
-from ngym.screen import Screen, Size, bar, captured, clock, harmless, is_live, packed
+from ngym.runtime.live_region import Screen, Size, bar, captured, clock, harmless, is_live, packed
 
 if TYPE_CHECKING:
     from rich.text import Text

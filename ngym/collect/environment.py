@@ -7,9 +7,9 @@ from pathlib import Path
 
 import orjson
 
-from ngym.depth import BULK_WEIGHT, NODE_WEIGHT, json_weight
 from ngym.errors import ServiceError, boundary
-from ngym.jsonl import read
+from ngym.files.jsonl import read
+from ngym.net.json_limits import BULK_WEIGHT, NODE_WEIGHT, json_weight
 from ngym.peers import Peer
 from ngym.schema import Json
 

@@ -22,9 +22,9 @@ from ngym.collect.plan import PlannedRollout, input_rows, planned
 from ngym.collect.record import REMEDY, RunRecord, Source
 from ngym.collect.run import Limits, Run
 from ngym.errors import UsageError
-from ngym.jsonl import READ_BYTES, WriteFailed, check_output, whole_file, write_whole
+from ngym.files.jsonl import READ_BYTES, WriteFailed, check_output, whole_file, write_whole
+from ngym.files.row_log import RowLog
 from ngym.peers import Peers
-from ngym.rowlog import RowLog
 from ngym.schema import Json, RolloutKey
 
 TICK_S = 0.2

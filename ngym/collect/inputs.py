@@ -21,7 +21,7 @@ import orjson
 
 from ngym.collect.plan import Recipe, RowCheck, check_agent
 from ngym.errors import UsageError
-from ngym.jsonl import READ_BYTES, CheckedLines, Line
+from ngym.files.jsonl import READ_BYTES, CheckedLines, Line
 
 FIRST_BYTES = 16 << 20
 BEGIN_S = 1.0  # the first rollouts have the interpreter to themselves

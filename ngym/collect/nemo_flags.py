@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.near import did_you_mean
 
 PARAMS = "responses_create_params"
 SAME = {

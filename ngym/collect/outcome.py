@@ -7,21 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ngym import tracing
 from ngym.collect.plan import PlannedRollout
 from ngym.errors import BadRequest, FailureClass, ServiceError, UpstreamError
-from ngym.schema import (
-    SCHEMA_VERSION,
-    Failure,
-    Json,
-    RolloutKey,
-    Segment,
-    Status,
-    StopReason,
-    is_cut_off,
-    stop_reason,
-)
-from ngym.segments import extend, tokens_of, versions_in, without_tokens
+from ngym.rollout.segments import extend, tokens_of, versions_in, without_tokens
+from ngym.schema import SCHEMA_VERSION, Failure, Json, RolloutKey, Segment, Status, StopReason, is_cut_off, stop_reason
+from ngym.telemetry import tracing
 
 TokenFormat = Literal["ng", "nemo"]
 

@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from ngym.held import open_held
-from ngym.jsonl import READ_BYTES, WriteFailed, sync_folder
+from ngym.files.file_lock import open_held
+from ngym.files.jsonl import READ_BYTES, WriteFailed, sync_folder
 
 NEW, OLD = ".new", ".old"
 OTHERWISE = "choose another --output"

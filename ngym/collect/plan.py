@@ -9,11 +9,11 @@ from pathlib import Path
 
 import orjson
 
-from ngym.dense import DenseInts
+from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import UsageError
-from ngym.jsonl import checked
-from ngym.near import did_you_mean, nearest
+from ngym.files.jsonl import checked
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
+from ngym.stats.dense_ints import DenseInts
 
 AGENT_TYPE = "responses_api_agents"  # NeMo Gym's word, kept in agent_ref so that its tools can read our rows
 

@@ -17,7 +17,7 @@ from ngym.collect.inputs import digest_of
 from ngym.collect.outcome import TokenFormat
 from ngym.collect.plan import Recipe
 from ngym.errors import UsageError
-from ngym.jsonl import write_whole
+from ngym.files.jsonl import write_whole
 from ngym.schema import SCHEMA_VERSION, Json
 
 PLACES = frozenset({"url", "urls", "host", "port", "replicas"})  # where a service runs, not what it does

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ngym.collect.aggregate import AgentTally, Aggregates
 from ngym.collect.overwrite import Paths
-from ngym.metrics import Interval
 from ngym.schema import Json
-from ngym.scores import Subsets
+from ngym.stats.pass_at_k import Interval
+from ngym.stats.score_summary import Subsets
 
 if TYPE_CHECKING:
     from rich.table import Table

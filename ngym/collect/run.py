@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ngym import correlation, groups, tracing
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
 from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout, tell
@@ -25,11 +24,14 @@ from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.together import Together
 from ngym.collect.window import Window
-from ngym.depth import serialized
 from ngym.errors import ServiceError, boundary
+from ngym.grading import group_rewards
+from ngym.net import request_context
+from ngym.net.json_limits import serialized
 from ngym.peers import Peers
 from ngym.peers.reading import json_of
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER
+from ngym.telemetry import tracing
 
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
 FREE_OUTAGES = 5  # of one rollout
@@ -156,16 +158,18 @@ class Run:
             while True:
                 await self.gate.opened()
                 began = asyncio.get_running_loop().time()
-                correlation.current.set(correlation.begin(f"{self.run_id}-{secrets.token_hex(3)}", groups.TIMEOUT_S))
+                request_context.current.set(
+                    request_context.begin(f"{self.run_id}-{secrets.token_hex(3)}", group_rewards.TIMEOUT_S)
+                )
                 try:
-                    rows = await groups.verified_together(self._peers[agent].post, rows)
+                    rows = await group_rewards.verified_together(self._peers[agent].post, rows)
                     break
                 except ServiceError as error:
                     failure = failure_of(error, agent)
                     if outages < FREE_OUTAGES and await self._outages.explain(failure, began):
                         outages += 1
                         continue
-                    rows = [groups.unjudged(row, failure["class"], failure["message"]) for row in rows]
+                    rows = [group_rewards.unjudged(row, failure["class"], failure["message"]) for row in rows]
                     break
         return [Rollout(rollout.key, row) for rollout, row in zip(group, rows, strict=True)]
 
@@ -206,7 +210,7 @@ class Run:
         attempt = Attempt(
             planned, number, self.run_id, rollout_id, datetime.now(UTC).isoformat(timespec="milliseconds")
         )
-        correlation.current.set(correlation.begin(rollout_id, self._limits.timeout_s))
+        request_context.current.set(request_context.begin(rollout_id, self._limits.timeout_s))
         with tracing.span("rollout", is_rollout=True) as span:
             outcome = await self._answered(attempt)
             tell(span, attempt, outcome)

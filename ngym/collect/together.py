@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ngym.collect.outcome import Outcome, Rollout
 from ngym.collect.plan import PlannedRollout
-from ngym.groups import is_pending
+from ngym.grading.group_rewards import is_pending
 from ngym.schema import RolloutKey
 
 

@@ -33,11 +33,7 @@ from ngym.convert.fields import check_chat_request, check_create_params
 from ngym.convert.items import items_from_messages, message_item, output_text
 from ngym.convert.messages import last_user_text, messages_from_items
 from ngym.convert.messages_answer import MessageChunks, chat_from_message
-from ngym.convert.messages_api import (
-    chat_from_messages_api,
-    create_params_from_messages_api,
-    messages_api_from_chat,
-)
+from ngym.convert.messages_api import chat_from_messages_api, create_params_from_messages_api, messages_api_from_chat
 from ngym.convert.messages_fields import check_messages_request
 from ngym.convert.messages_stream import MessagesStream
 from ngym.convert.messages_upstream import messages_api_request

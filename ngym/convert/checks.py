@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ngym.convert.shapes import shown
-from ngym.near import did_you_mean
+from ngym.did_you_mean import did_you_mean
 
 Check = Callable[[Any], str | None]
 """A field's value -> what is wrong with it, or None. Null is the same as leaving the field out, always."""

@@ -25,8 +25,8 @@ from ngym.convert.checks import (
     tool_choice,
 )
 from ngym.convert.shapes import input_problems, message_problems, tool_problems
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import Problem, refused
-from ngym.near import did_you_mean
 from ngym.schema import Json
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from ngym.convert.checks import COUNT, FLAG, LIST, OBJECT, TEXT, Check, object_of, of_type, one_of
 from ngym.convert.fields import NUMBER_OF, SAMPLING, known, sound
 from ngym.convert.shapes import are_tags, shown, token_problems
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import Problem
-from ngym.near import did_you_mean
 from ngym.schema import Json
 
 

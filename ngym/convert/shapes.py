@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import Problem
-from ngym.near import did_you_mean
 from ngym.schema import TOKEN_FIELDS, Json
 
 _ROLES = frozenset({"user", "assistant", "system", "developer", "tool"})

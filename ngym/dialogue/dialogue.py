@@ -17,7 +17,7 @@ from ngym.dialogue.text import Detokenizer, Stops
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
-    from ngym.services.seen import SeenCall
+    from ngym.services.models.client_token_ids import SeenCall
 
 LONG = 20_000  # characters: some milliseconds
 

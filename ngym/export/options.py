@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
-from ngym.jsonl import check_output
-from ngym.near import near_file
+from ngym.files.jsonl import check_output
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
 Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]

@@ -20,7 +20,7 @@ from ngym.export.rollout import NoRollout, Rollout, parse
 from ngym.export.scan import Scan
 from ngym.export.shapes import leaders_first
 from ngym.export.tally import Tally
-from ngym.jsonl import BOM, whole_file
+from ngym.files.jsonl import BOM, whole_file
 
 REREAD = 64  # conversations that are kept for the next pairs of their task
 

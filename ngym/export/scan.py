@@ -13,7 +13,7 @@ from ngym.export.options import Options
 from ngym.export.rollout import NoRollout, Rollout, parse
 from ngym.export.shapes import Shapes
 from ngym.export.tally import Reason, Tally
-from ngym.jsonl import REPORTED_LINES, Line, read
+from ngym.files.jsonl import REPORTED_LINES, Line, read
 from ngym.schema import Json
 
 

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from ngym import process, tracing
 from ngym.collect.discovery import Known
 from ngym.collect.display import Meter
 from ngym.collect.environment import environment_metrics
@@ -16,7 +15,7 @@ from ngym.collect.files import Files
 from ngym.collect.gate import Gate
 from ngym.collect.outcome import FailedAttempt, TokenFormat
 from ngym.collect.record import Source
-from ngym.config import tracing_of
+from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError
 from ngym.notebook import services
 from ngym.notebook.asked import Asked, asked
@@ -27,7 +26,9 @@ from ngym.notebook.rows import FileRows
 from ngym.notebook.services import Place, Reached, RunningServices
 from ngym.notebook.watch import Watch
 from ngym.peers import Peers
-from ngym.unless import unless
+from ngym.runtime import event_loop
+from ngym.runtime.task_race import unless
+from ngym.telemetry import tracing
 
 COMMAND = ["ngym.collect_rollouts"]
 MANY = 256  # rollouts in flight; with more there may be more sockets than a process may open without asking
@@ -143,7 +144,7 @@ class _Call:
 
     def begun(self) -> tuple[Work[Rollouts], Callable[[], None]]:
         if self._asked.limits.concurrency > MANY:
-            process.raise_file_limit()
+            event_loop.raise_file_limit()
         return self._place.carry(self._collected())
 
     def hurry(self) -> None:

@@ -6,8 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ngym.rollout.transcript import headline, printable, turns
 from ngym.schema import Json
-from ngym.transcript import headline, printable, turns
 
 CELL_CHARS = 120
 CARD = "border-left:3px solid {colour};padding:2px 0 2px 10px;margin:6px 0"

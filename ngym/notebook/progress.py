@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
-from ngym.screen import Picture, Screen, Size, harmless, is_live
+from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
 
 PLAIN_EVERY_S = 5.0
 CELL = Size(100, 20)

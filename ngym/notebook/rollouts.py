@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.overwrite import Paths
 from ngym.errors import UsageError
-from ngym.metrics import Interval, Rewards, best_at_k
 from ngym.notebook import html
 from ngym.notebook.frames import Table
 from ngym.notebook.rows import FileRows
 from ngym.notebook.seen import SHOWN_ROWS, Failures, Transcript
 from ngym.notebook.slim import KINDS, full, slim
 from ngym.schema import Json
+from ngym.stats.pass_at_k import Interval, Rewards, best_at_k
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]

@@ -13,7 +13,7 @@ from typing import overload
 import orjson
 
 from ngym.errors import UsageError
-from ngym.jsonl import BOM, READ_BYTES, read
+from ngym.files.jsonl import BOM, READ_BYTES, read
 from ngym.schema import Json
 
 

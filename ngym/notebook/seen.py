@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ngym.notebook import html
 from ngym.notebook.frames import Table
 from ngym.notebook.slim import OF_FAILURES, failed
+from ngym.rollout.transcript import transcript
 from ngym.schema import Json
-from ngym.transcript import transcript
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ngym.collect.discovery import Known, discover
-from ngym.config import Config, load_config
+from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
 from ngym.notebook import html
 from ngym.notebook.background import Background, Work
 from ngym.notebook.watch import Watch
 from ngym.peers import Peers
+from ngym.runtime.task_race import never
 from ngym.supervise.headfile import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.shown import shown_config
 from ngym.supervise.supervisor import Supervisor
-from ngym.unless import never
 
 Result = TypeVar("Result")
 Files = str | Path | Sequence[str | Path]

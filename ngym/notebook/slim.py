@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ngym.answers import last_text
 from ngym.convert import last_user_text
+from ngym.grading.answers import last_text
 from ngym.notebook.frames import Kind
 from ngym.schema import Json
-from ngym.scores import parts_of
+from ngym.stats.score_summary import parts_of
 
 KINDS: dict[str, Kind] = {
     "task_index": "int",

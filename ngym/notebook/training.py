@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.near import did_you_mean
 from ngym.notebook import html
 from ngym.notebook.frames import Table
 from ngym.plot.history import METRICS, read_history

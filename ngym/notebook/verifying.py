@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from ngym import reverify
-from ngym.config import Config
+from ngym.config.service_config import Config
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, ServiceError, UsageError
-from ngym.groups import is_pending, judged
-from ngym.near import did_you_mean
+from ngym.grading import reverify
+from ngym.grading.group_rewards import is_pending, judged
 from ngym.notebook.asked import at_least_one
 from ngym.notebook.given import rows_of
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, Place, Reached, RunningServices
 from ngym.notebook.watch import Watch
 from ngym.peers import Peers
+from ngym.runtime.task_race import unless
 from ngym.schema import Json
-from ngym.scores import parts_of
-from ngym.unless import unless
+from ngym.stats.score_summary import parts_of
 from ngym.validation.gold import says
 from ngym.validation.standin import others
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ngym.notebook.progress import progress
-from ngym.screen import Picture
+from ngym.runtime.live_region import Picture
 from ngym.supervise.board import Board, told
 from ngym.supervise.service import State
 

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ngym import correlation
 from ngym.client import Reply
-from ngym.depth import by_size, serialized
 from ngym.errors import PeerTimeout, Unreachable
+from ngym.net import request_context
+from ngym.net.json_limits import by_size, serialized
+from ngym.net.replica_choice import Replicas, Sticky, rendezvous
+from ngym.net.retry_budget import RetryBudget
 from ngym.peers.pauses import BROKEN_S, MAYBE_PROCESSED, NOT_PROCESSED, REFUSED_S, RETRY_RATIO, retry_after, spread
 from ngym.peers.reading import json_of
 from ngym.peers.refusals import InSession, is_own, refusal, upstream_of
 from ngym.peers.session import DEFAULT_TIMEOUT_S, PeerSession, ToolErrors
-from ngym.replicas import Replicas, Sticky, rendezvous
-from ngym.retries import RetryBudget
 from ngym.schema import IDEMPOTENCY_HEADER
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Peer:
         session: which one the call belongs to.
         """
         payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
-        here = correlation.current.get()
+        here = request_context.current.get()
         loop = asyncio.get_running_loop()
         remaining = here.remaining_s()
         began = loop.time()
@@ -93,7 +93,7 @@ class Peer:
                 raise PeerTimeout(
                     f"{self.name} at {url} did not answer {method} {path} in time", upstream=upstream_of(self.name, url)
                 )
-            sent = {**correlation.to_headers(here), **self._peers.authorization(self.name), **(headers or {})}
+            sent = {**request_context.to_headers(here), **self._peers.authorization(self.name), **(headers or {})}
             try:
                 reply = await self._send(method, url, path, payload, sent, left)
             except TimeoutError as error:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound
+from ngym.net.replica_choice import Replicas
+from ngym.net.retry_budget import RetryBudget
 from ngym.peers.heads import servers_in
 from ngym.peers.peer import Peer
-from ngym.replicas import Replicas
-from ngym.retries import RetryBudget
 from ngym.schema import Json
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 
 from ngym.client import Reply
-from ngym.depth import MAX_DEPTH, is_deep
 from ngym.errors import UpstreamError
+from ngym.net.json_limits import MAX_DEPTH, is_deep
 
 SHOWN_BYTES = 100
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.client import Reply
-from ngym.depth import is_deep
 from ngym.errors import UpstreamError
+from ngym.net.json_limits import is_deep
+from ngym.net.upstream_errors import is_context_overflow, words
 from ngym.peers.pauses import MAYBE_PROCESSED, NOT_PROCESSED
-from ngym.refused import is_context_overflow, words
 from ngym.schema import SESSION_HEADER, Json
 
 SAMPLING = "/v1/responses"

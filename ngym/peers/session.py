@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ngym.client import Reply
-from ngym.depth import by_size
 from ngym.errors import UpstreamError
+from ngym.net.json_limits import by_size
+from ngym.net.replica_choice import Sticky
 from ngym.peers.reading import json_of
 from ngym.peers.refusals import SHOWN_STATUSES, InSession
-from ngym.replicas import Sticky
 from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.near import did_you_mean
 
 OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and how many attempts it is of
 UNSCORED = "frac_unscored"

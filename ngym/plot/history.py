@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from ngym.errors import UsageError
-from ngym.jsonl import read
+from ngym.files.jsonl import read
 
 METRICS = "metrics.jsonl"
 STEP, ELAPSED = "step", "time/elapsed"  # seconds since this life of the run began

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ngym.errors import UsageError
-from ngym.jsonl import write_whole
+from ngym.files.jsonl import write_whole
 from ngym.plot.history import Series
 from ngym.plot.text import duration, number_text
-from ngym.transcript import printable
+from ngym.rollout.transcript import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

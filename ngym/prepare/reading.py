@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from ngym.errors import UsageError
-from ngym.jsonl import checked
+from ngym.files.jsonl import checked
 from ngym.schema import Json
 
 MAX_FIELD_CHARS = 1 << 24  # of a CSV file

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import UsageError
-from ngym.jsonl import write_whole
+from ngym.files.jsonl import write_whole
 from ngym.prepare.download import digest
 from ngym.prepare.reading import joined
 from ngym.prepare.sets import File, Made, PublicSet, Split, Unfit

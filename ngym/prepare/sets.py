@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
-from ngym.near import did_you_mean
 from ngym.schema import Json
 
 Split = Literal["train", "validation"]

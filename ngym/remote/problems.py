@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError
-from ngym.refused import is_context_overflow, words
+from ngym.net.upstream_errors import is_context_overflow, words
 from ngym.remote.budget import UsedUp
 from ngym.schema import Json
 

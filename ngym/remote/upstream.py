@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import orjson
 
-from ngym import correlation
 from ngym.client import Client
-from ngym.depth import serialized
 from ngym.errors import ServiceError, Unreachable
+from ngym.net import request_context
+from ngym.net.json_limits import serialized
+from ngym.net.retry_budget import RetryBudget
 from ngym.remote.budget import Used
 from ngym.remote.hints import wait_s
 from ngym.remote.options import RemoteOptions
 from ngym.remote.pace import Pace, Turn
 from ngym.remote.problems import REFUSED_FOR_RATE, Site, problem, problem_in_stream
 from ngym.remote.sse import EventData
-from ngym.retries import RetryBudget
 from ngym.schema import Json
 
 log = logging.getLogger("ngym.remote")
@@ -159,7 +159,7 @@ class Upstream:
                 await asyncio.sleep(min(BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1))
 
     async def _turn(self, held: AsyncExitStack, site: Site) -> Turn:
-        remaining = correlation.current.get().remaining_s()
+        remaining = request_context.current.get().remaining_s()
         try:
             return await held.enter_async_context(self.pace.turn(remaining, self._options.timeout_s))
         except TimeoutError:
@@ -171,7 +171,7 @@ class Upstream:
         """An answer; or a problem, which the caller raises where it does not try again."""
         timeout_s = self._timeout_s()
         try:
-            headers = {**await self._headers(), **correlation.trace_headers()}
+            headers = {**await self._headers(), **request_context.trace_headers()}
             if streamed:
                 opened = await held.enter_async_context(self._client.stream("POST", site.url, raw, headers, timeout_s))
                 answer = _Answer(opened.status, opened.headers, opened.body, None)
@@ -197,7 +197,7 @@ class Upstream:
         return told
 
     def _timeout_s(self) -> float:
-        remaining = correlation.current.get().remaining_s()
+        remaining = request_context.current.get().remaining_s()
         return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
 
     def _again(self, told: ServiceError, once: bool) -> bool:

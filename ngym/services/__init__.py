@@ -1,10 +1,10 @@
 """FastAPI factories: an author writes functions, the house makes the service."""
 
-from ngym.services.agents import AgentOptions, agent
-from ngym.services.gym import VerifyGroup, VerifyRequest, gym_server
-from ngym.services.options import ServiceContext, ServiceName, ServiceOptions
-from ngym.services.rollout import RolloutContext
-from ngym.services.sessions import Session
+from ngym.services.agents.rollout_context import RolloutContext
+from ngym.services.agents.server import AgentOptions, agent
+from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.gym.server import VerifyGroup, VerifyRequest, gym_server
+from ngym.services.gym.sessions import Session
 
 __all__ = [
     "AgentOptions",

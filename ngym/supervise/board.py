@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ngym.screen import Size, duration, harmless
+from ngym.runtime.live_region import Size, duration, harmless
 from ngym.supervise.service import State
 
 if TYPE_CHECKING:

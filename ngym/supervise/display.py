@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from ngym.screen import Picture, Screen, captured, harmless, is_live
+from ngym.runtime.live_region import Picture, Screen, captured, harmless, is_live
 from ngym.supervise.board import Board, told
 from ngym.supervise.service import State
 

@@ -19,8 +19,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from ngym.errors import ServiceError, UsageError
-from ngym.listening import KEEPALIVE_S, Connection, Server, room
-from ngym.locks import Guarded, Lock, Locked, Visitors, hosts_of
+from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
+from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
 from ngym.supervise import nemo, prometheus
 from ngym.supervise.resident import resident_bytes
 from ngym.supervise.service import State

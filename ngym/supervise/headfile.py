@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ngym.errors import UsageError
-from ngym.locks import RUN_TOKEN, token_from
-from ngym.tls import trust
+from ngym.net.auth import RUN_TOKEN, token_from
+from ngym.net.tls import trust
 
 FOLDER = ".ngym"
 FILE = "head.json"

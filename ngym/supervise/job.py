@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ngym.errors import UsageError
-from ngym.process import leave
+from ngym.runtime.event_loop import leave
 
-RUNNER = "ngym.services.runner"  # a program that this one becomes, not a library that it uses
+RUNNER = "ngym.services.base.runner"  # a program that this one becomes, not a library that it uses
 EXIT_USAGE = 2  # of our commands
 OTHERS_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that lead to them
 

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from ngym.config import Config, Stanza
-from ngym.redact import redacted
+from ngym.config.service_config import Config, Stanza
 from ngym.schema import Kind
 from ngym.supervise.service import State
+from ngym.telemetry.redact import redacted
 
 TYPES: dict[Kind, str] = {
     "gym_server": "resources_servers",

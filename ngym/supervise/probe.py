@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from ngym.tls import client_context
+from ngym.net.tls import client_context
 
 MAX_REPLY_BYTES = 8 << 20
 

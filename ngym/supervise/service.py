@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.redact import Redactor
+from ngym.runtime.live_region import harmless
 from ngym.schema import Kind
-from ngym.screen import harmless
 from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.logs import ServiceLog
 from ngym.supervise.probe import health
 from ngym.supervise.venvs import Venv, find_uv, make
+from ngym.telemetry.redact import Redactor
 
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
 

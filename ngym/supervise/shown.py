@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ngym.config import SETTINGS_KEY, Config, Stanza
-from ngym.redact import redacted, secrets_in
+from ngym.config.service_config import SETTINGS_KEY, Config, Stanza
+from ngym.telemetry.redact import redacted, secrets_in
 
 
 def shown_config(config: Config) -> dict[str, Any]:

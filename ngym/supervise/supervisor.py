@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from ngym.addresses import is_loopback
-from ngym.config import Config, Stanza
+from ngym.config.service_config import Config, Stanza
+from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
-from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
-from ngym.redact import Redactor
-from ngym.shipped import app_file
+from ngym.net.address_rules import is_loopback
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
 from ngym.supervise.head import Head
 from ngym.supervise.headfile import HeadFile, Running
 from ngym.supervise.launcher import Launcher
@@ -22,6 +21,7 @@ from ngym.supervise.service import Limits, Process, State, Watched
 from ngym.supervise.shown import secrets_of
 from ngym.supervise.sockets import listen, url_of
 from ngym.supervise.venvs import venv_of
+from ngym.telemetry.redact import Redactor
 
 GRACE_S = 3.5  # of the 5 s in which everything is gone; a service's own grace for answers in flight is 3 s
 
@@ -205,7 +205,7 @@ def service_spec(
     admin_token: str | None = None,
     run_token: str | None = None,
 ) -> dict[str, Any]:
-    """What a service's process is told, as JSON: the fields of `ngym.services.runner.ServiceSpec`."""
+    """What a service's process is told, as JSON: the fields of `ngym.services.base.runner.ServiceSpec`."""
     if stanza.app is None:
         raise ConfigError(f"{stanza.where}: {stanza.name!r} has no app, only a url: somebody else runs it")
     return {

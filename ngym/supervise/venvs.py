@@ -22,9 +22,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ngym.config import Config, Stanza
+from ngym.config.service_config import Config, Stanza
+from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError, UsageError
-from ngym.shipped import shipped_file
 from ngym.supervise.headfile import FOLDER
 from ngym.supervise.indexes import is_offline, pip_settings, uv_environment
 from ngym.supervise.job import own_environment

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError
-from ngym.near import did_you_mean
 from ngym.peers import Peer
 from ngym.schema import Json
 from ngym.validation.gold import ROWS, Case, Environment, Spoilt, says

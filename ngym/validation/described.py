@@ -1,11 +1,11 @@
-"""Does an environment say what it is (`ngym.facts`), and is its kind what its server really offers?"""
+"""Does an environment say what it is (`ngym.config.environment_card`), and is its kind what its server really offers?"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ngym.config.environment_card import EnvironmentKind, facts_in
 from ngym.errors import ConfigError
-from ngym.facts import EnvironmentKind, facts_in
 from ngym.peers import Peer
 from ngym.validation.checks import Finding
 from ngym.validation.gold import ROWS, Environment

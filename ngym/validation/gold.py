@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ngym.config import Config, Stanza
+from ngym.config.service_config import Config, Stanza
+from ngym.config.shipped_files import shipped
 from ngym.errors import UsageError
-from ngym.jsonl import Line, checked
+from ngym.files.jsonl import Line, checked
 from ngym.schema import Json
-from ngym.shipped import shipped
 
 Spoilt = Literal["empty", "garbage", "cut"]
 ALL_WORSE: tuple[Spoilt, ...] = ("empty", "garbage", "cut")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ngym.config import Config, Stanza
+from ngym.config.service_config import Config, Stanza
 from ngym.validation.gold import Environment
 
 MODEL = "model.jsonl"

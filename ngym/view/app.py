@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ngym.errors import NgymError, NotFound, ServiceError, UsageError
-from ngym.locks import Lock
+from ngym.net.auth import Lock
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.compare import compare

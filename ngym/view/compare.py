@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ngym.metrics import bootstrap
 from ngym.schema import Json
+from ngym.stats.pass_at_k import bootstrap
 from ngym.view.places import row_name
 from ngym.view.query import FROM, WrongFilter
 from ngym.view.rows import Rows

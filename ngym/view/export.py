@@ -12,7 +12,7 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NgymError
-from ngym.jsonl import BOM, write_whole
+from ngym.files.jsonl import BOM, write_whole
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.bundle import bundle

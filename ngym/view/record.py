@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import orjson
 
-from ngym.answers import last_text
-from ngym.jsonl import BOM
+from ngym.files.jsonl import BOM
+from ngym.grading.answers import last_text
 from ngym.schema import Json
 
 SHOWN_CHARS = 160  # of a prompt and of an answer

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import orjson
 
+from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
-from ngym.near import near_file
 from ngym.schema import Json
 from ngym.view.extent import Extent
 from ngym.view.index import Index

@@ -8,7 +8,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import ServiceError, Unauthorized
-from ngym.locks import Lock, Visitors
+from ngym.net.auth import Lock, Visitors
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -30,7 +30,7 @@ class Guard:
     """An ASGI application behind the checks. The page itself has no secrets and is open: it brings the token to /api.
 
     Args:
-        hosts: what a Host header may name beside loopback (`ngym.locks.Visitors`). None: anything, from any page.
+        hosts: what a Host header may name beside loopback (`ngym.net.auth.Visitors`). None: anything, from any page.
         lock: what opens /api; None: it is open.
     """
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp
 
 from ngym.errors import UsageError
-from ngym.locks import RUN_TOKEN, Lock, hosts_of, new_token, token_from
+from ngym.net.auth import RUN_TOKEN, Lock, hosts_of, new_token, token_from
 from ngym.view.app import application
 from ngym.view.runs import Opened
 
@@ -92,7 +92,7 @@ def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) 
 async def _served(app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:
     import uvicorn
 
-    from ngym.listening import Connection, Server, room
+    from ngym.net.connection_limits import Connection, Server, room
 
     config = uvicorn.Config(
         app,

@@ -1,4 +1,4 @@
-"""A run in numbers: the mean with its interval, pass@k, rewards as a histogram, failures by class; the arithmetic is ngym.metrics'."""
+"""A run in numbers: the mean with its interval, pass@k, rewards as a histogram, failures by class; the arithmetic is ngym.stats.pass_at_k's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ngym.metrics import Interval, Rewards
 from ngym.schema import Json
+from ngym.stats.pass_at_k import Interval, Rewards
 from ngym.view.places import row_name
 from ngym.view.query import FROM
 from ngym.view.rows import Rows, Selection

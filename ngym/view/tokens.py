@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from ngym.errors import UsageError
-from ngym.jsonl import BOM
+from ngym.files.jsonl import BOM
 from ngym.schema import Json, Segment
 from ngym.view.record import NoRollout, whole
 

@@ -11,10 +11,10 @@ from shipped import ROOT, calls, says
 
 from ngym.errors import ServiceError
 from ngym.schema import SESSION_HEADER
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.bodies import json_body
-from ngym.services.loader import load
-from ngym.services.options import ServiceOptions
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.loader import load
+from ngym.services.base.options import ServiceOptions
+from ngym.services.base.request_bodies import json_body
 
 
 def service(folder):

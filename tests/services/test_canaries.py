@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.supervise.supervisor import Supervisor
 
 LOOSE_LIPPED = '''

@@ -12,10 +12,10 @@ from machine import PATIENCE_S
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 
+from ngym.rollout.segments import ModelCall as Tokens
 from ngym.schema import Json
-from ngym.segments import ModelCall as Tokens
-from ngym.services.captures import Captures
-from ngym.services.said import answered, said
+from ngym.services.models.conversation_digest import answered, said
+from ngym.services.models.token_capture import Captures
 
 REPLIES: list[Json] = [
     {

@@ -11,7 +11,7 @@ from house import house
 from paths import ROOT
 
 from ngym.errors import ServiceError
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 
 def rows(file: str) -> list[dict[str, Any]]:

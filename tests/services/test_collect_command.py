@@ -22,7 +22,7 @@ from stub_agents import head, problem, scored, task
 from ngym.cli.collect import main
 from ngym.collect.nemo_flags import hint, translated
 from ngym.errors import UsageError
-from ngym.jsonl import read
+from ngym.files.jsonl import read
 from ngym.schema import Json
 from ngym.supervise.headfile import HeadFile, Running
 

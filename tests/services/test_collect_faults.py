@@ -18,7 +18,7 @@ import pytest
 from machine import PATIENCE_S, until
 from stub_agents import head, scored, task, text_item
 
-from ngym.jsonl import read
+from ngym.files.jsonl import read
 from ngym.schema import Json
 
 COLLECT = [sys.executable, "-m", "ngym", "collect_rollouts"]

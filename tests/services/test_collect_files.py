@@ -26,8 +26,8 @@ from ngym.collect.files import Files
 from ngym.collect.inputs import InputCheck
 from ngym.collect.record import Source
 from ngym.errors import UsageError
-from ngym.held import FileLocked
-from ngym.jsonl import read
+from ngym.files.file_lock import FileLocked
+from ngym.files.jsonl import read
 from ngym.peers import Peers
 from ngym.schema import Json
 
@@ -232,7 +232,7 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.inputs import InputCheck
 from ngym.collect.record import Source
-from ngym.process import run
+from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
 async def main(files, url):
@@ -485,7 +485,7 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.inputs import InputCheck
 from ngym.collect.record import Source
-from ngym.process import run
+from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
 async def main(files, url):

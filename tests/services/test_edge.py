@@ -14,9 +14,9 @@ from starlette.responses import Response
 from ngym import ModelCall, ServiceOptions, model_server
 from ngym.peers import Peers
 from ngym.schema import Json
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.bodies import json_body
-from ngym.services.edge import CALL_BYTES
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.dispatch import CALL_BYTES
+from ngym.services.base.request_bodies import json_body
 
 
 class Sold(Exception):

@@ -16,7 +16,7 @@ from ngym.collect import Limits, Recipe, Rollout, collect
 from ngym.collect.pickup import Pickup
 from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 NEEDS = {
     "openai_sdk": ("openai",),

@@ -15,7 +15,7 @@ from hostile import RAW
 from machine import PATIENCE_S
 from test_model_fuzz import WHOLE, mutated
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
 

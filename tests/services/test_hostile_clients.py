@@ -24,25 +24,16 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ngym import (
-    AgentOptions,
-    ModelCall,
-    RolloutContext,
-    ServiceOptions,
-    VerifyRequest,
-    agent,
-    gym_server,
-    model_server,
-)
-from ngym.listening import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
+from ngym import AgentOptions, ModelCall, RolloutContext, ServiceOptions, VerifyRequest, agent, gym_server, model_server
+from ngym.net.connection_limits import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Connection, Server
 from ngym.peers import Peers
 from ngym.schema import Json
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.bodies import json_body
-from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
-from ngym.services.model import ModelOptions
-from ngym.services.options import ServiceContext
-from ngym.services.watchdog import Watchdog
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.dispatch import BULK_BYTES, CALL_BYTES, ROW_BYTES
+from ngym.services.base.options import ServiceContext
+from ngym.services.base.request_bodies import json_body
+from ngym.services.base.watchdog import Watchdog
+from ngym.services.models.server import ModelOptions
 
 HASTE = 10  # its seconds are a tenth of ours
 UPLOAD = 12
@@ -448,7 +439,7 @@ async def test_what_blocks_the_event_loop_is_counted_and_named(caplog: pytest.Lo
 
 SERVE = """
 import resource, socket, sys
-from ngym.services.runner import ServiceSpec, run
+from ngym.services.base.runner import ServiceSpec, run
 descriptor, app, what, limit = int(sys.argv[1]), sys.argv[2], getattr(resource, sys.argv[3]), int(sys.argv[4])
 resource.setrlimit(what, (limit, limit))
 options = {"max_json_weight": 10**9}  # so that memory is what runs out

@@ -17,7 +17,7 @@ from ngym.collect.files import Files
 from ngym.collect.record import Source
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 rl, stream, trainer_tasks = map(trainer, ("rl", "stream", "tasks"))
 POLITE = "Dear Ada, thank you. I cannot come, because I am abroad. How about lunch?"

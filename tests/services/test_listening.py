@@ -10,7 +10,7 @@ import uvicorn
 from house import bound_socket
 from machine import PATIENCE_S
 
-from ngym.listening import Connection, Server
+from ngym.net.connection_limits import Connection, Server
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 PARTS = (b"HTTP/1.1 ", b"HTTP/1.1 ", b"end")  # of a body: each begins as an answer does

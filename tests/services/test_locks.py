@@ -9,10 +9,10 @@ import httpx
 import pytest
 import yaml
 
-from ngym.addresses import is_loopback
-from ngym.config import Config, load_config
+from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
-from ngym.locks import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of
+from ngym.net.address_rules import is_loopback
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of
 from ngym.peers import Peers
 from ngym.supervise.headfile import find_running
 from ngym.supervise.supervisor import Supervisor

@@ -16,11 +16,11 @@ from paths import ROOT
 from shipped import module
 
 from ngym import VerifyRequest, gym_server
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import Overloaded, ServiceError
 from ngym.peers import Peer, Peers
-from ngym.services.loader import load
-from ngym.services.sessions import SessionStore
+from ngym.services.base.loader import load
+from ngym.services.gym.sessions import SessionStore
 from ngym.supervise.supervisor import Supervisor
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"

@@ -19,9 +19,9 @@ from shipped import ROOT, calls, made_again, questions, rollout, rows, says
 
 from ngym import ServiceOptions
 from ngym.errors import ConfigError, ServiceError, Unreachable
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.bodies import json_body
-from ngym.services.loader import load
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.loader import load
+from ngym.services.base.request_bodies import json_body
 
 ROUGH = str(SUPPORT / "rough_mcp_server.py")
 STDIO = ["python", ROUGH, "stdio"]

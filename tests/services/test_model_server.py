@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, UnprocessableEntityError
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.convert import message_item, new_response, output_text, response_events
 from ngym.errors import ConfigError, Overloaded, ServiceError
-from ngym.services.model import ModelOptions
+from ngym.services.models.server import ModelOptions
 
 
 def replying(text: str = "4", **response: Any):

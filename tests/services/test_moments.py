@@ -23,16 +23,17 @@ from house import house
 from machine import PATIENCE_S, descendants, running, until
 from pydantic import BaseModel
 
-from ngym import Session, VerifyRequest, gym_server, rowlog
+from ngym import Session, VerifyRequest, gym_server
 from ngym.cli import steps
 from ngym.cli.train import trainer
 from ngym.collect.gate import Gate
 from ngym.collect.outages import Outages
 from ngym.collect.pickup import Pickup
 from ngym.errors import Overloaded, Unreachable
+from ngym.files import row_log
+from ngym.files.row_log import RowLog
 from ngym.peers import Peers
 from ngym.remote.pace import Pace
-from ngym.rowlog import RowLog
 from ngym.sandbox import LocalSandbox, seccomp
 from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.supervise.logs import ServiceLog
@@ -178,14 +179,14 @@ async def test_two_services_that_start_again_together_are_two_outages() -> None:
 @contextmanager
 def standing_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A disk that syncs nothing until it is let go, and then says that it could not."""
-    goes_on, sync = threading.Event(), rowlog._sync
+    goes_on, sync = threading.Event(), row_log._sync
 
     def stalled(fd: int) -> None:
-        monkeypatch.setattr(rowlog, "_sync", sync)
+        monkeypatch.setattr(row_log, "_sync", sync)
         goes_on.wait()
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(rowlog, "_sync", stalled)
+    monkeypatch.setattr(row_log, "_sync", stalled)
     yield goes_on
     goes_on.set()
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 from machine import reserved_port, wait_until
 from shipped import ROOT, calls, rollout, says
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import NgymError, ServiceError
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor

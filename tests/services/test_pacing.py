@@ -15,11 +15,11 @@ from ngym.collect import Limits, Recipe, collect
 from ngym.collect.window import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.bodies import json_body
-from ngym.services.loader import load
-from ngym.services.options import ServiceOptions
-from ngym.services.turns import STARTS, Turns
+from ngym.services.agents.start_pacing import STARTS, Turns
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.loader import load
+from ngym.services.base.options import ServiceOptions
+from ngym.services.base.request_bodies import json_body
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 ROW = {"responses_create_params": {"input": "say something"}}

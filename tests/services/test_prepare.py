@@ -20,9 +20,9 @@ from paths import ROOT
 from shipped import says, serving
 
 from ngym.cli.prepare import main
+from ngym.config.environment_card import facts_in
 from ngym.errors import ConfigError, UsageError
-from ngym.facts import facts_in
-from ngym.jsonl import checked
+from ngym.files.jsonl import checked
 from ngym.prepare import Unfit
 from ngym.prepare.accepting import accepted
 from ngym.prepare.download import DownloadFailed, fetch

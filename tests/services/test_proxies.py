@@ -15,10 +15,10 @@ from machine import PATIENCE_S
 from paths import ROOT
 
 from ngym import ServiceOptions
+from ngym.config.shipped_files import app_file
 from ngym.errors import UpstreamError
 from ngym.peers import Peers
-from ngym.services.loader import load
-from ngym.shipped import app_file
+from ngym.services.base.loader import load
 
 
 def service(name: str) -> FastAPI:

@@ -10,7 +10,7 @@ from house import house
 from paths import ROOT
 
 from ngym.errors import ServiceError
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 
 def serving(name: str, **options: Any):

@@ -15,13 +15,13 @@ from house import house
 from machine import PATIENCE_S, until
 from pydantic import ValidationError
 
-from ngym import correlation
 from ngym.errors import Overloaded, ServiceError, UpstreamError
+from ngym.net import request_context
+from ngym.net.retry_budget import RetryBudget
 from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
 from ngym.remote.budget import Caps, Used, UsedUp
 from ngym.remote.hints import MAX_WAIT_S, wait_s
 from ngym.remote.sse import EventData
-from ngym.retries import RetryBudget
 from ngym.services import ServiceOptions
 
 Json = dict[str, Any]
@@ -144,13 +144,13 @@ async def test_the_other_side_can_go_on_with_the_trace_and_learns_nothing_else_o
         seen.append(dict(request.headers))
         return JSONResponse({"ok": True})
 
-    here = correlation.begin("r-1", timeout_s=60)
-    token = correlation.current.set(here)
+    here = request_context.begin("r-1", timeout_s=60)
+    token = request_context.current.set(here)
     try:
         async with upstream(answer) as one:
             await one.post("/chat/completions", {})
     finally:
-        correlation.current.reset(token)
+        request_context.current.reset(token)
     assert seen[0]["traceparent"] == here.traceparent
     assert not [name for name in seen[0] if name.startswith("x-ng")] and "r-1" not in str(seen[0])
 

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import Overloaded
 from ngym.peers import Peers
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.repeats import Repeats
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.gym.idempotency import Repeats
 
 KEY = "idempotency-key"
 SESSION = "x-ng-session"

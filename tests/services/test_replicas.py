@@ -9,8 +9,8 @@ from machine import reserved_port
 from stub_agents import problem, serving
 
 from ngym.errors import Unreachable
+from ngym.net.replica_choice import Replicas, Sticky
 from ngym.peers import Peers
-from ngym.replicas import Replicas, Sticky
 from ngym.schema import Json
 
 URLS = [f"http://replica-{number}" for number in range(4)]

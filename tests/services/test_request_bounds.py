@@ -14,12 +14,13 @@ from machine import PATIENCE_S
 from pydantic import BaseModel, field_validator
 from shipped import rollout, says, serving
 
-from ngym import ModelCall, ServiceOptions, VerifyRequest, depth, gym_server, model_server, near
-from ngym.depth import BYTES_OF_WEIGHT, NODE_WEIGHT
+from ngym import ModelCall, ServiceOptions, VerifyRequest, did_you_mean, gym_server, model_server
 from ngym.errors import MOST_DETAIL, BadRequest, ServiceError
+from ngym.net import json_limits
+from ngym.net.json_limits import BYTES_OF_WEIGHT, NODE_WEIGHT
 from ngym.schema import Json
-from ngym.services import bodies
-from ngym.services.bodies import CALL_WEIGHT, ROW_WEIGHT, is_light, parsed
+from ngym.services.base import request_bodies
+from ngym.services.base.request_bodies import CALL_WEIGHT, ROW_WEIGHT, is_light, parsed
 
 MB = 1_000_000
 HOSTILE_TEXTS = ["", "a", ",,,[{:", '"', "\\", '\\"', '\\\\",{', "\U0001f600,", "[" * 50, "x" * 200]
@@ -47,13 +48,13 @@ def drawn(luck: random.Random, depth: int) -> Any:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words for which the nearest of others was looked for."""
     words: list[str] = []
-    real = near.difflib.get_close_matches
+    real = did_you_mean.difflib.get_close_matches
 
     def counted(word: str, *args: Any, **options: Any) -> list[str]:
         words.append(word)
         return real(word, *args, **options)
 
-    monkeypatch.setattr(near.difflib, "get_close_matches", counted)
+    monkeypatch.setattr(did_you_mean.difflib, "get_close_matches", counted)
     return words
 
 
@@ -71,8 +72,8 @@ async def asked(peers: Any, path: str, body: bytes) -> httpx.Response:
 def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
     monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    monkeypatch.setattr(bodies, "WINDOW", window)
-    monkeypatch.setattr(depth, "BYTES_OF_WEIGHT", 1 << 40)
+    monkeypatch.setattr(request_bodies, "WINDOW", window)
+    monkeypatch.setattr(json_limits, "BYTES_OF_WEIGHT", 1 << 40)
     luck = random.Random(0)
     for _ in range(300):
         value = drawn(luck, 4)
@@ -83,7 +84,7 @@ def test_the_weight_of_json_is_that_of_its_values_whatever_its_texts_hold(
 
 def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parses: list[bytes] = []
-    monkeypatch.setattr(bodies, "_loaded", lambda raw: parses.append(raw) or {})
+    monkeypatch.setattr(request_bodies, "_loaded", lambda raw: parses.append(raw) or {})
     for one, weight in ((b"[]", NODE_WEIGHT + 1), (b"{}", NODE_WEIGHT + 1), (b"300", 1), (b'{"a":1}', 17), (b'"a"', 1)):
         for most in (CALL_WEIGHT, ROW_WEIGHT):
             with pytest.raises(BadRequest, match="too many values") as refused:
@@ -151,9 +152,9 @@ async def nothing(task: VerifyRequest) -> float:
 
 async def test_of_an_authors_model_no_more_problems_are_made_than_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """pydantic makes the whole list or none of it."""
-    monkeypatch.setattr(bodies, "LISTED", 100)
+    monkeypatch.setattr(request_bodies, "LISTED", 100)
     made: list[int] = []
-    monkeypatch.setattr(bodies, "_place", lambda problem: made.append(1) or ".".join(map(str, problem["loc"])))
+    monkeypatch.setattr(request_bodies, "_place", lambda problem: made.append(1) or ".".join(map(str, problem["loc"])))
     wrong = (
         {"numbers": ["x"] * 1000},
         {"numbers": ["x"] * 100_000},

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
 from ngym.cli.reverify import main
-from ngym.reverify import verified
+from ngym.grading.reverify import verified
 
 
 class Add(BaseModel):

@@ -18,7 +18,7 @@ from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSan
 from ngym.sandbox.contained import PRELUDE
 from ngym.sandbox.docker import request, result
 from ngym.sandbox.local import TIERS
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 pytestmark = pytest.mark.skipif(not seccomp.supported(), reason="no filter for this machine's processor")
 
@@ -134,7 +134,7 @@ ATTACKS = {
     "if libc.unshare(0x10000000) == 0: print('unshared')\ntry: os.setuid(0); print('root')\nexcept OSError: pass\nif os.geteuid() == 0: print('still root')",
     "other descriptors": "import os\nfor fd in range(4, 200):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass",
     "other people's answers": "import glob, os\nprint(*glob.glob('{folder}/*'), *glob.glob('/**/gold.jsonl', recursive=True), end='')",
-    "what is installed": "try:\n    import ngym.rowlog\n    print('ngym')\nexcept (ImportError, OSError): pass\ntry:\n    import pydantic\n    print('pydantic')\nexcept (ImportError, OSError): pass",
+    "what is installed": "try:\n    import ngym.files.row_log\n    print('ngym')\nexcept (ImportError, OSError): pass\ntry:\n    import pydantic\n    print('pydantic')\nexcept (ImportError, OSError): pass",
 }  # fmt: skip
 
 

@@ -17,25 +17,16 @@ from machine import PATIENCE_S
 from paths import ROOT
 from pydantic import BaseModel
 
-from ngym import (
-    RolloutContext,
-    ServiceError,
-    ServiceOptions,
-    Session,
-    ToolError,
-    VerifyRequest,
-    agent,
-    gym_server,
-)
+from ngym import RolloutContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, agent, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
-from ngym.groups import rescored
+from ngym.grading.group_rewards import rescored
+from ngym.net.replica_choice import rendezvous
 from ngym.peers import Peers
-from ngym.replicas import rendezvous
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.bodies import json_body
-from ngym.services.loader import load
-from ngym.services.sessions import SessionStore
-from ngym.services.steps import Step, step_server
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.loader import load
+from ngym.services.base.request_bodies import json_body
+from ngym.services.gym.sessions import SessionStore
+from ngym.services.gym.step_server import Step, step_server
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 

@@ -8,7 +8,7 @@ import pytest
 from house import house
 from paths import ROOT
 
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 
 def serving(**options: Any):

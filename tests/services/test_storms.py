@@ -17,11 +17,11 @@ from stub_agents import problem, serving
 
 from ngym import ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, UpstreamError
+from ngym.net.retry_budget import FREE_RETRIES
 from ngym.peers import Peers
-from ngym.retries import FREE_RETRIES
 from ngym.schema import Json
-from ngym.services.app import JsonResponse, add_route, service_app
-from ngym.services.loader import load
+from ngym.services.base.app import JsonResponse, add_route, service_app
+from ngym.services.base.loader import load
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 CALLS = 1000

@@ -21,12 +21,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from machine import PATIENCE_S
 
-from ngym.config import Config, load_config
+from ngym.config.service_config import Config, load_config
 from ngym.errors import ConfigError, Unreachable
-from ngym.listening import HEAD_S
+from ngym.net.connection_limits import HEAD_S
+from ngym.net.tls import CA, client_context
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
-from ngym.tls import CA, client_context
 
 SERVICES = {
     "policy": {"kind": "model", "app": "models/scripted"},

@@ -14,8 +14,8 @@ import pytest
 from machine import PATIENCE_S, reserved_port
 from otlp_receiver import Received, receiver
 
-from ngym import tracing
-from ngym.correlation import trace_ids
+from ngym.net.request_context import trace_ids
+from ngym.telemetry import tracing
 
 CONFIG = """
 ngym: {{head: {{port: 0}}, logs: {logs}, tracing: {{endpoint: "{endpoint}", sample: {sample}, contents: {contents}}}}}
@@ -229,5 +229,5 @@ def test_without_a_destination_a_span_is_nothing() -> None:
 
 
 def test_opentelemetry_is_only_imported_where_traces_are_configured() -> None:
-    code = "import sys, ngym.services.runner, ngym.cli.collecting; sys.exit('opentelemetry.sdk' in sys.modules)"
+    code = "import sys, ngym.services.base.runner, ngym.cli.collecting; sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode == 0

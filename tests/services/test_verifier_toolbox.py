@@ -8,13 +8,13 @@ import pytest
 from house import house
 
 from ngym import ModelCall, model_server
-from ngym.answers import fenced, short
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.judging import Question, ask, one_of, prompt, ranking, verdict_of, whole_number
-from ngym.quantities import day, quantity
-from ngym.rewards import Shaping, efficiency, overlong, shaped, weighted
-from ngym.words import exact, f1, normal
+from ngym.grading.answers import fenced, short
+from ngym.grading.llm_judge import Question, ask, one_of, prompt, ranking, verdict_of, whole_number
+from ngym.grading.number_match import day, quantity
+from ngym.grading.reward_parts import Shaping, efficiency, overlong, shaped, weighted
+from ngym.grading.text_match import exact, f1, normal
 
 
 @pytest.mark.parametrize(

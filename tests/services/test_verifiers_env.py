@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from shipped import ROOT, calls, rollout, says
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import NgymError, ServiceError
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor

@@ -19,10 +19,10 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.environment import environment_metrics
 from ngym.collect.report import tables
 from ngym.errors import ServiceError
-from ngym.majority import EXACT_ROLLOUTS, Votes
 from ngym.schema import Json
-from ngym.scores import MOST_VALUES, OTHER, Scores, Subsets, means_by
-from ngym.services.aggregate import MOST_ROWS, aggregate
+from ngym.services.gym.aggregate_metrics import MOST_ROWS, aggregate
+from ngym.stats.majority_vote import EXACT_ROLLOUTS, Votes
+from ngym.stats.score_summary import MOST_VALUES, OTHER, Scores, Subsets, means_by
 
 
 def votes(*cast: tuple[Any, float]) -> Votes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from paths import ROOT
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.peers import Peer, Peers
 from ngym.supervise.supervisor import Supervisor
 

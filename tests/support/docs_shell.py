@@ -18,7 +18,7 @@ from documents import ROOT
 
 from ngym.cli.main import COMMANDS
 from ngym.cli.train import trainer
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import NgymError
 
 # Commands of others: that they exist is not for us to say.

@@ -21,7 +21,7 @@ from steps_on_ranks import OPTIMIZER, SHAPE, TOKENIZER
 from transformers import AutoTokenizer
 
 from ngym.cli.train import trainer
-from ngym.shipped import shipped
+from ngym.config.shipped_files import shipped
 
 config, engine, guard, loop, model, ranks, samples, sft = map(
     trainer, ("config", "engine", "guard", "loop", "model", "ranks", "samples", "algorithms.sft")

@@ -11,7 +11,7 @@ from typing import Any
 from house import house
 from paths import ROOT
 
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 
 def rows(name: str, file: str) -> list[dict[str, Any]]:

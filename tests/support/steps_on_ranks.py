@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from ngym.cli.train import trainer
-from ngym.shipped import shipped
+from ngym.config.shipped_files import shipped
 
 config, engine, heldout, loop, model, ranks, sft = map(
     trainer, ("config", "engine", "heldout", "loop", "model", "ranks", "algorithms.sft")

@@ -25,8 +25,8 @@ ENDLESS = CONTEXT - 100
 LOADED_S = 5 * PATIENCE_S  # two of them, on an overloaded machine
 SERVE = """
 import json, socket, sys
-from ngym.process import leave
-from ngym.services.runner import ServiceSpec, run
+from ngym.runtime.event_loop import leave
+from ngym.services.base.runner import ServiceSpec, run
 leave(run(ServiceSpec(**json.loads(sys.argv[2])), [socket.socket(fileno=int(sys.argv[1]))]))
 """
 TEMPLATE = r"""{%- for m in messages -%}

@@ -30,8 +30,8 @@ from ngym.cli.train import trainer
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.display import Meter, Standing, display
 from ngym.collect.files import Progress
+from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
-from ngym.screen import Screen, Size, captured, is_live, sparkline
 from ngym.supervise.board import Board, Traffic
 from ngym.supervise.logs import ServiceLog
 from ngym.supervise.service import State

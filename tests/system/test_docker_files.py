@@ -17,7 +17,7 @@ import pytest
 import yaml
 from machine import PATIENCE_S
 
-from ngym.config import Config, load_config
+from ngym.config.service_config import Config, load_config
 from ngym.supervise.supervisor import Supervisor
 
 PORT = 8000

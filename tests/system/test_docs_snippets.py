@@ -19,13 +19,13 @@ from pydantic import create_model
 
 from ngym.cli import quickstart
 from ngym.cli.train import trainer
-from ngym.config import SETTINGS_KEY, load_config
+from ngym.config.environment_card import facts_in
+from ngym.config.service_config import SETTINGS_KEY, load_config
+from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError, NgymError
-from ngym.facts import facts_in
 from ngym.schema import Segment, Trace
-from ngym.services.loader import load
-from ngym.services.options import parse_options
-from ngym.shipped import app_file
+from ngym.services.base.loader import load
+from ngym.services.base.options import parse_options
 
 ALL = [snippet for page in [*pages(), *readmes()] for snippet in snippets(page)]
 PAGES = [page for page in [*pages(), *readmes()] if any(snippet.page == page for snippet in ALL)]

@@ -16,7 +16,7 @@ import yaml
 from machine import until
 
 from ngym.collect import FailedAttempt, Limits, Recipe, Rollout, collect
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
 

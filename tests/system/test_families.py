@@ -13,7 +13,7 @@ import pytest
 from vllm_service import TAGS, TEMPLATE, Servers, user, write_tokenizer
 
 from ngym.cli.train import trainer
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

@@ -23,10 +23,10 @@ from starlette.responses import Response
 from vllm_service import ENDLESS, Server, Servers, endless, metric, tokens_of, user, write_checkpoint
 
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.app import add_route, service_app
-from ngym.services.loader import load
-from ngym.services.options import ServiceOptions
-from ngym.services.whole import WholeCompletion
+from ngym.services.base.app import add_route, service_app
+from ngym.services.base.loader import load
+from ngym.services.base.options import ServiceOptions
+from ngym.services.models.stream_assembly import WholeCompletion
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -664,7 +664,7 @@ async def healthy(request: Request) -> Response:
 DOOR = """
 import importlib, socket, sys
 from pathlib import Path
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 app = load(Path(sys.argv[1]))
 doorkeeper = importlib.import_module(f"{app.__name__}.doorkeeper")
 with doorkeeper.Doorkeeper([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:

@@ -189,8 +189,8 @@ def test_every_command_is_installed_and_answers_help_without_its_extras(elsewher
 
 def test_shipped_services_are_found_in_the_wheel(elsewhere: Elsewhere) -> None:
     code = """
-        from ngym.config import load_config
-        from ngym.shipped import shipped
+        from ngym.config.service_config import load_config
+        from ngym.config.shipped_files import shipped
         config = load_config([shipped() / "global_config.yaml"])
         print(shipped(), *config.services)
         """

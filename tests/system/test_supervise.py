@@ -19,14 +19,14 @@ import yaml
 from machine import PATIENCE_S, reserved_port, running, until
 from omegaconf import OmegaConf
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
-from ngym.redact import REDACTED, redacted, secrets_in
 from ngym.supervise.headfile import find_running
 from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.probe import Reply, get, health
 from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State
 from ngym.supervise.supervisor import Supervisor
+from ngym.telemetry.redact import REDACTED, redacted, secrets_in
 
 YES = """
 from ngym import VerifyRequest, gym_server

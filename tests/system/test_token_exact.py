@@ -23,9 +23,9 @@ from machine import PATIENCE_S
 from vllm_service import Server, Servers, user, write_checkpoint
 
 from ngym.cli.train import trainer
+from ngym.rollout.segments import ModelCall, extend
 from ngym.schema import TOKEN_FIELDS
-from ngym.segments import ModelCall, extend
-from ngym.services.whole import WholeCompletion
+from ngym.services.models.stream_assembly import WholeCompletion
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

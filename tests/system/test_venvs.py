@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from machine import running, until
 
 from ngym.cli import run, validate
-from ngym.config import Config, load_config
+from ngym.config.service_config import Config, load_config
 from ngym.errors import ConfigError
 from ngym.peers import Peers
 from ngym.supervise.supervisor import Supervisor
@@ -140,7 +140,7 @@ async def test_two_that_need_the_same_at_once_make_it_once(tmp_path: Path) -> No
     assert set(pythons) == {venv.python}
     assert said[0].startswith("installing ") and str(venv.requirements) in said[0]
     assert [text.split(",")[0] for text in said[1:]] == ["waiting for another process"] * 2
-    core = await asyncio.create_subprocess_exec(venv.python, "-P", "-c", "import ngym.services.runner")
+    core = await asyncio.create_subprocess_exec(venv.python, "-P", "-c", "import ngym.services.base.runner")
     assert await core.wait() == 0
     assert sorted(path.name for path in venv.folder.parent.iterdir()) == [venv.folder.name, f"{venv.folder.name}.lock"]
 

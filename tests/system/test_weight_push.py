@@ -42,7 +42,7 @@ from vllm_service import (
 
 from ngym.cli.train import trainer
 from ngym.errors import BadRequest, ServiceError, UsageError
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

@@ -16,8 +16,8 @@ from stub_agents import problem, scored, serving
 from ngym.cli.train import trainer
 from ngym.errors import UsageError
 from ngym.peers import Peers
+from ngym.runtime.task_race import never
 from ngym.schema import Json
-from ngym.unless import never
 
 evaluation, rl, services = map(trainer, ("evaluation", "rl", "services"))
 Values = dict[str, Any]

@@ -14,7 +14,7 @@ from trainer_service import GROUP, TASKS, arguments, free_port, metrics_of, new_
 from transformers import AutoModelForCausalLM
 
 from ngym.cli.train import trainer
-from ngym.config import load_config
+from ngym.config.service_config import load_config
 from ngym.errors import ConfigError
 
 config, engine, model, publish, push, services = map(

@@ -19,8 +19,8 @@ from trainer_service import free_port
 from transformers import AutoTokenizer
 
 from ngym.cli.train import main, trainer
+from ngym.config.shipped_files import shipped
 from ngym.errors import ConfigError
-from ngym.shipped import shipped
 
 config, engine, model = map(trainer, ("config", "engine", "model"))
 

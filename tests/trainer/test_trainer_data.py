@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
-from ngym.held import held_folder
+from ngym.files.file_lock import held_folder
 
 config, conversations, earlier, model, packing, samples = map(
     trainer, ("config", "conversations", "earlier", "model", "packing", "samples")

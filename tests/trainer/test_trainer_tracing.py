@@ -10,8 +10,8 @@ from otlp_receiver import receiver
 from trainer_service import SHAPE
 from transformers import AutoTokenizer
 
-from ngym import tracing
 from ngym.cli.train import trainer
+from ngym.telemetry import tracing
 
 config, engine, guard, loop, model, samples, sft = map(
     trainer, ("config", "engine", "guard", "loop", "model", "samples", "algorithms.sft")

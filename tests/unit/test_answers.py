@@ -1,11 +1,11 @@
-"""Which words of a model are its answer: the policies of ngym.answers, and that no text makes them slow."""
+"""Which words of a model are its answer: the policies of ngym.grading.answers, and that no text makes them slow."""
 
 from decimal import Decimal
 from time import process_time
 
 import pytest
 
-from ngym.answers import boxed, formula, last_text, lettered, number, same_number, without_reasoning
+from ngym.grading.answers import boxed, formula, last_text, lettered, number, same_number, without_reasoning
 
 OPTIONS = {"A": "Lima", "B": "Paris", "C": "Rome", "D": "5 km"}
 HOSTILE = {

@@ -17,7 +17,7 @@ from ngym.cli import keys
 from ngym.cli.init import project
 from ngym.cli.main import main as ng
 from ngym.cli.train import trainer
-from ngym.config import Settings
+from ngym.config.service_config import Settings
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "torch"}
 MOST_MODULES = 500  # a Python with click alone has 250; each hundred more take 30 to 50 ms
@@ -56,7 +56,11 @@ def in_schema(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") ->
 @pytest.mark.parametrize("name", ["recipe", "settings"])
 def test_the_keys_are_those_of_the_models_that_check_them(name: str) -> None:
     schema = (trainer("config").Recipe if name == "recipe" else Settings).model_json_schema()
-    found = keys.of_recipe() if name == "recipe" else keys.of_model(keys.PACKAGE / "config.py", "Settings")
+    found = (
+        keys.of_recipe()
+        if name == "recipe"
+        else keys.of_model(keys.PACKAGE / "config" / "service_config.py", "Settings")
+    )
     assert sorted(found) == sorted(set(in_schema(schema, schema)))
 
 
@@ -108,7 +112,7 @@ def test_a_key_is_completed_up_to_its_next_dot_or_equals_sign(here: Path, line: 
     app = here / "gym_servers" / "my_env" / "app.py"
     options = "class Mine(ServiceOptions):\n    depth: int = 1\n\n"
     text = app.read_text().replace("app = gym_server(", f"{options}app = gym_server(options=Mine, ")
-    app.write_text(f"from ngym.services.options import ServiceOptions\n{text}")
+    app.write_text(f"from ngym.services.base.options import ServiceOptions\n{text}")
     (here / "gym_servers" / "broken.py").write_text("class Options(:")
     with (here / "global_config.yaml").open("a") as config:
         config.write("broken: {kind: gym_server, app: gym_servers/broken}\n")

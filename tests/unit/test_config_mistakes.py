@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ngym.config import load_config
+from ngym.config.service_config import load_config
+from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
-from ngym.services.loader import load
-from ngym.services.options import parse_options
-from ngym.shipped import app_file
+from ngym.services.base.loader import load
+from ngym.services.base.options import parse_options
 
 BOMB = "".join(f"    l{n}: &l{n} [{', '.join([f'*l{n - 1}' if n else 'x'] * 9)}]\n" for n in range(12))
 EXTRA = "extra:\n  kind: model\n  app: models/scripted\n"

@@ -14,7 +14,7 @@ from ngym.dialogue.spoken import Piece, Spoken
 from ngym.dialogue.text import Detokenizer, Stops
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.seen import take_seen
+from ngym.services.models.client_token_ids import take_seen
 
 TOKENS = tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

@@ -23,7 +23,7 @@ from ngym.cli.train import trainer
 from ngym.export.options import FORMATS, Options
 from ngym.export.run import export
 from ngym.export.tally import Reason, Tally
-from ngym.services.loader import load
+from ngym.services.base.loader import load
 
 Row = dict[str, Any]
 CHAT = ("demonstrations", "preferences", "kto", "sharegpt")

@@ -16,11 +16,11 @@ import orjson
 import pytest
 from machine import PATIENCE_S
 
-from ngym import rowlog
 from ngym.errors import UsageError
-from ngym.held import FileLocked
-from ngym.jsonl import WriteFailed, checked, read, write_whole
-from ngym.rowlog import COMMIT_ROWS, RowLog
+from ngym.files import row_log
+from ngym.files.file_lock import FileLocked
+from ngym.files.jsonl import WriteFailed, checked, read, write_whole
+from ngym.files.row_log import COMMIT_ROWS, RowLog
 from ngym.schema import Json
 
 
@@ -88,7 +88,7 @@ def test_only_the_lines_that_are_used_are_checked(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_not_read_whole_and_those_after_it_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ngym.jsonl.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("ngym.files.jsonl.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "in.jsonl"
     path.write_bytes(line(1) + b"\n" + line(2, 3 << 20) + b"\n" + line(3) + b"\n" + line(4, 1 << 20))
     found = [(each.number, each.row.get("n"), each.problem, each.complete) for each in read(path)]
@@ -139,7 +139,7 @@ async def test_many_rows_share_a_commit_and_a_single_one_does_not_wait_for_other
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commits: list[int] = []
-    monkeypatch.setattr(rowlog, "_sync", lambda fd: (commits.append(fd), os.fsync(fd)))
+    monkeypatch.setattr(row_log, "_sync", lambda fd: (commits.append(fd), os.fsync(fd)))
     log, _ = opened(tmp_path / "out.jsonl")
     await log.append(line(0))
     first = len(commits)
@@ -276,7 +276,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path, where: str) -
 FULL = """
 import asyncio, resource, signal, sys
 from pathlib import Path
-from ngym.rowlog import DiskFull, RowLog
+from ngym.files.row_log import DiskFull, RowLog
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -323,7 +323,7 @@ def test_a_full_disk_is_waited_out_and_tears_no_row(tmp_path: Path, grows: bool)
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from ngym.rowlog import RowLog
+from ngym.files.row_log import RowLog
 
 async def main():
     log = RowLog(Path(sys.argv[1]), lambda row: row["n"])

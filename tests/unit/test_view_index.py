@@ -22,7 +22,7 @@ from machine import wait_until
 from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
-from ngym.rowlog import RowLog
+from ngym.files.row_log import RowLog
 from ngym.view.extent import extent_of
 from ngym.view.index import Index
 from ngym.view.places import row_seq

@@ -13,7 +13,7 @@ import orjson
 from torch import Tensor
 
 from ngym.errors import NgymError
-from ngym.tls import client_context
+from ngym.net.tls import client_context
 
 from .tensors import DTYPES
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from ngym.config import SETTINGS_KEY, Settings, Stanza
+from ngym.config.service_config import SETTINGS_KEY, Settings, Stanza
 from ngym.schema import Kind
 from ngym.services import AgentOptions, ServiceOptions
-from ngym.services.model import ModelOptions
+from ngym.services.models.server import ModelOptions
 
 from .fields import Key, default_of, keys, keys_table, said
 from .markup import words

@@ -18,12 +18,12 @@ from .specimen import Specimen
 
 # Modules of functions that are used by their module's name.
 MODULES = (
-    "ngym.answers",
-    "ngym.words",
-    "ngym.quantities",
-    "ngym.rewards",
-    "ngym.judging",
-    "ngym.scores",
+    "ngym.grading.answers",
+    "ngym.grading.text_match",
+    "ngym.grading.number_match",
+    "ngym.grading.reward_parts",
+    "ngym.grading.llm_judge",
+    "ngym.stats.score_summary",
     "ngym.sandbox",
     "ngym.workers",
     "ngym.trl",

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ngym.schema import Kind
-from ngym.services.loader import load
-from ngym.services.options import ServiceOptions
+from ngym.services.base.loader import load
+from ngym.services.base.options import ServiceOptions
 
 from .specimen import ROOT
 

@@ -7,10 +7,11 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
-from ngym import correlation, schema
-from ngym.depth import BULK_WEIGHT, BYTES_OF_WEIGHT, NODE_WEIGHT
-from ngym.services.bodies import CALL_WEIGHT, ROW_WEIGHT
-from ngym.services.edge import BULK_BYTES, CALL_BYTES, ROW_BYTES
+from ngym import schema
+from ngym.net import request_context
+from ngym.net.json_limits import BULK_WEIGHT, BYTES_OF_WEIGHT, NODE_WEIGHT
+from ngym.services.base.dispatch import BULK_BYTES, CALL_BYTES, ROW_BYTES
+from ngym.services.base.request_bodies import CALL_WEIGHT, ROW_WEIGHT
 
 from .markup import code, fence, json_text, shortened, table, words
 from .specimen import Answer, Json, Specimen
@@ -125,7 +126,7 @@ def _headers() -> str:
         for name, what in remarks(Path(schema.__file__)).items()
         if name.endswith(("_HEADER", "_COOKIE"))
     ]
-    rows.append((code(correlation.TRACEPARENT), "W3C Trace Context, through every hop."))
+    rows.append((code(request_context.TRACEPARENT), "W3C Trace Context, through every hop."))
     return "## Headers {#headers}\n\n" + table(("Header", ""), rows)
 
 

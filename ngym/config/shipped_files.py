@@ -1,0 +1,38 @@
+"""What travels with ngym, and where does it lie? Light: a shell that completes a word asks, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ngym.did_you_mean import did_you_mean
+from ngym.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped() -> Path:
+    """The folder that holds the services, recipes and data that travel with ngym (wheel or checkout)."""
+    bundled = PACKAGE / "_shipped"
+    return bundled if bundled.is_dir() else PACKAGE.parent
+
+
+def app_file(app: str, root: Path, where: str = "config") -> Path:
+    """The Python file of `gym_servers/math`: in the user's folder first, then among the shipped services."""
+    for base in (root, shipped()):
+        for candidate in (base / app, base / f"{app}.py", base / app / "app.py"):
+            if candidate.is_file():
+                return candidate.resolve()
+    known = [
+        f"{p.parent.name}/{p.name}" for base in (root, shipped()) for p in base.glob("*/*") if (p / "app.py").is_file()
+    ]
+    raise ConfigError(
+        f"{where}: no service at {app!r}: neither {app}.py nor {app}/app.py exists in {root}{did_you_mean(app, known)}"
+    )
+
+
+def shipped_file(path: str, root: Path, where: str = "config") -> Path:
+    """A file that a stanza names, such as `gym_servers/x/requirements.txt`: in the user's folder first, then as shipped."""
+    for base in (root, shipped()):
+        if (base / path).is_file():
+            return (base / path).resolve()
+    raise ConfigError(f"{where}: there is no file {path!r} in {root}, nor among what ships with ngym")

@@ -1,0 +1,270 @@
+"""What stands in the YAML files and `key=value` overrides, with the line of each key; and how it becomes a typed record."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ngym.did_you_mean import did_you_mean, near_file
+from ngym.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+COMMAND_LINE = "command line"
+MOST_NODES = 100_000  # of a YAML file
+MOST_DIGITS = 100
+REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A resolved configuration and where each of its keys was written.
+
+    values: plain dicts, lists and scalars. lines: dotted key -> `file.yaml:12`. root: the first file's folder.
+    environment: dotted key -> the text, such as `${oc.env:TOKEN}`, of what came from an environment variable; to be shown
+    in place of the value, which may be a secret.
+    """
+
+    values: dict[str, Any]
+    lines: Mapping[str, str] = field(default_factory=dict)
+    root: Path = Path()
+    default_where: str = "config"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def where(self, key: str) -> str:
+        """`file.yaml:12` of this key, of what was written below it, or of the nearest key above."""
+        below = next((line for written, line in self.lines.items() if written.startswith(f"{key}.")), None)
+        if key and key not in self.lines and below:
+            return below
+        while key:
+            if key in self.lines:
+                return self.lines[key]
+            key = key.rpartition(".")[0]
+        return self.default_where
+
+
+def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
+    """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    lines: dict[str, str] = {}
+    merged: DictConfig = OmegaConf.create({})
+    for path in paths:
+        data, file_lines = _read_yaml(path)
+        lines |= file_lines
+        try:
+            merged = cast(DictConfig, OmegaConf.merge(merged, data))
+        except OmegaConfBaseException as error:
+            key = error.full_key or ""
+            raise ConfigError(
+                f"{Tree({}, file_lines, default_where=str(path)).where(key)}: {key}: {_one_line(error)}"
+            ) from None
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
+        if not equals or not key:
+            raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, such as policy.port=8000")
+        try:
+            parsed = yaml.safe_load(value) if value else None
+            OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+            raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
+        lines[key] = COMMAND_LINE
+    root = paths[0].resolve().parent if paths else Path.cwd()
+    unresolved = Tree({}, lines, root, str(paths[0]) if paths else COMMAND_LINE)
+    try:
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
+    written = OmegaConf.to_container(merged, resolve=False)
+    return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
+
+
+def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
+    """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake."""
+    part = subtree(tree, prefix) if prefix else tree
+    try:
+        return model.model_validate(part.values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(model, part, item) for item in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """One YAML file as plain data, and the line of each of its keys."""
+    shown = os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
+    content = b""
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_nodes(node, shown)
+        data = yaml.safe_load(text)
+    except FileNotFoundError:
+        near = near_file(path)
+        remedy = near or "; name one with --config, or make a project with ng_init"
+        raise ConfigError(f"{shown}: no such file{remedy}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown}:{_line(content, error.start)}: not UTF-8: {_one_line(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.problem or error.context}{_remedy(error)}") from None
+    except yaml.reader.ReaderError as error:
+        line = _line(text.encode(), len(text[: error.position].encode()))
+        raise ConfigError(f"{shown}:{line}: not valid YAML: {error.reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{shown}:1: not valid YAML: nested too deep to be read") from None
+    if node is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{shown}:1: a config is a mapping of names to services, not a {type(data).__name__}")
+    lines: dict[str, str] = {}
+    _collect_lines(node, "", shown, lines)
+    return data, lines
+
+
+def _remedy(error: yaml.MarkedYAMLError) -> str:
+    """How the two mistakes of indentation are mended, which YAML's own words do not say."""
+    said = error.problem or ""
+    if said.startswith("expected <block end>"):
+        return "; is this line indented as those beside it?"
+    return "; indent with spaces" if r"'\t'" in said else ""
+
+
+def _line(content: bytes, position: int) -> int:
+    return content.count(b"\n", 0, position) + 1
+
+
+def _check_nodes(root: yaml.Node, shown: str) -> None:
+    """Refuse what cannot be built, or not in bounded memory: aliases within aliases, numbers and dates that are none."""
+    sizes: dict[int, int] = {}  # of each node with all that it stands for; 0: being counted
+
+    def size(node: yaml.Node) -> int:
+        where = f"{shown}:{node.start_mark.line + 1}"
+        if id(node) in sizes:
+            if not sizes[id(node)]:
+                raise ConfigError(f"{where}: not a tree: it contains itself by an alias")
+            return sizes[id(node)]
+        sizes[id(node)] = 0
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
+        total = 1 + sum(map(size, parts))
+        if total > MOST_NODES:
+            raise ConfigError(f"{where}: more than {MOST_NODES:,} values, with what its aliases stand for")
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node, where)
+        sizes[id(node)] = total
+        return total
+
+    size(root)
+
+
+def _check_scalar(node: yaml.ScalarNode, where: str) -> None:
+    kind = node.tag.rpartition(":")[2]
+    if kind == "int" and len(node.value) > MOST_DIGITS:
+        raise ConfigError(f"{where}: not valid YAML: a number of {len(node.value)} digits")
+    if kind in ("timestamp", "binary"):
+        raise ConfigError(f"{where}: {node.value!r:.60} is neither a text nor a number: write it in quotes")
+    try:
+        if kind in ("int", "float"):
+            yaml.SafeLoader("").construct_object(node)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+
+
+def _from_environment(written: Any) -> dict[str, str]:
+    """The texts that name an environment variable, and those that refer to one of them, or to what holds or begins it."""
+    texts = {key: text for key, text in _texts(written) if "${" in text}
+    found = {key: text for key, text in texts.items() if "${oc.env:" in text}
+
+    def leads_there(text: str) -> bool:
+        named = [f".{to.replace('[', '.').replace(']', '')}." for to in REFERENCE.findall(text)]
+        return any(to in f".{key}." or f".{key}." in to for to in named for key in found)
+
+    while more := {key: text for key, text in texts.items() if key not in found and leads_there(text)}:
+        found |= more
+    return found
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Each string of a tree with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inside:
+        yield from _texts(item, f"{key}.{name}" if key else str(name))
+
+
+def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, str], depth: int = 0) -> None:
+    if depth > 64:
+        raise ConfigError(f"{shown}:{node.start_mark.line + 1}: nested more than 64 levels deep")
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        key = f"{prefix}{key_node.value}"
+        where = f"{shown}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode) or (not prefix and not key_node.tag.endswith(":str")):
+            raise ConfigError(f"{where}: {str(key_node.value)[:60]!r} is no name: write it in quotes, with a letter")
+        if key in lines:
+            raise ConfigError(f"{where}: {key!r} stands twice in this file (first at {lines[key]}); keep one")
+        lines[key] = where
+        _collect_lines(value_node, f"{key}.", shown, lines, depth + 1)
+
+
+def subtree(tree: Tree, prefix: str) -> Tree:
+    values: Any = tree.values
+    for part in prefix.split("."):
+        values = values.get(part, {}) if isinstance(values, dict) else {}
+    lines = {key[len(prefix) + 1 :]: line for key, line in tree.lines.items() if key.startswith(prefix + ".")}
+    environment = {k[len(prefix) + 1 :]: text for k, text in tree.environment.items() if k.startswith(prefix + ".")}
+    return Tree(values if values is not None else {}, lines, tree.root, tree.where(prefix), environment)
+
+
+def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
+    """One pydantic error as `file:line: key: what is wrong`."""
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        fields = _fields_at(model, item["loc"][:-1])
+        return f"{tree.where(key)}: unknown key {key!r}{did_you_mean(path[-1], fields)}"
+    if item["type"] == "missing":
+        return f"{tree.where(key)}: {key!r} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    if not key:  # a rule about several keys at once: the whole input would be shown, secrets included
+        return f"{tree.default_where}: {message}"
+    if any(name.startswith(f"{key}.") for name in tree.environment):
+        return f"{tree.where(key)}: {key}: {message}"
+    shown = tree.environment.get(key) or repr(item["input"])
+    return f"{tree.where(key)}: {key}: {message}; got {shown if len(shown) < 80 else shown[:77] + '...'}"
+
+
+def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
+    """The keys that are allowed at a place in a model; unions and lists are looked through."""
+    models = [model]
+    for part in loc:
+        found: list[Any] = []
+        for current in models:
+            info = getattr(current, "model_fields", {}).get(part)
+            found += _models_in(info.annotation) if info else [current]
+        models = found
+    return [name for current in models for name in getattr(current, "model_fields", {})]
+
+
+def _models_in(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models_in(part)]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split("\n")[0].split())

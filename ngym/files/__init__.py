@@ -1,0 +1,1 @@
+"""Files of rows: JSON Lines, the row log of a collection, and file locks."""

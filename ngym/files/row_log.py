@@ -1,0 +1,256 @@
+"""A JSONL file with one writer: an appended row is on the disk, a torn last line is dropped, nothing stands twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from ngym.errors import NgymError, UsageError
+from ngym.files.file_lock import open_held
+from ngym.files.jsonl import READ_BYTES, Line, WriteFailed, read, sync_folder
+from ngym.schema import Json
+
+COMMIT_ROWS = 64
+COMMIT_S = 0.05
+OTHERWISE = "choose another --output"
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+# macOS has no fdatasync
+_sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
+
+
+class DiskFull(NgymError):
+    """The disk had no room for longer than we wait."""
+
+
+class RowLog:
+    """An append-only JSONL file with one writer; `append` returns when the row is on the disk.
+
+    Opening locks the file and drops a torn last line; `rows()` must be exhausted before the first `append`. Rows are
+    written together: one write and one fdatasync for every 64 rows or 50 ms, in a thread. A full disk leaves no torn row:
+    the file is cut back to its last whole row and the write is tried again until there is room.
+
+    Args:
+        key: what makes two rows the same row; a row that stands twice in the file is dropped.
+        on_stall: called with a reason when the disk is full, and with None when it no longer is.
+        retry_s, give_up_s: how often a full disk is tried again, and for how long (then DiskFull).
+
+    Raises:
+        FileLocked: another process has it open; its pid is named.
+        UsageError: the file cannot be opened, or a line in its middle is bad.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: Callable[[Json], Hashable],
+        *,
+        on_stall: Callable[[str | None], None] = lambda reason: None,
+        retry_s: float = 5.0,
+        give_up_s: float = 600.0,
+    ) -> None:
+        self.path = path
+        self.duplicates = 0
+        self._key = key
+        self._on_stall = on_stall
+        self._retry_s = retry_s
+        self._give_up_s = give_up_s
+        self._ending = False
+        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._wake = asyncio.Event()
+        self._many = asyncio.Event()
+        self._committer: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"write {path.name}")
+        self._writing: Future[None] | None = None
+        self._fd = open_held(path, path, OTHERWISE)
+        self._size = os.fstat(self._fd).st_size
+
+    @property
+    def empty(self) -> bool:
+        return self._size == 0
+
+    def cut(self, start: int) -> None:
+        """Drop every row from this byte on, where a row starts; after `rows()`, before the first `append`."""
+        os.ftruncate(self._fd, start)
+        self._size = start
+
+    def rows(self) -> Iterator[Line]:
+        """What stands in the file, each row once; then the file is mended: no torn tail, no row twice."""
+        seen: set[Hashable] = set()
+        again: list[Line] = []
+        last: Line | None = None
+        for line in read(self.path):
+            last = line
+            if line.problem or (key := self._key_of(line)) is None:
+                if line.complete:
+                    raise UsageError(self._corrupt(line))
+                continue
+            if key in seen:
+                again.append(line)
+                continue
+            seen.add(key)
+            yield line
+        self.duplicates = len(again)
+        try:
+            if last is not None and not last.complete:
+                self._mend_tail(last)
+            if again:
+                self._cut_out(again)
+        except OSError as error:
+            raise WriteFailed(f"{self.path}: cannot be mended: {error.strerror}") from error
+
+    async def append(self, row: bytes) -> None:
+        """Add one row (JSON without a newline); returns once it is on the disk, in the order of the calls.
+
+        Raises:
+            DiskFull, WriteFailed: it is not on the disk.
+        """
+        if self._committer is None:
+            self._committer = asyncio.create_task(self._commit_forever(), name=f"commit {self.path.name}")
+        elif self._committer.done():
+            self._committer.result()  # raises what ended it
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((row, written))
+        self._wake.set()
+        if len(self._waiting) >= COMMIT_ROWS:
+            self._many.set()
+        await written
+
+    async def flush(self) -> None:
+        """Write what waits, also for appenders that were cancelled; nothing can be appended after it.
+
+        Cancelled (say, while the disk is full), it gives up what waits.
+
+        Raises:
+            DiskFull, WriteFailed: not all of it is on the disk.
+        """
+        self._ending = True
+        self._wake.set()
+        self._many.set()
+        if self._committer is not None:
+            await self._committer
+
+    def close(self, *, remove_empty: bool = True) -> None:
+        """Let go of the file; an empty one is removed. A write that hangs keeps it until it ends."""
+        self._thread.shutdown(wait=False)
+        if self._writing is not None and not self._writing.done():
+            self._writing.add_done_callback(lambda _: os.close(self._fd))
+            return
+        if self.empty and remove_empty:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    async def _commit_forever(self) -> None:
+        try:
+            while self._waiting or not self._ending:
+                await self._batch_is_due()
+                batch = self._waiting[:]
+                await self._commit(b"".join([row + b"\n" for row, _ in batch]))
+                del self._waiting[: len(batch)]
+                for _, written in batch:
+                    if not written.done():
+                        written.set_result(None)
+        except Exception as error:
+            for _, written in self._waiting:
+                if not written.done():
+                    written.set_exception(error)
+            raise
+
+    async def _batch_is_due(self) -> None:
+        """Until 64 rows wait, or some have waited for 50 ms, or everything ends."""
+        if not self._ending:
+            if not self._waiting:
+                self._wake.clear()
+            if len(self._waiting) < COMMIT_ROWS:
+                self._many.clear()
+        await self._wake.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_S):
+                await self._many.wait()
+
+    async def _commit(self, data: bytes) -> None:
+        """Write and sync in a thread; wait out a full disk."""
+        loop = asyncio.get_running_loop()
+        full_since: float | None = None
+        while True:
+            try:
+                self._writing = self._thread.submit(self._write, data)
+                await asyncio.wrap_future(self._writing)
+            except OSError as error:
+                if error.errno not in FULL_DISK:
+                    raise WriteFailed(f"{self.path}: cannot be written: {error.strerror}") from error
+                full_since = full_since or loop.time()
+                if loop.time() - full_since >= self._give_up_s:
+                    raise DiskFull(
+                        f"{self.path}: {error.strerror} for {self._give_up_s:.0f} s; make room, then run again with --resume"
+                    ) from None
+                self._on_stall(f"{self.path}: {error.strerror}")
+                await asyncio.sleep(self._retry_s)
+            else:
+                if full_since is not None:
+                    self._on_stall(None)
+                return
+
+    def _write(self, data: bytes) -> None:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._fd, view) :]
+            _sync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        if os.fstat(self._fd).st_nlink == 0:
+            raise WriteFailed(f"{self.path} was deleted while it was written, and its rows are gone; start again")
+        self._size += len(data)
+
+    def _key_of(self, line: Line) -> Hashable | None:
+        """The row's key; None for a row that lacks one, so that a foreign row is a bad line."""
+        try:
+            return self._key(line.row)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def _corrupt(self, line: Line) -> str:
+        problem = line.problem or "not a row that was written here (its task and rollout indices are missing)"
+        return (
+            f"{self.path}:{line.number} (byte {line.start}): {problem}; "
+            "mend or delete that line, or start again with --overwrite"
+        )
+
+    def _mend_tail(self, last: Line) -> None:
+        """A last line without its newline: a whole row gets one, a torn row goes (no prefix of a JSON object is one)."""
+        if last.problem or self._key_of(last) is None:
+            os.ftruncate(self._fd, last.start)
+            self._size = last.start
+        else:
+            os.write(self._fd, b"\n")
+            self._size = last.end + 1
+        _sync(self._fd)
+
+    def _cut_out(self, lines: list[Line]) -> None:
+        """Rewrite the file beside itself without these lines, and take its place, lock included."""
+        beside = self.path.with_name(self.path.name + ".tmp")
+        beside.unlink(missing_ok=True)
+        new_fd = open_held(beside, beside, OTHERWISE)
+        start = 0
+        for line in lines:
+            _copy(self._fd, new_fd, start, line.start)
+            start = line.end
+        _copy(self._fd, new_fd, start, self._size)
+        _sync(new_fd)
+        beside.rename(self.path)
+        sync_folder(self.path.parent)
+        os.close(self._fd)
+        self._fd, self._size = new_fd, os.fstat(new_fd).st_size
+
+
+def _copy(source: int, target: int, start: int, end: int) -> None:
+    while start < end:
+        part = os.pread(source, min(READ_BYTES, end - start), start)
+        start += os.write(target, part)

@@ -1,0 +1,257 @@
+r"""Where is the answer in what a model wrote? The last one counts, and a hedge ("A or B") is no answer.
+
+One policy for all functions here: text up to `</think>` is reasoning and holds no answer; among several answers of one
+kind the last wins; a `\boxed{...}` outranks an "answer is ..." phrase, which outranks everything unmarked; a box that
+was opened and never closed was cut off, and is no answer. Boxes are looked for in the last BOX_WINDOW characters, all
+else in the last WINDOW. Time is linear in the text, whatever it is.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from ngym.grading.text_match import visible
+
+WINDOW = 2000
+BOX_WINDOW = 50_000
+RELATIVE_TOLERANCE = Decimal("1e-5")
+
+_BOX_TOKENS = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+_PHRASE = re.compile(
+    r"answer\b[^\n:.=]{0,60}?(?:\bis\b|[:=\uff1a])[*_]*:?[*_]*[ \t]*\n?[ \t]*([^\n]+)|####[ \t]*([^\n]+)", re.IGNORECASE
+)
+_AGAIN = re.compile(
+    r"(?:so,? |thus,? )?(?:the |my )?(?:final |correct )?answer(?:\s+is\b:?|[:=])\s*(?=\S)", re.IGNORECASE
+)
+_DELIMITED = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\]|\\[^()])+)\\\)|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
+_NUMBER = re.compile(
+    r"(?<![\w.])(?:(?<![)\]}])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}\b)?"
+    r"|(?<![\w.])(?:(?<![)\]}])[-+])?\.[0-9]+"
+)
+_CONTEXT = 60  # characters on each side of a number that say whether it is part of a formula
+_OPERAND_BEFORE = re.compile(
+    r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s*(?:[-+*/^\u00d7\u00f7\u00b7\u2044\u2013\u2014]|\\(?:times|cdot|div|pm|over)\b)\s*$"
+    r"|[0-9][:(]$|[\^_]\s*\{?$|\u221a\s*\(?$"
+    r"|\\(?:[dt]?frac|[dt]?binom|sqrt)\s*(?:\[[^\]]*\])?\s*(?:\{[^{}]*\}\s*)?\{?[^{}\s=]*$"
+    r"|\\?(?:log|ln|exp|sin|cos|tan)(?![A-Za-z])\s*(?:_\s*\{?\w+\}?)?\s*[{(]?$"
+)
+_SIGN_AFTER_OPERAND = re.compile(r"[0-9)\]}]\s*$")
+_OPERAND_AFTER = re.compile(
+    r"[eE][-+]?[0-9]|\s*[\^_]|\s*[\u221a\u03c0]|\s*\\(?:times|cdot|div|pm|over|sqrt|pi|[dt]?frac)\b"
+    r"|\s*[-+*/\u00d7\u00f7\u00b7]\s*(?:[A-Za-z](?![A-Za-z])|[(\\\u221a])"
+)
+_TOLD = re.compile(r"\bis\s+(-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?)$")  # ... the largest $n$ is 34
+_WORD = re.compile(r"\S+")
+_COMMAND = re.compile(r"\S*\\[A-Za-z]\S*")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf)\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"[^A-Za-z]*([A-Za-z])(?![A-Za-z])(.*)", re.DOTALL)
+_ANOTHER = re.compile(
+    r"[\s)\].:\-\u2013\u2014]*(?:[,/&+]|or\b|and\b)\s*(?:or\b|and\b)?[\s(\[]*[A-Za-z](?![A-Za-z])"
+    r"|[)\].:][\s(\[]*[A-Z][)\].:]"  # (A) (B)
+)
+_LABEL = re.compile(r"\s*(?:[):.\]\-\u2013\u2014]|,?\s*(?:because|since|as|for|which)\b)")
+_CLOSERS = " \t\n()[]{}.:;,!*$_`"
+
+
+def last_text(response: Mapping[str, Any]) -> str:
+    """The text of the last assistant message of a Responses-API response; "" if it has none."""
+    for item in reversed(response.get("output") or []):
+        if item.get("type", "message") == "message" and item.get("role") == "assistant":
+            content = item.get("content") or ""
+            if isinstance(content, str):
+                return content
+            return "".join(part.get("text") or "" for part in content if part.get("type") == "output_text")
+    return ""
+
+
+def without_reasoning(text: str) -> str:
+    """What follows the last `</think>`; nothing, if a `<think>` was opened and never closed."""
+    _, _, rest = text.rpartition("</think>")
+    return rest.partition("<think>")[0] if "<think>" in rest else rest
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}`; of boxes in boxes, the innermost that is all there is."""
+    text = text[-BOX_WINDOW:]
+    found: tuple[int, int] | None = None
+    opened: list[tuple[bool, int]] = []
+    for token in _BOX_TOKENS.finditer(text):
+        mark = token.group()
+        if mark.startswith("\\boxed") or mark == "{":
+            opened.append((mark != "{", token.end()))
+        elif mark == "}" and opened:
+            is_box, start = opened.pop()
+            if is_box:
+                found = start, token.start()
+    if found is None:
+        return None
+    content = text[found[0] : found[1]].strip()
+    inner = re.fullmatch(r"\\boxed\s*\{([^{}]*)\}", content)
+    return inner.group(1).strip() if inner else content
+
+
+def phrased(text: str) -> str | None:
+    """The rest of the line after the last "answer is", "answer:" or "####"."""
+    found = _PHRASE.findall(text[-WINDOW:])
+    if not found:
+        return None
+    said = "".join(found[-1]).strip()
+    while again := _AGAIN.match(said):  # Final Answer: The final answer is 5
+        said = said[again.end() :].strip()
+    return said
+
+
+def fenced(text: str) -> str | None:
+    """What stands in the last closed code fence after the reasoning, without its info string; None if there is none."""
+    inside: list[str] | None = None
+    found = None
+    for line in without_reasoning(text).splitlines(keepends=True):
+        if not line.lstrip().startswith("```"):
+            if inside is not None:
+                inside.append(line)
+        elif inside is None:
+            inside = []
+        else:
+            found, inside = "".join(inside), None
+    return found
+
+
+def short(text: str) -> str | None:
+    """A short answer in words: the last box, else what the last "answer is" names, else the last line that has a word."""
+    text = _answering(text)
+    marked = boxed(text)
+    if marked is None:
+        marked = phrased(text)
+    if marked is None:
+        lines = [line for line in text[-WINDOW:].splitlines() if re.search(r"\w", line)]
+        marked = lines[-1] if lines else ""
+    return unwrapped(marked).strip(" \t*_`") or None
+
+
+def number(text: str) -> Decimal | None:
+    """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers.
+
+    A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`) is no answer.
+    """
+    text = _answering(text)
+    box = boxed(text)
+    plain = _plain((text if box is None else box)[-WINDOW:])
+    numbers = list(_NUMBER.finditer(plain))
+    if not numbers or not _stands_alone(plain, numbers[-1]):
+        return None
+    return Decimal(numbers[-1].group().replace(",", ""))
+
+
+def same_number(found: Decimal, expected: Decimal) -> bool:
+    """Whole numbers must be equal; others may differ in the sixth digit, as printed floats do."""
+    if expected == expected.to_integral_value():
+        return found == expected
+    return abs(found - expected) <= RELATIVE_TOLERANCE * abs(expected)
+
+
+def formula(text: str) -> str | None:
+    r"""The final formula: the last box, else what the last "answer is" names, else the last `$...$`, else a number."""
+    text = _answering(text)
+    box = boxed(text)
+    if box is not None:
+        return box
+    phrase = phrased(text)
+    if phrase is not None:
+        sentence = re.split(r"[.;!](?:\s|$)", phrase, maxsplit=1)[0].strip(" *_`")
+        told = _TOLD.search(sentence)
+        return (told[1] if told else _delimited(phrase) or sentence) or None
+    last = _delimited(text[-WINDOW:])
+    if last is not None:
+        return last
+    plain = _plain(text[-WINDOW:])
+    numbers = list(_NUMBER.finditer(plain))
+    if not numbers:
+        return None
+    place = numbers[-1].start()  # in `\frac{10}{9}` without dollars, the answer is no 9
+    around = [word.group() for word in _COMMAND.finditer(plain) if word.start() <= place < word.end()]
+    if around:
+        return around[0].rstrip(".,;")
+    if _stands_alone(plain, numbers[-1]):
+        return numbers[-1].group()
+    word = next(word.group() for word in _WORD.finditer(plain) if word.start() <= place < word.end()).strip(".,;:")
+    return word if word != numbers[-1].group() else None  # `9/7` is a formula, the 7 of `9 / 7` is none
+
+
+def lettered(text: str, options: Mapping[str, str]) -> str | None:
+    """The chosen option's letter: by the last box, else the last "answer is" phrase, else the last line alone.
+
+    Each of the three may hold the letter (`B`, `(B)`, `B: Paris`, `B because ...`) or exactly one option's text.
+    Where the first of them that is there names no single option, there is no answer.
+
+    Args:
+        options: letter -> text of the option.
+    """
+    text = _answering(text)
+    marked = boxed(text)
+    if marked is None:
+        marked = phrased(text)
+    if marked is not None:
+        return letter_of(marked, options) or option_of(marked, options)
+    line = text[-WINDOW:].rstrip().rpartition("\n")[2]
+    return option_of(line, options)
+
+
+def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
+    """The one letter that a short text consists of or begins with as a label; None for a word, a list or a hedge."""
+    match = _LETTER.match(unwrapped(fragment))
+    if match is None or _ANOTHER.match(match.group(2)):
+        return None
+    letter, rest = match.groups()
+    alone = not rest.strip(_CLOSERS)
+    labels = letter.isupper() and _LABEL.match(rest) is not None
+    return letter.upper() if (alone or labels) and letter.upper() in letters else None
+
+
+def option_of(fragment: str, options: Mapping[str, str]) -> str | None:
+    """The letter of the one option that a short text says, with or without its letter: `Paris`, `B`, `(B) Paris.`"""
+    said = canonical(fragment)
+    hits = [
+        letter
+        for letter, text in options.items()
+        if said and said in (canonical(text), canonical(letter), canonical(f"{letter} {text}"))
+    ]
+    return hits[0] if len(hits) == 1 else None
+
+
+def canonical(text: str) -> str:
+    """For comparing short texts: lower case, single spaces, no LaTeX or Markdown wrapping, brackets and end marks."""
+    return " ".join(re.sub(r"[()\[\]*_`$]|[.:;,!](?=\s|$)", " ", unwrapped(text)).casefold().split())
+
+
+def unwrapped(text: str) -> str:
+    r"""`\text{B}` -> `B`."""
+    return _WRAPPER.sub(r"\1", text)
+
+
+def _answering(text: str) -> str:
+    """The text after the reasoning; nothing, if all that it has is a box that was cut off."""
+    text = without_reasoning(text)
+    return "" if "\\boxed" in text[-BOX_WINDOW:] and boxed(text) is None else text
+
+
+def _delimited(text: str) -> str | None:
+    formulas = [next(part for part in parts if part) for parts in _DELIMITED.findall(text)]
+    return formulas[-1].strip() if formulas else None
+
+
+def _stands_alone(text: str, found: re.Match[str]) -> bool:
+    """Whether a number is a value of its own, not an operand, an exponent, a base or a part of a fraction."""
+    before, after = text[max(0, found.start() - _CONTEXT) : found.start()], text[found.end() : found.end() + _CONTEXT]
+    if _OPERAND_BEFORE.search(before) or (found.group()[0] in "-+" and _SIGN_AFTER_OPERAND.search(before)):
+        return False
+    return not (after[:1].isnumeric() or _OPERAND_AFTER.match(after))
+
+
+def _plain(text: str) -> str:
+    r"""Signs, digits and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`; nothing invisible."""
+    text = visible(text).replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    return text if text.isascii() else "".join(str(unicodedata.decimal(c, c)) for c in text)

@@ -1,0 +1,79 @@
+"""Rewards that only a comparison gives: `/verify` leaves them open, `/verify_group` gives them to all rollouts of a task at once.
+
+A row whose reward is open says `"reward": null, "reward_pending": "group"`: for whoever knows no groups it is unscored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ngym.errors import ServiceError
+from ngym.rollout.segments import without_tokens
+from ngym.schema import Json, is_cut_off
+
+PENDING = "reward_pending"
+ROUTE = "/verify_group"
+TIMEOUT_S = 600.0
+
+Post = Callable[..., Awaitable[Any]]
+
+
+def is_pending(row: Json) -> bool:
+    """Whether its reward needs the other rollouts of its task."""
+    return row.get("reward") is None and row.get(PENDING) == "group"
+
+
+async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
+    """The rows of one task with the rewards that they get beside one another. post: of their agent, or gym server.
+
+    Raises:
+        ServiceError: there is no answer, or none that can be used.
+    """
+    answer = await post(ROUTE, {"rollouts": [_shown(row) for row in rows]}, timeout=TIMEOUT_S, idempotent=True)
+    outcomes = answer.get("rollouts") if isinstance(answer, dict) else None
+    if not isinstance(outcomes, list) or len(outcomes) != len(rows) or not all(map(_is_outcome, outcomes)):
+        raise ServiceError(f"{ROUTE} answered without one reward for each rollout", failure="verify_error")
+    return [rescored(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
+
+
+async def judged(post: Post, rows: Sequence[Json]) -> list[Json]:
+    """The same, but an error leaves the rows unscored, and they say why."""
+    try:
+        return await verified_together(post, rows)
+    except ServiceError as error:
+        return [unjudged(row, error.failure or "verify_error", error.detail) for row in rows]
+
+
+def unjudged(row: Json, failure: str, reason: str) -> Json:
+    """A row that could not be compared: its reward is null. failure: a failure class."""
+    return rescored(row, {"reward": None, "outcome": failure, "reason": reason})
+
+
+def rescored(row: Json, outcome: Json) -> Json:
+    """A row with what a verifier said later: its fields, its reward, and what follows from them in `ng`."""
+    kept = {name: value for name, value in row.items() if name != PENDING}
+    trace = row.get("ng")
+    if not isinstance(trace, dict):
+        return {**kept, **outcome}
+    cut_off = is_cut_off(trace.get("stop_reason"), trace.get("finish_reasons") or ())
+    ended = "truncated" if cut_off else "ok"
+    status = "unscored" if outcome.get("reward") is None else ended
+    parts = outcome.get("reward_components") or {}
+    return {**kept, **outcome, "ng": {**trace, "status": status, "reward_components": parts}}
+
+
+def _shown(row: Json) -> Json:
+    response = row["response"]
+    bare = {**response, "output": without_tokens(response.get("output") or [])}
+    return {name: value for name, value in row.items() if name != "ng"} | {"response": bare}
+
+
+def _is_outcome(outcome: Any) -> bool:
+    if not isinstance(outcome, dict) or "reward" not in outcome:
+        return False
+    if not isinstance(outcome.get("reward_components") or {}, dict):
+        return False
+    reward = outcome["reward"]
+    return reward is None or (isinstance(reward, int | float) and math.isfinite(reward))

@@ -1,0 +1,88 @@
+"""The rewards of stored rollouts, computed anew: a verifier was mended, and no model is asked again.
+
+row -> a session of its task -> its tool calls, made again -> /verify with its response -> the row with the new reward
+
+What a tool answered then stays in the response; the calls are made again only so that the session is what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import NamedTuple
+
+from ngym.errors import ServiceError
+from ngym.grading.group_rewards import is_pending, rescored
+from ngym.peers import Peer, PeerSession
+from ngym.peers.session import ToolErrors
+from ngym.rollout.tool_calls import calls_in
+from ngym.schema import Json
+
+
+class Again(NamedTuple):
+    """A rollout with its reward from before and its new one. failure: why there is none; the row is then as it was."""
+
+    row: Json
+    before: float | None
+    after: float | None
+    failure: str | None = None
+
+
+async def reverified(rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_once: int) -> AsyncIterator[Again]:
+    """Each row's new reward, in the order of the rows. gym_of: who scores a row."""
+    under_way: deque[asyncio.Task[Again]] = deque()
+    try:
+        for row in rows:
+            under_way.append(asyncio.create_task(_again(row, gym_of(row))))
+            if len(under_way) >= at_once:
+                yield await under_way.popleft()
+        while under_way:
+            yield await under_way.popleft()
+    finally:
+        for task in under_way:
+            task.cancel()
+
+
+async def verified(row: Json, gym: Peer) -> Json:
+    """What /verify answers now, in a session in which the rollout's tool calls were made again.
+
+    Raises:
+        ServiceError: it cannot be verified.
+    """
+    session = gym.session()
+    seeded = (await session.post("/seed_session", row)) or {}
+    await _repeat_calls(row, session, {tool["name"] for tool in seeded.get("tools") or ()})
+    scored: Json = await session.post("/verify", row)
+    return scored
+
+
+async def _again(row: Json, gym: Peer) -> Again:
+    before: float | None = row.get("reward")
+    try:
+        scored = await verified(row, gym)
+    except ServiceError as error:
+        return Again(row, before, None, error.detail)
+    if is_pending(scored):
+        return Again(row, before, None, "its reward comes from a comparison with the other rollouts of its task")
+    return Again(rescored(row, scored), before, scored.get("reward"))
+
+
+async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:
+    """Each call that reached the gym server. One whose error the model read then may fail in the same way now."""
+    refused = {item.get("call_id") for item in row["response"].get("output") or [] if _is_an_error(item)}
+    for call in calls_in(row["response"]):
+        if call.name not in tools or call.arguments is None:
+            continue  # it never reached the gym server
+        try:
+            shows: ToolErrors = "show" if call.call_id in refused else "fail"
+            await session.request(f"/{call.name}", call.arguments, tool_errors=shows)
+        except ServiceError as error:
+            if not error.is_for_the_model:
+                raise
+
+
+def _is_an_error(item: Json) -> bool:
+    """Whether it is a tool's output that begins as `RolloutContext.call_tool` begins an error."""
+    said = item.get("output")
+    return item.get("type") == "function_call_output" and isinstance(said, str) and said.startswith("Error: ")

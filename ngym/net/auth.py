@@ -1,0 +1,197 @@
+"""Access to services: callers with a token where the run is locked, programs of this machine where it is open.
+
+The run's token opens every route but GET /health; the weights and the like want the admin token. An open run listens on loopback,
+where a browser lets every web page send requests; `Visitors` refuses those.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import orjson
+
+from ngym.errors import ServiceError, Unauthorized, UsageError, cut
+from ngym.net.address_rules import is_loopback
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+RUN_TOKEN, ADMIN_TOKEN = "NGYM_TOKEN", "NGYM_ADMIN_TOKEN"
+MIN_CHARACTERS = 16
+OPEN = ("GET", "/health")
+REFUSAL = (
+    "this run is locked: send 'Authorization: Bearer TOKEN'; the token is NGYM_TOKEN's, or stands in .ngym/head.json "
+    "beside the config of ng_run"
+)
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+MOST_HOST = 80  # characters of a name that is shown
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may be another one: ssh forwards it
+_PAGE_OF_OURS = (b"none", b"same-origin")  # Sec-Fetch-Site: typed in by the user; of a page that the same service sent
+
+
+class Misdirected(ServiceError):
+    """The Host header names another server."""
+
+    status = 421
+    title = "Misdirected request"
+
+
+class CrossOrigin(ServiceError):
+    """A web page of another origin sent this."""
+
+    status = 403
+    title = "Forbidden"
+
+
+def new_token() -> str:
+    """256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+def token_from(variable: str) -> str | None:
+    """The token in this environment variable, or None; UsageError for one that could be guessed or cannot be sent."""
+    token = os.environ.get(variable)
+    if not token:
+        return None
+    if len(token) < MIN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
+        raise UsageError(
+            f"{variable}: a token has at least {MIN_CHARACTERS} printable ASCII characters and no space; "
+            "`openssl rand -hex 32` makes one"
+        )
+    return token
+
+
+class Lock:
+    """Opens for whoever shows one of the tokens, as a bearer token or as Anthropic's clients do (`x-api-key`).
+
+    Digests are compared, all of them and in constant time: neither length nor content can be learnt from the time.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._digests = [_digest(token.encode()) for token in tokens]
+
+    def opens(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """headers: ASGI's, names in lower case. A header that stands there twice is none."""
+        shown: dict[bytes, list[bytes]] = {b"authorization": [], b"x-api-key": []}
+        for name, value in headers:
+            if name in shown:
+                shown[name].append(value)
+        bearer, key = shown[b"authorization"], shown[b"x-api-key"]
+        if len(bearer) > 1 or len(key) > 1:
+            return False
+        told = [value.removeprefix(b"Bearer ") for value in bearer if value.startswith(b"Bearer ")] + key
+        found = [hmac.compare_digest(_digest(one), digest) for one in told for digest in self._digests]
+        return any(found)
+
+
+class Locked:
+    """An ASGI application behind a lock: who shows no token is refused before the body is read; websockets never open."""
+
+    def __init__(self, app: ASGIApp, lock: Lock, service: str) -> None:
+        self._app = app
+        self._lock = lock
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._may_pass(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await refuse(send, Unauthorized(REFUSAL), self._service)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN:
+            return True
+        return self._lock.opens(scope["headers"])
+
+
+class Visitors:
+    """Tells the programs of this machine from web pages.
+
+    A browser says of a request which site sent it (Sec-Fetch-Site) or which origin (Origin). A page whose own name has been made to
+    lead here (DNS rebinding) is of the same origin, and is known by that name: Host.
+
+    Args:
+        names: further hosts that a Host header may name, beside those of loopback; an IPv6 address in brackets.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(name.lower() for name in (*LOOPBACK, *names))
+
+    def problem(self, scope: Scope) -> ServiceError | None:
+        """Why this request is refused, or None."""
+        shown: dict[bytes, list[bytes]] = {b"host": [], b"origin": [], b"sec-fetch-site": [], b"sec-fetch-mode": []}
+        for name, value in scope["headers"]:
+            if name in shown:
+                shown[name].append(value)
+        hosts = [value.decode("latin-1").lower() for value in shown[b"host"]]
+        if len(hosts) > 1 or not all(map(self._is_ours, hosts)):  # a browser always sends one
+            named = cut(", ".join(hosts), MOST_HOST)
+            return Misdirected(
+                f"no server here is called {named!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
+                "with NGYM_TOKEN (docs/security.md)"
+            )
+        if self._is_visit(scope["method"], shown[b"sec-fetch-mode"]):
+            return None
+        sites, origins = shown[b"sec-fetch-site"], [value.decode("latin-1").lower() for value in shown[b"origin"]]
+        if not all(site in _PAGE_OF_OURS for site in sites) or not all(map(self._is_ours_page, origins)):
+            return CrossOrigin("a web page of another origin may not call this server; a program sends no Origin")
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        found = _HOST.fullmatch(host)
+        return found is not None and (found[1] in self._names or is_loopback(found[1]))
+
+    def _is_ours_page(self, origin: str) -> bool:
+        scheme, separator, host = origin.partition("://")
+        return bool(separator) and scheme in ("http", "https") and self._is_ours(host)
+
+    @staticmethod
+    def _is_visit(method: str, modes: list[bytes]) -> bool:
+        """Whether a user follows a link: the page that has it neither reads the answer nor sends a body."""
+        return method in ("GET", "HEAD") and modes == [b"navigate"]
+
+
+class Guarded:
+    """An ASGI application that answers programs of this machine, and no web page but its own."""
+
+    def __init__(self, app: ASGIApp, visitors: Visitors, service: str) -> None:
+        self._app = app
+        self._visitors = visitors
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._visitors.problem(scope) if scope["type"] == "http" else None
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
+            await refuse(send, problem, self._service)
+
+
+async def refuse(send: Send, error: ServiceError, service: str) -> None:
+    """Answer with a problem document, before anything of the body is read."""
+    body = orjson.dumps(error.problem(service))
+    headers = {"content-type": "application/problem+json", "content-length": str(len(body))}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    start = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": start})
+    await send({"type": "http.response.body", "body": body})
+
+
+def hosts_of(urls: Iterable[str]) -> Iterator[str]:
+    """The hosts that these URLs name, as a Host header writes them."""
+    for url in urls:
+        host = urlsplit(url).hostname or ""
+        if host:
+            yield f"[{host}]" if ":" in host else host
+
+
+def _digest(token: bytes) -> bytes:
+    return sha256(token).digest()

@@ -1,0 +1,64 @@
+"""The cost of JSON before it is parsed: its nesting and its weight.
+
+orjson reads 1024 levels and writes 254: what comes in must be able to go out again, with something around it. The weight
+bounds how long a parser, a validator and a serializer hold the interpreter. Large JSON is handled in threads: the event loop
+answers other requests between two such calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from typing import Any, TypeVar
+
+import orjson
+
+from ngym.process_memory import fitted
+
+MAX_DEPTH = 250
+ORJSON_WRITES = 254
+BULK_WEIGHT = 4_000_000  # of many rows in one request
+NODE_WEIGHT = 8  # of an object, a list, and a member of an object; any other value has the weight 1
+BYTES_OF_WEIGHT = 32  # outside of strings, as in long numbers, are one more
+LOOP_BYTES = 256 << 10  # smaller JSON is handled on the event loop, within some milliseconds
+
+_threads = ThreadPoolExecutor(2, thread_name_prefix="json")
+Result = TypeVar("Result")
+
+
+async def by_size(size: int, function: Callable[..., Result], *args: Any) -> Result:
+    """The function's result. It is called in a thread where size > LOOP_BYTES.
+
+    Args:
+        size: bytes of the JSON that the function handles.
+    """
+    if size <= LOOP_BYTES:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(_threads, function, *args)
+
+
+def serialized(value: Any) -> bytes:
+    """The value as JSON, in no more memory than it needs."""
+    return fitted(orjson.dumps(value))
+
+
+def json_weight(raw: bytes) -> int:
+    """The weight of JSON, an upper bound: marks and bytes within strings are counted, too."""
+    return len(raw) // BYTES_OF_WEIGHT + raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
+
+
+def is_deep(raw: bytes, value: Any) -> bool:
+    """Whether JSON that was read, `raw`, is nested deeper than MAX_DEPTH. Most has not even that many brackets."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return False
+    try:
+        orjson.dumps(reduce(_in_a_list, range(ORJSON_WRITES - MAX_DEPTH), value))
+    except TypeError:
+        return True
+    return False
+
+
+def _in_a_list(value: Any, _: int) -> Any:
+    return [value]

@@ -1,0 +1,271 @@
+"""What stays at the bottom of a terminal while lines go by above it: right after a resize, and gone at the end.
+
+The cursor waits at the first character of the lowest part. Whatever a resize does to the lines (some terminals wrap them
+anew, some cut them), it stays with that character, so erasing from there to the end of the screen erases all that was drawn.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from threading import RLock, Thread
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from ngym.rollout.transcript import printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+ERASE_BELOW, ERASE_LINE_END = "\x1b[J", "\x1b[K"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+DRAINED_S = 0.5
+WIDEST = 1000
+USUAL = os.terminal_size((80, 24))
+INK = "▁▂▃▄▅▆▇█"
+BAR, SHORTEST_BAR = 40, 8
+FULL, REST = "━", "─"
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Size(NamedTuple):
+    """What there is room for: characters a line, and lines."""
+
+    width: int
+    height: int
+
+
+Picture = Callable[[Size], "Sequence[Text]"]
+"""The lines that fit; more than `height`, or longer ones, are cut."""
+
+
+def is_live(stream: TextIO) -> bool:
+    """Whether lines can be drawn anew there: it is a terminal, and one that knows how to move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown")
+
+
+def harmless(text: str) -> str:
+    """Text of anybody's, line by line as it was, without colours and with all other control characters made visible."""
+    return printable(COLOUR.sub("", text.replace("\r\n", "\n").expandtabs()))
+
+
+def packed(facts: Sequence[str], width: int) -> list[str]:
+    """Facts side by side, two spaces apart, in as few lines as they need."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + 2 + len(fact) <= width:
+            lines[-1] += f"  {fact}"
+        else:
+            lines.append(fact)
+    return lines
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:05:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min`, `2.5 h`, `4.0 d`."""
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 48:
+        return f"{hours / 24:.1f} d"
+    return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
+
+
+def bar(done: int, total: int, room: int) -> Text:
+    """How much of it is done; nothing where there is no room."""
+    from rich.text import Text
+
+    width = min(BAR, room)
+    if width < SHORTEST_BAR:
+        return Text()
+    full = width * done // max(total, 1)
+    return Text(FULL * full, "green").append(REST * (width - full), "bright_black")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as bars, lowest to highest; the mean of neighbours where there are more than `width`."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    bounds = [len(values) * index // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(INK[round((value - low) / span * (len(INK) - 1))] for value in means)
+
+
+class Screen:
+    """The lowest part of a terminal. `say` prints above it, `show` draws it, `close` takes it away; from any thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._stream = stream
+        self._console = Console(file=stream, highlight=False, markup=False, width=WIDEST)
+        self._lock = RLock()
+        self._drawn: list[str] = []
+        self._size = Size(0, 0)
+        self._picture: Picture = lambda size: ()
+
+    @property
+    def size(self) -> Size:
+        """Now. The last column stays free: some terminals wrap when it is written."""
+        try:
+            columns, lines = os.get_terminal_size(self._stream.fileno())
+        except OSError:
+            columns, lines = USUAL
+        return Size(max(columns or USUAL.columns, 2) - 1, max((lines or USUAL.lines) - 1, 1))
+
+    def show(self, picture: Picture) -> None:
+        """Draw this from now on; nothing is sent where nothing has changed."""
+        with self._lock:
+            self._picture = picture
+            size = self.size
+            lines = self._lines(size)
+            if lines == self._drawn and size == self._size:
+                return
+            self._send(self._frame(lines))
+            self._size = size
+
+    def refresh(self) -> None:
+        """Draw it again, as it would look now."""
+        self.show(self._picture)
+
+    def say(self, text: str) -> None:
+        """Print above what is drawn. The text may be anybody's: its control characters are made visible."""
+        with self._lock:
+            said = "".join(f"{line}\n" for line in harmless(text).split("\n"))
+            self._send(f"\r{ERASE_BELOW}{said}{self._frame(self._lines(self.size))}")
+
+    def keep(self) -> None:
+        """Leave what is drawn as it is, for good."""
+        self.close(self._picture)
+
+    def close(self, last: Picture | None = None) -> None:
+        """Take away what is drawn, leave `last` instead, and show the cursor again."""
+        with self._lock:
+            lines = self._lines(self.size, last) if last else []
+            said = "".join(f"{line}\n" for line in lines)
+            self._picture = lambda size: ()
+            self._send(f"\r{ERASE_BELOW}{said}{SHOW_CURSOR}" if self._drawn or said else "")
+            self._drawn = []
+
+    def _lines(self, size: Size, picture: Picture | None = None) -> list[str]:
+        drawn = list((picture or self._picture)(size))[: size.height]
+        return [self._rendered(line, size.width) for line in drawn]
+
+    def _rendered(self, line: Text, width: int) -> str:
+        if not line.plain.isprintable():
+            line = type(line)(harmless(line.plain).replace("\n", " "))
+        with self._console.capture() as capture:
+            self._console.print(line, width=width, no_wrap=True, overflow="ellipsis", end="")
+        return capture.get().rstrip("\n")
+
+    def _frame(self, lines: list[str]) -> str:
+        """Draws the lines from where the cursor is, and brings it back to their beginning."""
+        if not lines and not self._drawn:
+            return ""
+        self._drawn = lines
+        up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
+        body = f"{ERASE_LINE_END}\n".join(lines)
+        return f"{HIDE_CURSOR}\r{body}{ERASE_BELOW}{up}\r"
+
+    def _send(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        self._stream.flush()
+
+
+class _Above(io.TextIOBase):
+    """A stream whose lines go above what is drawn; of one that is written again and again (a bar), what it was in the end."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._rest = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).replace("\r\n", "\n").split("\n")
+        if lines:
+            self._screen.say("\n".join(map(_last_state, lines)))
+        return len(text)
+
+    def end(self) -> None:
+        """The last line may have no end of its own."""
+        if self._rest:
+            self._screen.say(_last_state(self._rest))
+            self._rest = ""
+
+
+def _last_state(line: str) -> str:
+    return line.rpartition("\r")[2]
+
+
+@contextmanager
+def captured(screen: Screen) -> Iterator[None]:
+    """What is printed to a terminal while the block runs goes above what is drawn there, and tears nothing."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr") if getattr(sys, name).isatty()}
+    streams = {name: _Above(screen) for name in before}
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        for name, stream in streams.items():
+            stream.end()
+            setattr(sys, name, before[name])
+
+
+@contextmanager
+def terminal() -> Iterator[Screen]:
+    """The lowest part of the terminal that `sys.stdout` is, and what this process prints goes above.
+
+    Of file descriptor 1 that is all, from libraries of C and loggers with a stream of their own too: it goes through a pipe,
+    so that nobody here takes the terminal for one. Descriptor 2 stays what it is, for what a dying process says last.
+    """
+    screen = Screen(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding))
+    with _piped(screen) if os.isatty(1) else nullcontext(), captured(screen):
+        try:
+            yield screen
+        finally:
+            screen.close()
+
+
+@contextmanager
+def _piped(screen: Screen) -> Iterator[None]:
+    """What goes to file descriptor 1 while the block runs goes above what is drawn."""
+    saved = os.dup(1)
+    read, write = os.pipe()
+    pump = Thread(target=_pump, args=(read, screen), name="terminal", daemon=True)
+    sys.stdout.flush()
+    os.dup2(write, 1)
+    os.close(write)
+    pump.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+        pump.join(DRAINED_S)  # it ends when nobody has the pipe any more; a process that we started may
+
+
+def _pump(fd: int, screen: Screen) -> None:
+    above = _Above(screen)
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
+    with os.fdopen(fd, "rb", buffering=0) as pipe:
+        while chunk := pipe.read(1 << 16):
+            above.write(characters.decode(chunk))
+    above.write(characters.decode(b"", final=True))
+    above.end()

@@ -1,0 +1,1 @@
+"""Agent servers: rollouts, their tool loop, and the pace at which they start."""

@@ -1,0 +1,246 @@
+"""One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from datetime import UTC, datetime
+from operator import itemgetter
+from typing import Any
+
+import orjson
+
+from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
+from ngym.errors import ServiceError, UpstreamError, boundary
+from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
+from ngym.peers.reading import SHOWN_BYTES
+from ngym.rollout.segments import extend, tokens_of, versions_in
+from ngym.rollout.token_usage import added
+from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
+from ngym.services.base.options import ServiceContext
+
+MAX_TOOL_ERROR_CHARS = 2000
+CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
+
+
+class RolloutContext:
+    """One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way.
+
+    state: what the agent's lifespan yielded.
+    request_bytes: size of the request that the rollout began with.
+    """
+
+    def __init__(
+        self, context: ServiceContext, rollout_id: str, beginning: str, state: Any = None, request_bytes: int = 0
+    ) -> None:
+        self.options = context.options
+        self.state = state
+        self.row: Json = {}
+        self.request_bytes = request_bytes
+        self.peers = context.peers
+        self.rollout_id = rollout_id
+        self.gym = context.peers[self.options.gym].session(tool_errors=self.options.tool_errors)
+        self.model = context.peers[self.options.model].conversation(beginning)
+        self.tools: list[Json] = []
+        self.segments: list[Segment] = []
+        self.turns = 0
+        self.finish_reasons: list[FinishReason] = []
+        self.tool_calls = 0
+        self.tool_errors = 0
+        self.stop_reason: StopReason = "answer"
+        self.failure: ServiceError | None = (
+            None  # of the environment: whatever the agent makes of it, the rollout failed
+        )
+        self.seconds = {"model_s": 0.0, "tools_s": 0.0, "verify_s": 0.0}
+        self.spans: list[Span] = []
+        self.started_at = datetime.now(UTC)
+        self._started = time.perf_counter()
+        self._usage: Json | None = None
+        self._captured_at: str | None = None
+        self._called: list[tuple[Json, Json]] = []
+        self._declared: set[str] = set()
+        self._calling = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    @property
+    def model_base_url(self) -> str:
+        """What any SDK's client takes as its base_url: what it samples under it becomes this rollout's segments.
+
+        It ends in /v1, as OpenAI's clients want it; Anthropic's put that on themselves: `.removesuffix("/v1")`.
+        """
+        if self._captured_at is None:
+            self._captured_at = f"{self.model.url}/rollouts/{self.rollout_id}"
+        return f"{self._captured_at}/v1"
+
+    @property
+    def model_api_key(self) -> str:
+        """What an SDK's client takes as its api_key beside `model_base_url`."""
+        return self.peers.token(self.model.peer.name) or "unused"
+
+    def took(self, name: str, started: float, part: str | None = None) -> None:
+        """A call that began at `started`, by time.perf_counter(), is over; its seconds count to this part of the timings."""
+        seconds = time.perf_counter() - started
+        self.spans.append((name, round(started - self._started, 6), round(seconds, 6)))
+        if part is not None:
+            self.seconds[part] += seconds
+
+    def declare(self, tools: list[Json] | None) -> None:
+        """Let `call_tool` call these."""
+        self._declared |= {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
+
+    async def sample(self, request: Json) -> Json:
+        """One model call -> its Response. Token data, usage and time are recorded."""
+        started = time.perf_counter()
+        if self.turns == 0:
+            self.declare(request.get("tools"))
+        with boundary("model_error", "the model call failed"):
+            response = self._checked(await self._asked(request))
+            call = tokens_of(response)
+        if call is not None:
+            extend(self.segments, call)
+        self.turns += 1
+        self.finish_reasons.append(finish_reason(response))
+        self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
+        self.took("model", started, "model_s")
+        return response
+
+    async def _asked(self, request: Json) -> Any:
+        timeout_s = self.options.model_timeout_s
+        try:
+            raw = await by_size(self.request_bytes, serialized, request)
+            return await self.model.post("/v1/responses", raw, timeout=timeout_s, idempotent=True)
+        except ServiceError as error:
+            if error.failure != "context_length":
+                raise
+            # An endpoint of somebody else's refuses what does not fit; ours answer that nothing could be said.
+            return overflow_response({}, response_id=f"resp_{secrets.token_hex(12)}", model=self.options.model)
+
+    def _checked(self, answer: Any) -> Json:
+        """A Response that one can go on with."""
+        match answer:
+            case {"output": list(items)} if all(isinstance(item, dict) for item in items):
+                return dict(answer)
+        name = self.model.peer.name
+        told = orjson.dumps(answer)[:SHOWN_BYTES].decode("utf-8", "replace")
+        raise ServiceError(
+            f"{name} answered /v1/responses without an output that is a list of items: {told}",
+            upstream={"service": name, "url": None, "status": None},
+        )
+
+    async def call_tool(self, call: Json) -> Json:
+        """One function_call item -> its function_call_output item. What the model does wrong becomes a text that it sees.
+
+        Raises:
+            ServiceError: the environment failed; so has the rollout.
+        """
+        started = time.perf_counter()
+        self.tool_calls += 1
+        if self.tool_calls > self.options.max_tool_calls:
+            text, failed = f"Error: no more than {self.options.max_tool_calls} tool calls in a rollout.", True
+        else:
+            async with self._calling:
+                text, failed = await self._tool_text(call)
+        self.tool_errors += failed
+        self.took(f"tool:{call['name']}" if self._is_declared(call) else "tool", started, "tools_s")
+        output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
+        self._called.append((call, output))
+        return output
+
+    def _is_declared(self, call: Json) -> bool:
+        name = call.get("name")
+        return isinstance(name, str) and name in self._declared
+
+    async def _tool_text(self, call: Json) -> tuple[str, bool]:
+        name = call.get("name")
+        if not self._is_declared(call):  # checked before a name that the model wrote becomes a path
+            return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(self._declared)) or 'none'}.", True
+        text = call.get("arguments") or "{}"
+        try:
+            arguments = orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            return f"Error: the arguments of {name} are no JSON: {error}", True
+        if is_deep(text.encode(), arguments):
+            return f"Error: the arguments of {name} are nested deeper than {MAX_DEPTH} levels.", True
+        if not isinstance(arguments, dict):
+            return f"Error: the arguments of {name} must be a JSON object, not {type(arguments).__name__}.", True
+        try:
+            reply = await self.gym.request(f"/{name}", arguments, timeout=self.options.tool_timeout_s)
+        except ServiceError as error:
+            if error.is_for_the_model:
+                return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
+            if error.failure in (None, "timeout"):
+                error.failure = "tool_error"
+            if isinstance(error, UpstreamError) and self.gym.could_show(error):
+                error.detail += (
+                    " (if that is how it answers to a model's mistake: tool_errors: show in the agent's stanza)"
+                )
+            self.failure = self.failure or error
+            raise
+        return reply.body.decode("utf-8", "replace"), False
+
+    def answer(self, text: str, stop_reason: StopReason = "answer") -> Json:
+        """The last response of a rollout that an SDK drove: the calls that went through `call_tool`, and its final text."""
+        stem = secrets.token_hex(12)
+        output: list[Json] = []
+        for index, (call, result) in enumerate(self._called):
+            ids = {"id": f"fc_{stem}_{index}", "call_id": call.get("call_id") or f"call_{stem}_{index}"}
+            said = {"name": call["name"], "arguments": call["arguments"], "status": "completed"}
+            output += [{"type": "function_call", **ids, **said}, {**result, "call_id": ids["call_id"]}]
+        output.append(message_item([output_text(text)], f"msg_{stem}"))
+        response = new_response({}, output, response_id=f"resp_{stem}", model=self.options.model)
+        return self.finish(response, output, stop_reason)
+
+    async def with_captured(self, response: Json) -> Json:
+        """The last response, once what was sampled under `model_base_url` is among what was recorded.
+
+        A model that gives no token data has nothing captured.
+        """
+        if self._captured_at is None:
+            return response
+        path = f"/rollouts/{self.rollout_id}/segments"
+        with boundary("model_error", "the captured calls could not be fetched"):
+            try:
+                kept = (await self.model.request(path, None, method="GET", idempotent=True)).json()
+            except ServiceError as error:
+                lost = not self._captured_at.startswith(self.model.url)  # with the replica that had them
+                if error.status != 404 or lost:
+                    raise
+                return response
+            await self.model.request(path, None, method="DELETE", idempotent=True)
+        elapsed = time.perf_counter() - self._started
+        for ago, seconds in kept["spans"]:
+            self.spans.append(("model", round(elapsed - ago, 6), seconds))
+            self.seconds["model_s"] += seconds
+        self.spans.sort(key=itemgetter(1))
+        self.segments += kept["segments"]
+        self._usage = kept["usage"] if self.turns == 0 else added(self._usage, kept["usage"])
+        self.turns += kept["calls"]
+        self.finish_reasons += kept["finish_reasons"]
+        return {**response, "usage": self._usage}
+
+    def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:
+        """The last response with the whole trajectory as its output and the usage of all turns."""
+        self.stop_reason = stop_reason
+        return {**response, "output": output, "usage": self._usage}
+
+    def trace(self, reward: float | None, components: dict[str, float] | None) -> Trace:
+        """The `ng` record of the row (wire.md, section 3)."""
+        seconds = {name: round(value, 6) for name, value in self.seconds.items()}
+        stopped = stop_reason(self.stop_reason, self.finish_reasons)
+        truncated = is_cut_off(stopped, self.finish_reasons)
+        return Trace(
+            schema_version=SCHEMA_VERSION,
+            rollout_id=self.rollout_id,
+            status="unscored" if reward is None else "truncated" if truncated else "ok",
+            policy_version=versions_in(self.segments),
+            segments=self.segments,
+            reward_components=components or {},
+            stop_reason=stopped,
+            turns=self.turns,
+            finish_reasons=self.finish_reasons,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            timings={**seconds, "total_s": round(time.perf_counter() - self._started, 6)},
+            spans=self.spans,
+            started_at=self.started_at.isoformat(),
+        )

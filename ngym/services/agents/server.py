@@ -1,0 +1,250 @@
+"""agent(): a way of driving a model through a task, as an application; `/run` is one whole rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
+from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
+from ngym.net import request_context
+from ngym.net.json_limits import by_size, serialized
+from ngym.peers.session import ToolErrors
+from ngym.rollout.segments import without_tokens
+from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
+from ngym.services.agents.rollout_context import RolloutContext
+from ngym.services.agents.start_pacing import Turns
+from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
+from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
+from ngym.services.base.request_bodies import json_body, off_loop
+from ngym.services.base.spans import invoke_agent
+
+BEGINNING_CHARS = 1000
+METRICS_S = 120.0
+ABANDON_S = 10.0
+CLOCKS_S = 0.01  # a timer of the event loop's may come so much too early
+_ANY: Json = {"type": "object"}
+
+
+class AgentOptions(ServiceOptions):
+    """Which gym server scores, and which model acts."""
+
+    gym: ServiceName = Field(description="The gym server whose tools it has, and that scores.")
+    model: ServiceName = Field(description="The model that acts.")
+    model_timeout_s: float = Field(default=600, description="For one call of the model.")
+    tool_timeout_s: float = Field(default=120, description="For one call of a tool.")
+    verify_timeout_s: float = Field(default=120, description="For `/verify`.")
+    tool_errors: ToolErrors = Field(
+        default="fail",
+        description="What a tool that crashes does to the rollout. show: the model reads it, as with NeMo Gym; and what a "
+        "gym server of another make answers with 4xx or 500.",
+    )
+    max_tool_calls: int = Field(default=1000, ge=1, description="In one rollout; the model is told of those beyond.")
+
+
+Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
+AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
+
+
+def agent(
+    *, respond: Respond, options: type[AgentOptions] = AgentOptions, lifespan: AgentLifespan | None = None
+) -> FastAPI:
+    """An agent as an application.
+
+    Args:
+        respond: `(request, rollout)` -> a Response whose output is the whole trajectory. `request` is a Responses
+            create params object; `rollout.sample`, `rollout.call_tool` and `rollout.finish` do the work.
+        options: the record of the stanza's own keys; derives from AgentOptions.
+        lifespan: `async with lifespan(context) as state` around serving; rollouts find what it yields in `rollout.state`.
+    """
+
+    @asynccontextmanager
+    async def running(context: ServiceContext) -> AsyncIterator[None]:
+        if lifespan is None:
+            yield
+            return
+        async with lifespan(context) as state:
+            app.state.agent_state = state
+            yield
+
+    app = service_app("agent", options=options, lifespan=running)
+    app.state.agent_state = None
+    turns = Turns()
+    abandoned: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
+
+    async def run(request: Request) -> Response:
+        await _turn(turns)
+        row = await json_body(request)
+        params = _checked(row.get("responses_create_params"), "responses_create_params.")
+        rollout = _rollout(request, params, len(await request.body()))
+        rollout.row = row
+        try:
+            seeded = await _seed(rollout, await request.body())
+            response = await _respond(respond, rollout, _params(row, seeded))
+            shown = {**response, "output": without_tokens(response["output"])}
+            scored = await _verify(rollout, {**row, "response": shown})
+        except BaseException:
+            ending = asyncio.create_task(_end_session(rollout))
+            abandoned.add(ending)
+            ending.add_done_callback(abandoned.discard)
+            raise
+        if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
+            scored["response"] = response
+        scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
+        headers = {WAITING_HEADER: str(turns.waiting)}
+        return await off_loop(request, partial(JsonResponse, headers=headers), scored)
+
+    async def responses(request: Request) -> Response:
+        await _turn(turns)
+        params = await json_body(request)
+        rollout = _rollout(request, _checked(params), len(await request.body()))
+        rollout.row = {"responses_create_params": params}
+        return await off_loop(request, JsonResponse, await _respond(respond, rollout, params))
+
+    async def aggregate(request: Request) -> Response:
+        context = context_of(request)
+        peer = context.peers[context.options.gym]
+        body = await request.body() if request.method == "POST" else None
+        reply = await peer.request(request.method, "/aggregate_metrics", body, timeout=METRICS_S, idempotent=True)
+        return JsonResponse(reply.json())
+
+    async def verify_group(request: Request) -> Response:
+        context = context_of(request)
+        peer = context.peers[context.options.gym]
+        return JsonResponse(await peer.post(ROUTE, await request.body(), timeout=TIMEOUT_S, idempotent=True))
+
+    row_schema = {
+        "type": "object",
+        "required": ["responses_create_params"],
+        "properties": {"responses_create_params": {"type": "object"}},
+    }
+    for path, handler, summary, body, most_bytes in (
+        ("/run", invoke_agent(run), "One whole rollout: seed, act, verify", row_schema, ROW_BYTES),
+        ("/v1/responses", invoke_agent(responses), "The trajectory, unscored", _ANY, ROW_BYTES),
+        ("/aggregate_metrics", aggregate, "Passed to the gym server", _ANY, BULK_BYTES),
+        (ROUTE, verify_group, "Passed to the gym server", _ANY, BULK_BYTES),
+    ):
+        add_route(app, "POST", path, handler, summary=summary, body=body, most_bytes=most_bytes)
+    add_route(app, "GET", "/aggregate_metrics", aggregate, summary="Passed to the gym server")
+    return app
+
+
+async def _turn(turns: Turns) -> None:
+    """Returns when the rollout may begin; its waiting counts into its deadline."""
+    try:
+        await turns.mine()
+    except asyncio.CancelledError:
+        remaining_s = request_context.current.get().remaining_s()
+        if remaining_s is None or remaining_s > CLOCKS_S:
+            raise  # the caller hung up
+        raise PeerTimeout(
+            f"the rollout's time was over before its turn came ({turns.waiting} more wait at this agent): collect with less "
+            "--concurrency, or give the agent replicas"
+        ) from None
+
+
+def _checked(params: Any, where: str = "") -> Any:
+    """What every agent relies on; the rest is the model server's to check."""
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        raise BadRequest(f"field '{where.removesuffix('.')}': must be an object, not {type(params).__name__}")
+    asked, tools = params.get("input"), params.get("tools") or []
+    if not (isinstance(asked, str | None) or _are_objects(asked)):
+        raise BadRequest(f"field '{where}input': must be a string or a list of items")
+    if not _are_tools(tools):
+        raise BadRequest(f"field '{where}tools': must be a list of objects, each with its name")
+    if params.get("stream"):
+        raise BadRequest(f"field '{where}stream': an agent answers when all is done; leave it out")
+    return params
+
+
+def _are_tools(value: Any) -> bool:
+    return _are_objects(value) and all(isinstance(tool.get("name", ""), str) for tool in value)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+
+
+def _rollout(request: Request, params: Any, request_bytes: int) -> RolloutContext:
+    context = context_of(request)
+    here = request_context.current.get()
+    if here.rollout_id is None:
+        here = request_context.begin(secrets.token_hex(16))._replace(deadline=here.deadline)
+        request_context.current.set(here)
+    state = request.app.state.agent_state
+    return RolloutContext(context, cast(str, here.rollout_id), _beginning(params, context), state, request_bytes)
+
+
+def _beginning(params: Any, context: ServiceContext) -> str:
+    """What conversations have in common that begin alike: a replica has it in its prefix cache. "" where there is but one."""
+    if len(context.peers.urls.get(context.options.model, ())) < 2:
+        return ""
+    match params:
+        case {"input": [first, *_]} | {"input": first}:
+            return repr((params.get("instructions"), first))[:BEGINNING_CHARS]
+    return ""
+
+
+async def _seed(rollout: RolloutContext, row: bytes) -> Json:
+    started = time.perf_counter()
+    with boundary("config", "the task could not be started"):
+        seeded = await rollout.gym.post("/seed_session", row, timeout=rollout.options.tool_timeout_s, idempotent=True)
+    rollout.took("seed", started)
+    if not isinstance(seeded, dict):
+        return {}
+    if not _are_tools(seeded.get("tools") or []):
+        gym = rollout.options.gym
+        raise ServiceError(
+            f"{gym} answered /seed_session with tools that are no list of objects, each with its name", failure="config"
+        )
+    return seeded
+
+
+def _params(row: Json, seeded: Json) -> Json:
+    """The row's create params; the gym server's own tools when the row declares none."""
+    params: Json = row.get("responses_create_params") or {}
+    if not params.get("tools") and seeded.get("tools"):
+        return {**params, "tools": seeded["tools"]}
+    return params
+
+
+async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> Json:
+    try:
+        with boundary("agent_error", "the agent failed", places=True):
+            rollout.declare(params.get("tools"))
+            response = await respond(params, rollout)
+    except ServiceError as error:
+        raise rollout.failure or error from error.__cause__  # an SDK may have made something else of it
+    if rollout.failure is not None:
+        raise rollout.failure
+    return await rollout.with_captured(response)
+
+
+async def _end_session(rollout: RolloutContext) -> None:
+    """Nobody goes on with a rollout that failed or was given up: its state, and what still runs for it, need not wait to expire."""
+    request_context.current.set(request_context.current.get()._replace(deadline=None))  # it may be over
+    with suppress(ServiceError):  # the server may be gone, or know no sessions; then they expire
+        await rollout.gym.request("/session", None, method="DELETE", timeout=ABANDON_S, idempotent=True)
+
+
+async def _verify(rollout: RolloutContext, body: Json) -> Json:
+    started = time.perf_counter()
+    with boundary("verify_error", "the rollout could not be verified"):
+        raw = await by_size(rollout.request_bytes, serialized, body)
+        scored: Json = await rollout.gym.post("/verify", raw, timeout=rollout.options.verify_timeout_s)
+    if not isinstance(scored, dict) or "reward" not in scored:
+        raise ServiceError("the gym server's /verify answered without a reward", failure="verify_error")
+    rollout.took("verify", started, "verify_s")
+    return scored

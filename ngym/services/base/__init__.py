@@ -1,0 +1,1 @@
+"""What every service has: its app, process, request handling, deadlines and back-pressure."""

@@ -1,0 +1,276 @@
+"""What every service has: health, readiness, metrics, problem documents; dispatch.py is what each request passes first."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from http import HTTPStatus
+from typing import Any, get_args
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, ProcessCollector, generate_latest
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ngym.did_you_mean import nearest
+from ngym.errors import MOST_NAME, BadRequest, FailureClass, NotReady, Problem, ServiceError, ToolError, cut, refused
+from ngym.net import request_context
+from ngym.schema import SESSION_HEADER, Json, Kind
+from ngym.services.base.dispatch import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
+from ngym.services.base.options import ServiceContext, ServiceOptions
+
+log = logging.getLogger("ngym.services")
+
+UNREADABLE = ("64-bit range", "surrogates")  # orjson's words
+
+FAILURES = frozenset(get_args(FailureClass))  # what a peer calls its failures is its own affair
+
+Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
+
+
+class JsonResponse(Response):
+    """JSON through orjson: one dump, no re-validation of what we made ourselves.
+
+    Numbers and texts that JSON's readers do not take, of which a model may have been the author, are changed and no error.
+    """
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return _dumped(content)
+        except TypeError as error:
+            if not any(reason in str(error) for reason in UNREADABLE):
+                raise
+        return _dumped(_readable(content))
+
+
+def _dumped(content: Any) -> bytes:
+    try:
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
+    except TypeError as error:  # orjson reads 1024 levels and writes 254; what came in goes out again in many answers
+        if "Recursion limit" not in str(error):
+            raise
+        raise BadRequest("the JSON is nested deeper than 250 levels") from None
+
+
+def _readable(value: Any) -> Any:
+    """The same with integers beyond 64 bits as text, and a mark in the place of a lone surrogate."""
+    match value:
+        case BaseModel():
+            return _readable(value.model_dump())
+        case dict():
+            return {_readable(key): _readable(member) for key, member in value.items()}
+        case list() | tuple():
+            return [_readable(member) for member in value]
+        case str():
+            return value.encode("utf-8", "replace").decode()
+        case int() if not -(1 << 63) <= value < 1 << 64:
+            return str(value)
+    return value
+
+
+class ProblemResponse(JsonResponse):
+    media_type = "application/problem+json"
+
+
+def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan | None = None) -> FastAPI:
+    """An application with the routes that every service has; `app.state.context` is there once it serves."""
+
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        context: ServiceContext = app.state.context
+        try:
+            if lifespan is None:
+                yield
+            else:
+                async with lifespan(context):
+                    yield
+        finally:
+            await context.peers.close()
+
+    app = FastAPI(title=f"ngym {kind}", lifespan=run, redirect_slashes=False)
+    app.state.kind = kind
+    app.state.options_model = options
+    app.state.not_ready = None
+    registry = CollectorRegistry()
+    app.state.registry = registry
+    app.state.errors = Counter(
+        "ngym_errors", "Answers that are problems, by failure class", ["class"], registry=registry
+    )
+    app.state.process_metrics = ProcessCollector(registry=registry)
+    app.state.served = {}
+    app.add_middleware(Edge, registry=registry, served=app.state.served)
+    app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(MemoryError, _no_memory)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _bug)
+    add_route(app, "GET", "/", _health, summary="Liveness")
+    add_route(app, "GET", "/health", _health, summary="Liveness")
+    add_route(app, "GET", "/ready", _ready, summary="Readiness: 503 with a reason until it can serve")
+    add_route(app, "GET", "/metrics", _metrics, summary="Prometheus metrics", answers=["text/plain"])
+    return app
+
+
+def add_route(
+    app: FastAPI,
+    method: str,
+    path: str,
+    handler: Handler,
+    *,
+    summary: str = "",
+    body: dict[str, Any] | None = None,
+    answers: Sequence[str] = (JsonResponse.media_type,),
+    most_bytes: int | None = CALL_BYTES,
+    finishes: bool = False,
+) -> None:
+    """A route whose handler reads the raw request itself.
+
+    Args:
+        body: its JSON Schema, for /openapi.json.
+        answers: the media types that it answers in; none: with 204.
+        most_bytes, finishes: as `Served` has them; a path with parameters of its own has neither.
+    """
+    names = re.findall(r"{(\w+)", path)
+    extra: Json = {"parameters": [{**_IN_PATH, "name": name} for name in names]} if names else {}
+    if body:
+        place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method.lower()}/requestBody/content/application~1json/schema"
+        schema = _rooted(body, place)
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if "{" not in path.removeprefix(OF_A_ROLLOUT):
+        app.state.served[method, path] = Served(handler, most_bytes, finishes)
+    app.add_api_route(
+        path,
+        handler,
+        methods=[method],
+        summary=summary or None,
+        openapi_extra=extra,
+        response_class=Response,
+        response_model=None,
+        status_code=200 if answers else 204,
+        responses={**({200: {"content": {kind: {} for kind in answers}}} if answers else {}), "default": _PROBLEM},
+    )
+
+
+def _rooted(schema: Any, place: str) -> Any:
+    """The schema as it stands within a document: its references begin at the document's root. place: its JSON pointer there."""
+    if isinstance(schema, list):
+        return [_rooted(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rooted = {key: _rooted(value, place) for key, value in schema.items()}
+    if isinstance(target := schema.get("$ref"), str) and target.startswith("#/$defs/"):
+        rooted["$ref"] = place + target.removeprefix("#")
+    return rooted
+
+
+_IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_PROBLEM: Json = {
+    "description": "What went wrong, as a problem document (RFC 9457)",
+    "content": {
+        ProblemResponse.media_type: {
+            "schema": {
+                "type": "object",
+                "required": ["type", "title", "status", "detail"],
+                "properties": {
+                    "type": {"type": "string"},
+                    "title": {"type": "string"},
+                    "status": {"type": "integer"},
+                    "detail": {"type": "string"},
+                    "retryable": {"type": "boolean"},
+                },
+            }
+        }
+    },
+}
+
+
+def context_of(request: Request) -> ServiceContext:
+    context: ServiceContext = request.app.state.context
+    return context
+
+
+def _default(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _problem(request: Request, error: ServiceError) -> Response:
+    context = getattr(request.app.state, "context", None)
+    rollout_id = request_context.current.get().rollout_id
+    request.app.state.errors.labels(error.failure if error.failure in FAILURES else type(error).__name__).inc()
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    if error.status in (429, 503):
+        headers = {"retry-after": str(max(1, round(error.retry_after_s)))}
+    body = error.problem(context.name if context else request.app.state.kind, rollout_id)
+    if isinstance(error, ToolError):  # a caller can tell it from what a proxy says: that does not know the session
+        body |= {"for_the_model": True, "session": request.headers.get(SESSION_HEADER)}
+    if context:
+        body["detail"] = context.redact.text(body["detail"])  # an exception's words may quote what it was called with
+    return ProblemResponse(body, status_code=error.status, headers=headers)
+
+
+async def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    if error.status >= 500:
+        log.warning("%s %s: %s", request.method, request.url.path, error.detail, exc_info=error.__cause__)
+    return _problem(request, error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = cut(request.url.path, MOST_NAME)
+    told = ServiceError(f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code)
+    told.title = HTTPStatus(error.status_code).phrase
+    response = _problem(request, told)
+    response.headers.update(error.headers or {})  # which methods are allowed
+    return response
+
+
+def _instead(request: Request, error: HTTPException) -> str:
+    """` (did you mean '/verify'?)` of a path that is none; ` (POST)` of one that is asked in another way."""
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow")
+        return f" ({allowed})" if allowed else ""
+    near = nearest(request.url.path, {route.path for route in request.app.routes if isinstance(route, Route)})
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """Of a route that an author wrote as FastAPI has them."""
+    assert isinstance(error, RequestValidationError)
+    wrong = (Problem(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors())
+    return _problem(request, refused(wrong, cut(request.url.path, MOST_NAME)))
+
+
+async def _no_memory(request: Request, error: Exception) -> Response:
+    path = cut(request.url.path, MOST_NAME)
+    return _problem(request, NotReady(f"{path}: there is not enough memory for this request now"))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """An exception that nobody foresaw: the class is told, the traceback goes to the log (uvicorn prints it), never out."""
+    return _problem(request, ServiceError(f"{request.url.path} failed: {type(error).__name__}", retryable=False))
+
+
+async def _health(request: Request) -> Response:
+    return JsonResponse({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    reason = request.app.state.not_ready
+    if reason:
+        return JsonResponse({"status": "not ready", "reason": reason}, status_code=503)
+    return JsonResponse({"status": "ready"})
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,82 @@
+"""A service's typed options, and what else a service process is given."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ngym.config.yaml_tree import Tree, parse
+from ngym.did_you_mean import did_you_mean
+from ngym.errors import ConfigError
+from ngym.peers import Peers
+from ngym.schema import Kind
+from ngym.telemetry.redact import Redactor
+
+
+class _Reference:
+    """Marks an option that names another service."""
+
+
+ServiceName = Annotated[str, _Reference()]
+
+
+class ServiceOptions(BaseModel):
+    """The options that a stanza may carry beside kind, app and url. Derive from it; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    max_body_mib: int | None = Field(
+        default=None,
+        ge=1,
+        description="MiB of a request's body. null: 64 for rows and conversations, 256 for many rows, 16 for all else.",
+    )
+    max_json_weight: int | None = Field(
+        default=None,
+        ge=1000,
+        description="The values in a request's JSON: 8 for each object, list and member of an object, 1 for any other value and for 32 bytes outside of strings. "
+        "null: "
+        "200,000 for tools, 4,000,000 for many rows, 2,000,000 for rows, conversations and all else. Parsing 1,000,000 takes 0.1 s, in which "
+        "the service answers nobody.",
+    )
+
+
+Options = TypeVar("Options", bound=ServiceOptions)
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """What a service process knows: itself, its options, its sockets (bound and listening) and its peers.
+
+    root is the folder of the config file: relative paths in options are relative to it. run_token: what callers have to
+    show, None where the run is open; admin_token: what opens the weights as well. tls: the files of ngym.tls, where the run speaks https. redact:
+    takes the secrets that this process knows out of what it tells others.
+    """
+
+    name: str
+    kind: Kind
+    options: Any
+    peers: Peers
+    sockets: list[socket.socket] = field(default_factory=list)
+    root: Path = Path()
+    admin_token: str | None = None
+    run_token: str | None = None
+    tls: Mapping[str, str] | None = None
+    redact: Redactor = field(default_factory=lambda: Redactor([]))
+
+
+def parse_options(
+    model: type[Options], values: Mapping[str, Any], lines: Mapping[str, str], where: str, services: Iterable[str]
+) -> Options:
+    """A stanza's options as the service's own record; ConfigError for unknown keys and unknown service names."""
+    tree = Tree(dict(values), lines, default_where=where)
+    options = parse(model, tree)
+    services = list(services)
+    for name, info in model.model_fields.items():
+        value = getattr(options, name)
+        if any(isinstance(mark, _Reference) for mark in info.metadata) and value is not None and value not in services:
+            raise ConfigError(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
+    return options

@@ -1,0 +1,174 @@
+"""The JSON of a request: bounded before it is parsed, validated, and handled in a thread where it is large.
+
+A parser, a validator and a serializer each hold the interpreter until they return. The bounds here keep each such call short, and
+between two of them the event loop answers others.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, SchemaValidator
+from starlette.requests import Request
+
+from ngym.did_you_mean import nearest
+from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, cut, refused
+from ngym.net.json_limits import LOOP_BYTES, MAX_DEPTH, NODE_WEIGHT, Result, by_size, is_deep, json_weight
+from ngym.process_memory import is_room_for, parsed_bytes
+from ngym.schema import Json
+from ngym.services.base.disconnects import LARGE
+from ngym.services.base.options import ServiceOptions
+
+CALL_WEIGHT = 200_000  # of the JSON of a tool's arguments
+ROW_WEIGHT = 2_000_000  # of a row or a conversation: 28,000 messages of one part each, or as many token ids
+
+WINDOW = 1 << 20
+LISTED = 20_000  # pydantic makes all of its problems at once, a million a second
+STRANGERS = 100  # of which the one that was meant is looked for
+
+
+async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
+    """What the function returns, which is called in a thread where the request's body is large."""
+    return await by_size(len(await request.body()), function, *args)
+
+
+async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
+    """The request's JSON object. BadRequest names what is wrong with it.
+
+    Args:
+        most_weight: of its JSON (`is_light`); the service's own `max_json_weight` takes its place.
+    """
+    context = getattr(request.app.state, "context", None)
+    own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
+    return await off_loop(request, parsed, await request.body(), cut(request.url.path, MOST_NAME), own or most_weight)
+
+
+async def valid_body(request: Request, model: type[BaseModel], value: Json, what: str) -> Any:
+    """As `validated`, of what was made of the request's body; of a large one each list is looked at up to its first problem."""
+    is_large = len(await request.body()) > LOOP_BYTES
+    return await off_loop(request, _validated, model, value, what, is_large)
+
+
+def validated(model: type[BaseModel], value: Json, what: str) -> Any:
+    """The value as a record; BadRequest with one line that names the first wrong fields."""
+    return _validated(model, value, what, False)
+
+
+def parsed(raw: bytes, path: str, most_weight: int) -> Json:
+    """A body's JSON object. path: as errors name it.
+
+    Raises:
+        BadRequest: it is no JSON object, or larger, deeper than allowed.
+        MemoryError: there is no room for it; orjson would not survive it.
+    """
+    if not is_light(raw, most_weight):
+        raise BadRequest(
+            f"the JSON of {path} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each object, list "
+            "and member of an object, 1 for any other value and for 32 bytes outside of strings); send less, or raise the service's max_json_weight",
+            status=413,
+        )
+    if len(raw) > LARGE and not is_room_for(parsed_bytes(raw)):
+        raise MemoryError
+    try:
+        value = _loaded(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body of {path} is no JSON: {error}", status=400) from None
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body of {path} must be a JSON object, not {type(value).__name__}")
+    if is_deep(raw, value):
+        raise BadRequest(f"the body of {path} is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def is_light(raw: bytes, most: int) -> bool:
+    """Whether the weight of this JSON is `most` or less. What stands within strings has none."""
+    if json_weight(raw) <= most:
+        return True
+    weight, inside, start = 0, False, 0
+    while start < len(raw) and weight <= most:
+        part = raw[start : start + WINDOW]
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape is not cut in two
+            part = raw[start : start + WINDOW + 1]
+        start += len(part)
+        texts = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        weight += json_weight(b"".join(texts[inside::2]))
+        inside ^= len(texts) % 2 == 0
+    return weight <= most
+
+
+def _loaded(raw: bytes) -> Any:
+    """orjson's own, without the garbage collections that its lists and objects would cause: they are all alive."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return orjson.loads(raw)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _validated(model: type[BaseModel], value: Json, what: str, stops_early: bool) -> Any:
+    try:
+        return _stopping(model).validate_python(value) if stops_early else model.model_validate(value)
+    except ValidationError as error:
+        told = _problems(model, value, error)
+        raise refused((Problem(_place(one), one["msg"] + _meant(model, value, one)) for one in told), what) from None
+
+
+def _problems(model: type[BaseModel], value: Json, error: ValidationError) -> list[ErrorDetails]:
+    """The first of them; where there are too many to list, those of a smaller value."""
+    if error.error_count() > LISTED:
+        known = {name: value[name] for name in _names(model) if name in value}
+        strangers = dict(islice(((name, one) for name, one in value.items() if name not in known), MOST_PROBLEMS))
+        try:
+            _stopping(model).validate_python(known | strangers)
+        except ValidationError as fewer:
+            error = fewer
+    if error.error_count() > LISTED:
+        return [{"type": "", "loc": (), "msg": f"{error.error_count():,} problems, too many to name", "input": None}]
+    return error.errors(include_url=False, include_input=False, include_context=False)[: MOST_PROBLEMS + 1]
+
+
+def _place(problem: ErrorDetails) -> str:
+    return ".".join(str(part) for part in problem["loc"])
+
+
+def _names(model: type[BaseModel]) -> Iterable[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        if field.alias:
+            yield field.alias
+
+
+def _meant(model: type[BaseModel], value: Json, problem: ErrorDetails) -> str:
+    """` (is 'traget' meant to be it?)`: of a field that is missing, when the value has one of nearly that name."""
+    if problem["type"] != "missing" or len(problem["loc"]) != 1:
+        return ""
+    strangers = islice((name for name in value if name not in model.model_fields), STRANGERS)
+    near = nearest(str(problem["loc"][0]), strangers)
+    return f" (is {near!r} meant to be it?)" if near else ""
+
+
+@cache
+def _stopping(model: type[BaseModel]) -> SchemaValidator:
+    """The model's validator, but that each list ends at its first problem."""
+    # else it would take the validators that the models have already, which go through whole lists
+    return SchemaValidator(_stops(model.__pydantic_core_schema__), _use_prebuilt=False)
+
+
+def _stops(schema: Any) -> Any:
+    if isinstance(schema, list | tuple):
+        return type(schema)(_stops(part) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kept = ("metadata", "serialization", "default", "expected", "config")  # values, and no schemas
+    stops = {key: part if key in kept else _stops(part) for key, part in schema.items()}
+    if schema.get("type") in ("list", "set", "frozenset", "tuple"):
+        stops["fail_fast"] = True
+    return stops

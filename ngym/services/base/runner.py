@@ -1,0 +1,155 @@
+"""One service process: a spec and bound sockets in, a serving application until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import uvicorn
+
+from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
+from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
+from ngym.net.tls import trust
+from ngym.peers import Peers
+from ngym.runtime import event_loop
+from ngym.schema import Kind
+from ngym.services.base.loader import load
+from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
+from ngym.services.base.watchdog import Watchdog
+from ngym.telemetry import log_format, tracing
+from ngym.telemetry.redact import Redactor, secrets_in
+
+EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
+BACKLOG = 4096
+GRACE_S = 3.0
+ACCEPTS = 16  # new connections in one turn of the loop: libuv takes one per listening descriptor, however many wait
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """All that a service process is told. Plain data: it crosses a process boundary."""
+
+    name: str
+    kind: Kind
+    app_file: str
+    options: dict[str, Any]
+    where: str
+    key_where: dict[str, str]
+    urls: dict[str, list[str]] = field(default_factory=dict)
+    head_url: str | None = None
+    root: str = "."
+    replica: int = 0
+    admin_token: str | None = field(default=None, repr=False)
+    run_token: str | None = field(default=None, repr=False)
+    others: dict[str, str | None] = field(default_factory=dict, repr=False)
+    tls: dict[str, str] | None = None
+    tracing: tuple[str, float, bool] | None = None  # of ngym.telemetry.tracing.Destination
+    logs: log_format.Form = "text"
+
+
+def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG or 1."""
+    log_format.begin(spec.name, spec.logs)
+    try:
+        module = load(Path(spec.app_file))
+        options = check(spec, module)
+    except UsageError as error:
+        log_format.say(str(error), spec.name, spec.logs)
+        return EXIT_CONFIG
+    tracing.begin(tracing.Destination(*spec.tracing) if spec.tracing else None, spec.name, spec.replica)
+    try:
+        event_loop.run(_serve(spec, module, options, list(sockets)))
+    except NgymError as error:
+        log_format.say(str(error), spec.name, spec.logs)
+        return EXIT_CONFIG if isinstance(error, UsageError) else 1
+    finally:
+        tracing.end()
+    return 0
+
+
+def check(spec: ServiceSpec, module: ModuleType) -> ServiceOptions:
+    """The spec's options as the service's own record; ConfigError names the line."""
+    model = module.Options if hasattr(module, "serve") else module.app.state.options_model
+    options: ServiceOptions = parse_options(model, spec.options, spec.key_where, spec.where, spec.urls)
+    kind = "model" if hasattr(module, "serve") else module.app.state.kind
+    if kind != spec.kind:
+        raise ConfigError(f"{spec.where}: service {spec.name!r} is of kind {spec.kind}, but its app is a {kind}")
+    return options
+
+
+async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions, sockets: list[socket.socket]) -> None:
+    if spec.tls and spec.tls.get("ca"):
+        trust(Path(spec.tls["ca"]))
+    peers = Peers(spec.urls, spec.head_url, spec.run_token, owner=spec.name, others=spec.others)
+    tokens = (spec.admin_token, spec.run_token)
+    known = (*secrets_in(spec.options), *(value or "" for value in (*tokens, *spec.others.values())))
+    context = ServiceContext(
+        spec.name, spec.kind, options, peers, sockets, Path(spec.root), *tokens, spec.tls, Redactor(known)
+    )
+    if hasattr(module, "serve"):
+        await module.serve(context)
+        return
+    app = module.app
+    app.state.context = context
+    async with app.router.lifespan_context(
+        app
+    ):  # here, so that what it raises is an error of ours and no traceback of uvicorn's
+        await serve_app(app, context, lifespan="off")
+
+
+class _Server(Server):
+    def stop(self) -> None:
+        self.should_exit = True
+
+
+async def serve_app(
+    app: Any, context: ServiceContext, lifespan: Literal["on", "off"] = "on", keys: Sequence[str] = ()
+) -> None:
+    """An ASGI application on the context's sockets, until SIGTERM or SIGINT; answers in flight are finished first.
+
+    keys: open it too, where the run is locked.
+    """
+    sockets, title, registry = context.sockets, app.title, app.state.registry
+    if context.run_token:
+        app = Locked(app, Lock([context.run_token, *filter(None, [context.admin_token]), *keys]), context.name)
+    else:
+        urls = chain([context.peers.head_url or ""], *context.peers.urls.values())
+        app = Guarded(app, Visitors(hosts_of(urls)), context.name)
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http=Connection,
+        ws="none",
+        lifespan=lifespan,
+        limit_concurrency=room(),
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEPALIVE_S,
+        timeout_graceful_shutdown=int(GRACE_S),
+        backlog=BACKLOG,
+        ssl_certfile=context.tls["certificate"] if context.tls else None,
+        ssl_keyfile=context.tls["key"] if context.tls else None,
+        server_header=False,
+        proxy_headers=False,  # nobody stands between our services
+        date_header=False,
+    )
+    server = _Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    with Watchdog(registry):
+        await server.serve(sockets=[*sockets, *(one.dup() for one in sockets for _ in range(ACCEPTS - 1))])
+    if not server.started:
+        raise ConfigError(f"{title} could not start; its log says why")
+
+
+def spec_from(mapping: Mapping[str, Any]) -> ServiceSpec:
+    """A spec that crossed a process boundary as JSON."""
+    return ServiceSpec(**mapping)

@@ -1,0 +1,1 @@
+"""Gym servers: tools, sessions, verification, steps and MCP."""

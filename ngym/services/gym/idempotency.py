@@ -1,0 +1,150 @@
+"""Was this call made before? Then its caller gets the answer that it lost: under one idempotency key a thing is done once.
+
+A call under a key goes on when its caller hangs up, who may come back for the answer; it ends with its deadline, and when its
+session is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import OrderedDict
+from collections.abc import Awaitable
+from functools import partial
+
+from fastapi import Request
+from starlette.responses import Response
+
+from ngym.errors import BadRequest, ServiceError
+from ngym.process_memory import fitted
+from ngym.schema import IDEMPOTENCY_HEADER
+from ngym.services.base.deadlines import in_time
+from ngym.services.base.dispatch import Handler
+from ngym.services.gym.sessions import REPEATABLE_S, session_id_of
+
+MAX_BYTES = 16 << 20  # of answers that are kept
+OVERHEAD_BYTES = 3 << 10  # of one answer beside its body
+MAX_KEY_CHARS = 128
+NOT_DONE = (429, 503)  # a repetition is a first attempt
+
+Call = tuple[str, str, str]
+"""Session, path and key."""
+
+
+class Repeats:
+    """The calls of one gym server under a key; one per process and event loop."""
+
+    def __init__(self, kept_s: float = REPEATABLE_S, max_bytes: int = MAX_BYTES) -> None:
+        self._kept_s = kept_s
+        self._max_bytes = max_bytes
+        self._running: dict[Call, asyncio.Task[Response]] = {}
+        self._done: OrderedDict[Call, float] = (
+            OrderedDict()
+        )  # when, in loop time; what was done longest ago comes first
+        self._answers: OrderedDict[Call, Response | ServiceError] = (
+            OrderedDict()
+        )  # of those, as many as there is room for
+        self._of_session: dict[str, list[Call]] = {}
+        self._bytes = 0
+
+    def once(self, handler: Handler) -> Handler:
+        """The handler, which does nothing twice under one key."""
+
+        async def answer(request: Request) -> Response:
+            key = request.headers.get(IDEMPOTENCY_HEADER)
+            if key is None:
+                return await _unless_over(handler(request))
+            if len(key) > MAX_KEY_CHARS:
+                raise BadRequest(f"{IDEMPOTENCY_HEADER}: {len(key)} characters; at most {MAX_KEY_CHARS}")
+            await request.body()  # what never came whole was never begun
+            return await self._answer((session_id_of(request) or "", request.scope["path"], key), handler, request)
+
+        answer.__name__ = getattr(handler, "__name__", "answer")
+        return answer
+
+    def stop(self, session_id: str) -> None:
+        """The session is deleted: what still runs in it is cancelled."""
+        for call, task in self._running.items():
+            if call[0] == session_id:
+                task.cancel()
+
+    def forget(self, session_id: str) -> None:
+        """The session is over: nobody can make its calls again, and what they answered need not be kept."""
+        for call in self._of_session.pop(session_id, ()):
+            self._drop(call)
+
+    async def _answer(self, call: Call, handler: Handler, request: Request) -> Response:
+        self._forget_old()
+        if call in self._done:
+            return _said(self._answers.get(call))
+        task = self._running.get(call)
+        if task is None:
+            task = self._running[call] = asyncio.create_task(in_time(handler, request))
+            task.add_done_callback(partial(self._keep, call))
+        return await _unless_over(asyncio.shield(task))
+
+    def _keep(self, call: Call, task: asyncio.Task[Response]) -> None:
+        del self._running[call]
+        answer: Response | ServiceError | None = None
+        if not task.cancelled():
+            error = task.exception()
+            if isinstance(error, ServiceError):
+                if error.status in NOT_DONE:
+                    return
+                answer = copy.copy(error)  # without its traceback, which holds the request
+            elif error is None:
+                answer = task.result()
+        self._done[call] = asyncio.get_running_loop().time()
+        self._of_session.setdefault(call[0], []).append(call)
+        if isinstance(answer, Response):
+            answer.body = fitted(answer.body)
+        if answer is not None:
+            self._answers[call] = answer
+            self._bytes += _size(answer)
+        while self._bytes > self._max_bytes:
+            self._bytes -= _size(self._answers.popitem(last=False)[1])
+
+    def _forget_old(self) -> None:
+        oldest_kept = asyncio.get_running_loop().time() - self._kept_s
+        while self._done:
+            call = next(iter(self._done))
+            if self._done[call] >= oldest_kept:
+                return
+            of_session = self._of_session[call[0]]
+            of_session.remove(call)
+            if not of_session:
+                del self._of_session[call[0]]
+            self._drop(call)
+
+    def _drop(self, call: Call) -> None:
+        del self._done[call]
+        if (answer := self._answers.pop(call, None)) is not None:
+            self._bytes -= _size(answer)
+
+
+async def _unless_over(call: Awaitable[Response]) -> Response:
+    """What a call answers; its session may end meanwhile, and what the call waits for with it."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if caller is None or caller.cancelling():
+            raise
+        raise _lost("was stopped: its session has ended") from None
+
+
+def _said(answer: Response | ServiceError | None) -> Response:
+    if answer is None:
+        raise _lost("was made before, and its answer is kept no more; it is not done again")
+    if isinstance(answer, ServiceError):
+        raise copy.copy(answer)
+    return answer
+
+
+def _lost(what: str) -> ServiceError:
+    """Retryable as a whole: the rollout starts afresh."""
+    return ServiceError(f"this call {what}", status=409, retryable=True)
+
+
+def _size(answer: Response | ServiceError) -> int:
+    return OVERHEAD_BYTES + (len(answer.body) if isinstance(answer, Response) else len(answer.detail))

@@ -1,0 +1,166 @@
+"""/mcp: a gym server's tools over MCP, each call in a rollout's session; the SDK is imported by the first request.
+
+A caller names its session by X-NG-Session (what `/seed_session` answers under `mcp`), by our cookie, or by the MCP session
+id: all three are one id, and its session ends as every session does. Who names none begins one with `initialize` or
+its first call, and is told its id by header and cookie; a handshake's answer has it as Mcp-Session-Id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+from anyio.to_thread import run_sync
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from ngym.errors import BadRequest, ServiceError
+from ngym.schema import SESSION_HEADER, Json
+from ngym.services.base.app import JsonResponse, Lifespan
+from ngym.services.base.options import ServiceContext
+from ngym.services.base.request_bodies import CALL_WEIGHT, is_light, off_loop
+from ngym.services.gym.sessions import Session, begun, session_id_of
+
+if TYPE_CHECKING:
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+PATH = "/mcp"
+MCP_SESSION_HEADER = "mcp-session-id"
+BEGIN_A_SESSION = ("initialize", "tools/call")
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+INVALID_REQUEST = -32600  # JSON-RPC
+INSTALLED = importlib.util.find_spec("mcp") is not None
+
+
+class McpRoute:
+    """The ASGI application behind the route."""
+
+    _manager: asyncio.Task[StreamableHTTPSessionManager] | None
+    _serving: asyncio.Task[None] | None
+    _stop: asyncio.Event
+
+    def around(self, lifespan: Lifespan | None) -> Lifespan:
+        """The service's lifespan, after which nothing of ours runs."""
+
+        @asynccontextmanager
+        async def running(context: ServiceContext) -> AsyncIterator[None]:
+            self._manager, self._serving, self._stop = None, None, asyncio.Event()
+            try:
+                if lifespan is None:
+                    yield
+                    return
+                async with lifespan(context):
+                    yield
+            finally:
+                self._stop.set()
+                if self._serving is not None:
+                    await self._serving
+
+        return running
+
+    def seeded(self, app: FastAPI, session: Session) -> Json:
+        """What `/seed_session` tells an agent that brings an MCP client of its own."""
+        if not INSTALLED or not app.state.callable:
+            return {}
+        name = app.state.context.name
+        headers = {SESSION_HEADER: session.id}
+        return {"mcp": {"server_name": name, "url_path": PATH, "transport": "http", "headers": headers}}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if request.method != "POST":
+            await JsonResponse({}, 405, {"allow": "POST"})(
+                scope, receive, send
+            )  # nothing to stream, and /verify ends it
+            return
+        try:
+            _check_origin(request)
+            body = await request.body()
+            method = await off_loop(request, _method, body)
+            session = _session(request, method)
+            manager = await self._ready(scope["app"])
+        except ServiceError as error:
+            refusal = {"jsonrpc": "2.0", "id": None, "error": {"code": INVALID_REQUEST, "message": error.detail}}
+            await JsonResponse(refusal, error.status)(scope, receive, send)
+            return
+        request.state.session = session
+        told = {MCP_SESSION_HEADER: session.id} if session is not None and method == "initialize" else {}
+        await manager.handle_request(scope, _replayed(body, receive), _with_headers(send, told))
+
+    async def _ready(self, app: FastAPI) -> StreamableHTTPSessionManager:
+        if self._manager is None:
+            self._manager = asyncio.create_task(self._begin(app))
+        return await asyncio.shield(self._manager)
+
+    async def _begin(self, app: FastAPI) -> StreamableHTTPSessionManager:
+        if not INSTALLED:
+            raise ServiceError("this gym server cannot speak MCP: pip install 'ngym[mcp]'", status=501)
+        sdk = await run_sync(importlib.import_module, "ngym.services.gym.mcp_server")  # half a second: not on the loop
+        manager: StreamableHTTPSessionManager = sdk.manager(app.state.context.name, app.state.callable)
+        ready = asyncio.Event()
+
+        async def serve() -> None:
+            async with manager.run():
+                ready.set()
+                await self._stop.wait()
+
+        self._serving = asyncio.create_task(serve())
+        await ready.wait()
+        return manager
+
+
+def _check_origin(request: Request) -> None:
+    """A browser's page may call only from this machine: a page elsewhere must not drive a server that its reader can reach."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
+        raise ServiceError(f"a page of {origin} may not call this server", status=403)
+
+
+def _method(body: bytes) -> str | None:
+    """What is asked. BadRequest where the SDK would take long to read it."""
+    if not is_light(body, CALL_WEIGHT):
+        raise BadRequest(f"the JSON has too many values: its weight is more than {CALL_WEIGHT:,}", status=413)
+    try:
+        message: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None  # the SDK tells the caller
+    return message.get("method") if isinstance(message, dict) else None
+
+
+def _session(request: Request, method: str | None) -> Session | None:
+    """The caller's session, or one that begins here. NotFound for one that has ended: state never starts afresh unseen."""
+    store = request.app.state.sessions
+    session_id = session_id_of(request) or request.headers.get(MCP_SESSION_HEADER)
+    if session_id is not None:
+        found: Session = store.get(session_id)
+        return found
+    return begun(store, request) if method in BEGIN_A_SESSION else None
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` for a request whose body was read."""
+    unread = [body]
+
+    async def replay() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+def _with_headers(send: Send, headers: dict[str, str]) -> Send:
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(headers)
+        await send(message)
+
+    return told

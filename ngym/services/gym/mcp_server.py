@@ -1,0 +1,64 @@
+"""The tools of a gym server as the MCP SDK serves them: stateless, for what lasts is the rollout's session, not the SDK's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import mcp_types as types
+from mcp.server.context import ServerRequestContext
+from mcp.server.lowlevel import Server
+from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.shared.exceptions import MCPError
+from starlette.requests import Request
+
+from ngym import __version__
+from ngym.errors import ServiceError
+from ngym.schema import Json
+from ngym.services.gym.tools import Tool
+
+Context = ServerRequestContext[Any, Request]
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+
+logging.getLogger("mcp").setLevel(logging.WARNING)  # it says each request
+
+
+def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManager:
+    """What answers MCP requests, of clients of all protocol versions that the SDK knows, with one JSON document each.
+
+    Args:
+        name: the service's.
+        tools: name -> tool; looked up anew by each request.
+    """
+
+    async def list_tools(context: Context, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[_described(tool.described) for tool in tools.values()])
+
+    async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
+        tool = tools.get(params.name)
+        if tool is None:
+            return _said(f"there is no tool {params.name!r}. Tools: {', '.join(tools) or 'none'}.", is_error=True)
+        request = context.request
+        assert request is not None  # it came over HTTP
+        try:
+            answer = await tool.answer(params.arguments or {}, request.state.session, request)
+        except ServiceError as error:
+            if not error.is_for_the_model:
+                raise MCPError(types.INTERNAL_ERROR, error.detail, error.problem()) from error
+            return _said(error.detail, is_error=True)
+        return _said(bytes(answer.body).decode("utf-8", "replace"))
+
+    server = Server(name, version=__version__, on_list_tools=list_tools, on_call_tool=call_tool)
+    return StreamableHTTPSessionManager(
+        server, json_response=True, stateless=True, max_request_body_size=MAX_BODY_BYTES
+    )
+
+
+def _described(tool: Json) -> types.Tool:
+    return types.Tool(name=tool["name"], description=tool["description"], input_schema=tool["parameters"])
+
+
+def _said(text: str, *, is_error: bool = False) -> types.CallToolResult:
+    return types.CallToolResult(content=[types.TextContent(text=text)], is_error=is_error)

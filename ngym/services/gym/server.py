@@ -1,0 +1,275 @@
+"""gym_server(): an environment from the functions that its author wrote: `verify`, and tools if it has any."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from anyio.to_thread import run_sync
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ngym.errors import ServiceError, boundary
+from ngym.grading.answers import last_text
+from ngym.grading.group_rewards import ROUTE
+from ngym.net.json_limits import BULK_WEIGHT
+from ngym.schema import SESSION_HEADER, Json
+from ngym.services.base import spans
+from ngym.services.base.app import JsonResponse, Lifespan, add_route, service_app
+from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
+from ngym.services.base.options import ServiceOptions
+from ngym.services.base.request_bodies import json_body, off_loop, valid_body
+from ngym.services.gym.aggregate_metrics import ComputeMetrics, aggregated
+from ngym.services.gym.idempotency import Repeats
+from ngym.services.gym.mcp import McpRoute
+from ngym.services.gym.sessions import TASK, Session, SessionStore, TellsSession, begun, session_for, session_id_of
+from ngym.services.gym.tools import Author, inspected, of_function, offer
+from ngym.stats.score_summary import ANSWER
+
+EMPTY_RESPONSE: Json = {"output": []}
+NEVER_SEEDED = (
+    "this rollout's state is not here: POST /seed_session begins its session, and every further call sends the "
+    "X-NG-Session header or the cookie of the last answer"
+)
+MOST_ANSWER = 1_000  # characters of a reported answer; a program or document stands in the response already
+
+
+class VerifyRequest(BaseModel):
+    """What a verifier gets: the row (its own fields are attributes) and the policy's response. Derive and add fields."""
+
+    model_config = ConfigDict(extra="allow")
+    responses_create_params: dict[str, Any]
+    response: dict[str, Any]
+
+    @field_validator("response")
+    @classmethod
+    def _can_be_read(cls, response: Json) -> Json:
+        """Items are objects and what messages say is text, so that no verifier has to look again."""
+        output = response.get("output")
+        if output is not None and not isinstance(output, list):
+            raise ValueError(f"output must be a list of items, not {type(output).__name__}")
+        for place, item in enumerate(output or ()):
+            if not isinstance(item, dict):  # pydantic wants a ValueError
+                raise ValueError(f"output[{place}] must be an object, not {type(item).__name__}")  # noqa: TRY004
+            if item.get("type", "message") == "message" and not _is_said(item.get("content")):
+                raise ValueError(f"output[{place}].content must be text, or a list of parts whose text is text")
+        return response
+
+    @property
+    def text(self) -> str:
+        """The text of the last assistant message; empty when there is none."""
+        return last_text(self.response)
+
+
+class VerifyGroup(BaseModel):
+    """The rollouts of one task, to be compared. Derive, and give `rollouts` your own type: `list[MyTask]`."""
+
+    rollouts: Sequence[VerifyRequest] = Field(min_length=1, max_length=1024)
+
+
+def _is_said(content: Any) -> bool:
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(isinstance(part, dict) and isinstance(part.get("text", ""), str | None) for part in content)
+
+
+def gym_server(
+    *,
+    verify: Callable[..., Any],
+    tools: Sequence[Callable[..., Any]] = (),
+    options: type[ServiceOptions] = ServiceOptions,
+    lifespan: Lifespan | None = None,
+    compute_metrics: ComputeMetrics | None = None,
+    verify_group: Callable[..., Any] | None = None,
+    replays: bool = False,
+) -> FastAPI:
+    """An environment as an application.
+
+    Args:
+        verify: `(task: <a VerifyRequest>, [session: Session], [options], [peers: Peers])` -> the reward: a float, None
+            (could not be scored), or a record with `reward`, optionally `reward_components`, and fields of its own.
+        tools: functions `(body: <a BaseModel>, [session], [options], [peers])` -> any JSON. The name and the docstring
+            are what the model sees. A ToolError's text, too; any other exception fails the rollout. Plain functions run in
+            a thread.
+        options: the record of the stanza's own keys.
+        lifespan: async context manager around serving, given the ServiceContext.
+        compute_metrics: `(rows)` -> numbers of its own by name, over what `verify` answered for many rollouts; those
+            whose reward is null are not among them.
+        verify_group: `(group: <a VerifyGroup>, [options], [peers])` -> for each of its rollouts what `verify` would return.
+            It is asked when all rollouts of a task are there for which `verify` returned `{"reward": None, "reward_pending": "group"}`.
+        replays: `verify` takes the session, and can do without what it holds, from the response alone. Else a session that
+            was never seeded is not verified: its state is not the rollout's.
+    """
+    store = SessionStore()
+    over_mcp = McpRoute()
+    app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
+    app.add_middleware(TellsSession)
+    app.state.sessions = store
+    repeats = app.state.repeats = Repeats()
+    app.state.verifier = inspected(verify, VerifyRequest)
+    app.state.tools = []
+    app.state.callable = {}
+    app.router.routes.append(Route("/mcp", over_mcp))
+
+    async def seed_session(request: Request) -> Response:
+        row = await json_body(request)
+        await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
+        session = begun(store, request, request.headers.get(SESSION_HEADER))
+        session[TASK] = row
+        seeded = {"tools": app.state.tools} if app.state.tools else {}
+        return JsonResponse(seeded | over_mcp.seeded(app, session))
+
+    async def verify_route(request: Request) -> Response:
+        raw = await json_body(request)
+        task = await valid_body(request, app.state.verifier.body, raw, _row_name(raw))
+        session = session_for(store, request)
+        if TASK not in session and app.state.verifier.session and not replays:
+            raise ServiceError(NEVER_SEEDED, status=409)
+        try:
+            if session.failure is not None:
+                raise copy.copy(session.failure)
+            with spans.verify() as span, boundary("verify_error", "verify failed", places=True):
+                outcome = _reward_fields(await app.state.verifier.run(task, session, request))
+                spans.scored(span, outcome)
+                return await off_loop(request, JsonResponse, {**raw, **outcome})
+        finally:
+            store.end(session.id)
+            repeats.forget(session.id)
+            session.over()  # one that was never kept, too
+
+    async def list_tools(request: Request) -> Response:
+        return JsonResponse(app.state.tools)
+
+    async def end_session(request: Request) -> Response:
+        session_id = session_id_of(request) or ""
+        repeats.stop(session_id)
+        repeats.forget(session_id)
+        return JsonResponse({"ended": store.end(session_id)})
+
+    async def aggregate_route(request: Request) -> Response:
+        body = await json_body(request, BULK_WEIGHT)
+        return JsonResponse(await run_sync(aggregated, body, compute_metrics))
+
+    async def has_metrics(request: Request) -> Response:
+        return JsonResponse({"compute_metrics": compute_metrics is not None})
+
+    task = app.state.verifier.body
+    add_route(
+        app,
+        "POST",
+        "/seed_session",
+        seed_session,
+        summary="Start a rollout's session",
+        body=_row_schema(task),
+        most_bytes=ROW_BYTES,
+    )
+    add_route(
+        app,
+        "POST",
+        "/verify",
+        repeats.once(verify_route),
+        summary="Score a rollout",
+        body=task.model_json_schema(),
+        most_bytes=ROW_BYTES,
+    )
+    add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
+    add_route(app, "DELETE", "/session", end_session, summary="End a session")
+    add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether it has metrics of its own")
+    add_route(
+        app,
+        "POST",
+        "/aggregate_metrics",
+        aggregate_route,
+        summary="Metrics over verify responses",
+        body={"type": "object"},
+        most_bytes=BULK_BYTES,
+    )
+    if verify_group is not None:
+        _add_group_route(app, inspected(verify_group, VerifyGroup))
+    for tool in tools:
+        offer(app, of_function(tool))
+    return app
+
+
+def _add_group_route(app: FastAPI, author: Author) -> None:
+    async def group_route(request: Request) -> Response:
+        group = await valid_body(request, author.body, await json_body(request, BULK_WEIGHT), "the group")
+        with boundary("verify_error", "verify_group failed", places=True):
+            outcomes = list(await author.run(group, Session(), request))
+            if len(outcomes) != len(group.rollouts):
+                raise ServiceError(f"verify_group gave {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
+            return JsonResponse({"rollouts": [_reward_fields(outcome) for outcome in outcomes]})
+
+    schema = author.body.model_json_schema()
+    add_route(
+        app,
+        "POST",
+        ROUTE,
+        group_route,
+        summary="Score the rollouts of a task beside one another",
+        body=schema,
+        most_bytes=BULK_BYTES,
+    )
+
+
+def _reward_fields(outcome: Any) -> Json:
+    """What `verify` returned, as the fields that are added to the row."""
+    if outcome is None or isinstance(outcome, bool | int | float):
+        outcome = {"reward": outcome}
+    elif isinstance(outcome, BaseModel):
+        outcome = outcome.model_dump()
+    if not isinstance(outcome, Mapping) or "reward" not in outcome:
+        wrong = (
+            f"a record of {', '.join(map(str, outcome))}" if isinstance(outcome, Mapping) else type(outcome).__name__
+        )
+        raise ServiceError(
+            f"verify must return a number, None, or a record with 'reward'; it returned {wrong}", failure="verify_error"
+        )
+    fields = dict(outcome)
+    fields["reward"] = _finite(fields["reward"], "reward")
+    components = fields.get("reward_components")
+    if components is not None:
+        components = {name: _finite(value, f"reward component {name!r}") for name, value in components.items()}
+        total = math.fsum(value for value in components.values() if value is not None)
+        if fields["reward"] is not None and not math.isclose(total, fields["reward"], abs_tol=1e-6):
+            raise ServiceError(
+                f"reward_components sum to {total}, not to the reward {fields['reward']}", failure="verify_error"
+            )
+        fields["reward_components"] = components
+    if isinstance(fields.get(ANSWER), str):
+        fields[ANSWER] = _bounded(fields[ANSWER])
+    return fields
+
+
+def _bounded(answer: str) -> str:
+    """A long answer's beginning, and a digest of all of it: two that begin alike are still two in a vote."""
+    if len(answer) <= MOST_ANSWER:
+        return answer
+    digest = blake2b(answer.strip().encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{answer.strip()[:MOST_ANSWER]}... (cut, blake2b {digest})"
+
+
+def _finite(value: Any, what: str) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
+        raise ServiceError(
+            f"verify returned {value!r} as {what}; it must be a finite number or None", failure="verify_error"
+        )
+    return float(value)
+
+
+def _row_schema(model: type[BaseModel]) -> Json:
+    schema = model.model_json_schema()
+    schema["required"] = [name for name in schema.get("required", []) if name != "response"]
+    return schema
+
+
+def _row_name(row: Json) -> str:
+    index = row.get("_ng_task_index")
+    return f"row {index}" if isinstance(index, int) else "the row"

@@ -1,0 +1,163 @@
+"""step_server(): an environment that answers each of the model's turns: `reset` shows the start, `step` what came of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from ngym.convert import message_item, output_text
+from ngym.errors import ServiceError, ToolError, boundary
+from ngym.schema import Json
+from ngym.services.base.app import JsonResponse, Lifespan, add_route
+from ngym.services.base.dispatch import ROW_BYTES
+from ngym.services.base.options import ServiceOptions
+from ngym.services.base.request_bodies import json_body, valid_body, validated
+from ngym.services.gym.aggregate_metrics import ComputeMetrics
+from ngym.services.gym.server import EMPTY_RESPONSE, VerifyRequest, gym_server
+from ngym.services.gym.sessions import TASK, Session, session_for
+from ngym.services.gym.tools import of_function
+
+
+class Step(NamedTuple):
+    """What came of a turn. `terminated`: the episode is over; `truncated`: it was cut off by a limit."""
+
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Json | None = None
+
+
+class Turn(BaseModel):
+    text: str = Field(description="What you say: your next move, as the last observation asks for it.")
+
+
+Reset = Callable[[Any, Session], Awaitable[str]]
+Advance = Callable[[Any, Session], Awaitable[Step]]
+
+
+def step_server(
+    *,
+    task: type[VerifyRequest],
+    reset: Reset,
+    step: Advance,
+    verify: Callable[..., Any] | None = None,
+    options: type[ServiceOptions] = ServiceOptions,
+    lifespan: Lifespan | None = None,
+    compute_metrics: ComputeMetrics | None = None,
+) -> FastAPI:
+    """A step-wise environment as an application; agents/gymnasium drives it. A rollout's reward is the sum over its steps.
+
+    Args:
+        task: the record of a row.
+        reset: `(task, session)` -> the first observation; it puts into the session what `step` needs.
+        step: `(task, session)` -> what came of the turn whose response the task has (`task.text`).
+        verify, options, lifespan, compute_metrics: as `gym_server` takes them; with a `verify`, that is the reward, and not the sum.
+
+    The same row and the same turns must lead to the same rewards: a stored rollout, which has no session any more, is
+    scored by playing its turns again.
+    """
+
+    async def summed(body: VerifyRequest, session: Session) -> Json:
+        played = session if "return" in session else await _replayed(body, reset, step)
+        total, steps, over = played["return"], played["steps"], played["over"]
+        return {"reward": total, "reward_components": {"return": total}, "steps": steps, "over": over}
+
+    summed.__annotations__["body"] = task
+    app = gym_server(
+        verify=verify or summed, options=options, lifespan=lifespan, compute_metrics=compute_metrics, replays=True
+    )
+
+    async def reset_route(request: Request) -> Response:
+        row = await json_body(request)
+        begun = await valid_body(request, task, {**row, "response": EMPTY_RESPONSE}, "the row")
+        session = session_for(app.state.sessions, request, start=True)
+        session[TASK] = row
+        observation = await _begin(begun, session, reset)
+        return JsonResponse({"observation": observation, "info": {}})
+
+    async def step_route(request: Request) -> Response:
+        turn = await valid_body(request, task, await json_body(request), "the row")
+        session = session_for(app.state.sessions, request)
+        return JsonResponse((await _advance(turn, session, step))._asdict())
+
+    async def say(body: Turn, session: Session) -> Json:
+        """Take your next turn; answers with what came of it."""
+        said = {"output": [message_item([output_text(body.text)], "msg_turn")]}
+        turn = validated(task, {**session[TASK], "response": said}, "the row")
+        outcome = await _advance(turn, session, step)
+        return {"observation": outcome.observation, "over": session["over"]}
+
+    app.state.callable["say"] = of_function(say)  # over MCP alone: agents take steps
+    schema, once = task.model_json_schema(), app.state.repeats.once
+    add_route(
+        app,
+        "POST",
+        "/reset",
+        once(reset_route),
+        summary="Begin an episode",
+        body={"type": "object"},
+        most_bytes=ROW_BYTES,
+    )
+    add_route(
+        app, "POST", "/step", once(step_route), summary="One turn of the model", body=schema, most_bytes=ROW_BYTES
+    )
+    return app
+
+
+async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> str:
+    with _play("reset failed", session):
+        observation = await reset(task, session)
+    session.update({"return": 0.0, "steps": 0, "over": False})
+    return observation
+
+
+async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step:
+    if session.get("over", True):
+        raise ToolError("POST /reset first: this session has no episode, or it is over", status=409)
+    with _play("step failed", session):
+        outcome = await step(turn, session)
+    session["return"] += outcome.reward
+    session["steps"] += 1
+    session["over"] = outcome.terminated or outcome.truncated
+    return outcome
+
+
+@contextmanager
+def _play(what: str, session: Session) -> Iterator[None]:
+    """What the author's function raises is the environment's failure, and the session has no reward any more."""
+    try:
+        with boundary("tool_error", what, places=True, retryable=True):
+            yield
+    except ServiceError as error:
+        session.failure = copy.copy(error)  # without its traceback, which holds the request
+        raise
+
+
+async def _replayed(task: VerifyRequest, reset: Reset, step: Advance) -> Session:
+    session = Session()
+    await _begin(task, session, reset)
+    for turn in turns_of(task.response.get("output") or []):
+        if session["over"]:
+            break
+        await _advance(task.model_copy(update={"response": {"output": turn}}), session, step)
+    return session
+
+
+def turns_of(output: list[Json]) -> list[list[Json]]:
+    """A trajectory's items, turn by turn: what a user says ends one, and a second message begins the next."""
+    turns: list[list[Json]] = [[]]
+    for item in output:
+        if item.get("role") == "user":
+            turns.append([])
+        elif item.get("role") == "assistant" and any(earlier.get("role") == "assistant" for earlier in turns[-1]):
+            turns.append([item])
+        else:
+            turns[-1].append(item)
+    return [turn for turn in turns if turn]

@@ -1,0 +1,1 @@
+"""Model servers: API dialects, streams, token capture and stored responses."""

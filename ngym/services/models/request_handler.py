@@ -1,0 +1,232 @@
+"""One call: a client's request in, its answer or stream out; between them the back end, in its own tongue.
+
+body -> checked -> (conversation of previous_response_id) -> native request -> seen ids -> respond or stream -> captured,
+stored -> the client's API
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import orjson
+from fastapi import Request
+from starlette.datastructures import State
+from starlette.responses import Response
+
+from ngym.convert import finish_reason, usage_from_chat
+from ngym.errors import BadRequest, ServiceError, boundary
+from ngym.net import request_context
+from ngym.net.json_limits import LOOP_BYTES, by_size
+from ngym.rollout.segments import ModelCall as CallTokens
+from ngym.rollout.segments import tokens_of
+from ngym.schema import Json
+from ngym.services.base.admission import Admission
+from ngym.services.base.app import JsonResponse, context_of
+from ngym.services.base.dispatch import Handler
+from ngym.services.base.event_stream import EventStream, whole_stream
+from ngym.services.base.request_bodies import json_body, off_loop
+from ngym.services.models.api_dialects import Native, Tongue
+from ngym.services.models.client_token_ids import take_seen
+from ngym.services.models.model_call import ModelCall, Respond, Stream
+from ngym.services.models.response_store import ResponseStore, input_items
+from ngym.services.models.sse_writer import Writer, complete
+from ngym.services.models.stream_assembly import WHOLE
+from ngym.services.models.token_capture import Captures, Question
+from ngym.services.models.traffic_metrics import Call, Traffic
+
+ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+OF_THE_SERVER = ("stream", "stream_options", "previous_response_id")  # fields that no back end sees
+RETRIES = "x-stainless-retry-count"  # what the SDKs of OpenAI and Anthropic send
+
+
+class BackEnd(NamedTuple):
+    """Who answers, and in which tongue."""
+
+    respond: Respond
+    stream: Stream | None
+    native: Native
+
+
+class Asked(NamedTuple):
+    """A call on its way.
+
+    body: as the client sent it, checked. native: what the back end is asked. stored: the body's bytes, where the answer
+    is to be stored. told: where this call is counted and traced.
+    """
+
+    body: Json
+    native: Json
+    call: ModelCall
+    told: Call
+    question: Question | None
+    stored: bytes | None
+
+
+class Answering:
+    """The calls of one model server."""
+
+    def __init__(
+        self, state: State, captures: Captures, store: ResponseStore, admission: Admission, back_end: BackEnd
+    ) -> None:
+        self._state = state
+        self._captures = captures
+        self._store = store
+        self._admission = admission
+        self._back_end = back_end
+        self._traffic = Traffic(state.registry)
+
+    def handler(self, tongue: Tongue) -> Handler:
+        """What answers the calls that come in this tongue."""
+
+        async def handle(request: Request) -> Response:
+            with refusals(tongue.refusal):
+                body = await off_loop(request, tongue.check, await json_body(request))
+                began = 0.0 if self._admission.is_open else await self._admission.enter()
+                try:
+                    raw, rollout_id = await request.body(), rollout_of(request)
+                    asked = await off_loop(request, self._asked, request, tongue, body, raw, rollout_id)
+                    response = await (self._streamed if body.get("stream") else self._whole)(tongue, asked)
+                except BaseException:
+                    self._admission.leave(began)
+                    raise
+            if isinstance(response, EventStream):
+                response.when_over = partial(self._admission.leave, began)
+            else:
+                self._admission.leave(began)
+            return response
+
+        return handle
+
+    def _asked(self, request: Request, tongue: Tongue, body: Json, raw: bytes, rollout_id: str | None) -> Asked:
+        context = context_of(request)
+        whole = body
+        if not body.keys().isdisjoint(OF_THE_SERVER):
+            whole = {name: value for name, value in body.items() if name not in OF_THE_SERVER}
+        previous = body.get("previous_response_id")
+        if previous is not None:
+            whole["input"] = self._store.conversation(previous) + input_items(whole["input"])
+        native = tongue.request(whole, context.options.reasoning_style)
+        seen = take_seen(native["messages"] if "messages" in native else native["input"])
+        question = None
+        if "rollout_id" in request.path_params:
+            repeated = request.headers.get(RETRIES, "0") != "0"
+            question = self._captures.ask(str(rollout_id), native, repeated=repeated)
+            seen = seen or question.seen
+        call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen, len(raw))
+        stored = raw if tongue.name == "responses" and body.get("store", True) else None
+        model = str(body.get("model") or context.options.model)
+        told = self._traffic.call(native, model, streamed=bool(body.get("stream")))
+        return Asked(body, native, call, told, question, stored)
+
+    async def _respond(self, asked: Asked) -> Json:
+        with asked.told, boundary("model_error", "the model failed"):
+            answer = await self._back_end.respond(asked.native, asked.call)
+            self._keep(asked, answer)
+        return answer
+
+    async def _whole(self, tongue: Tongue, asked: Asked) -> Response:
+        native, size = await self._respond(asked), asked.call.size
+        answer = await by_size(size, tongue.answer, native, asked.body, asked.call.options.reasoning_style)
+        if tongue.name == "responses":
+            complete(answer, asked.body, asked.stored is not None)
+        response = await by_size(size, JsonResponse, answer)
+        if asked.stored is not None:
+            self._store.keep(answer["id"], asked.stored, bytes(response.body), asked.body.get("previous_response_id"))
+        return response
+
+    async def _streamed(self, tongue: Tongue, asked: Asked) -> Response:
+        style = asked.call.options.reasoning_style
+        if self._back_end.stream is None:
+            writer = Writer(tongue, asked.body, asked.stored is not None)
+            written = writer.written(tongue.events(await self._respond(asked), asked.body, style))
+            self._store_streamed(asked, writer)
+            return whole_stream(written + tongue.done)
+        parts = self._parts(tongue, asked, self._back_end.stream(asked.native, asked.call))
+        # An error before the first event is an answer with its own status, as without a stream.
+        return EventStream(await anext(parts), parts)
+
+    async def _parts(self, tongue: Tongue, asked: Asked, events: AsyncIterator[Json]) -> AsyncGenerator[bytes, None]:
+        """The stream as it is sent. From the native answer's end on it is held back until that is kept: a client's next call
+        may come as soon as it has seen the end."""
+        options = asked.call.options
+        converter = tongue.converter(asked.body, options.model, options.reasoning_style)
+        whole = WHOLE[self._back_end.native]()
+        writer = Writer(tongue, asked.body, asked.stored is not None)
+        held: list[bytes] = []
+        try:
+            with asked.told, boundary("model_error", "the model failed"):
+                async for event in events:
+                    whole.take(event)
+                    written = writer.written(converter.take(event))
+                    if whole.answer is not None:
+                        held.append(written)
+                    elif written:
+                        yield written
+                    if asked.call.size > LOOP_BYTES:  # its events may be as large
+                        await asyncio.sleep(0)
+                if whole.answer is not None:
+                    self._keep(asked, whole.answer)
+                held.append(writer.written(converter.end()))
+                self._store_streamed(asked, writer)
+        except ServiceError as error:
+            if not writer.began:
+                raise
+            held = [writer.failed(error)]
+        finally:
+            if isinstance(events, AsyncGenerator):
+                await events.aclose()
+        yield b"".join(held) + tongue.done
+
+    def _store_streamed(self, asked: Asked, writer: Writer) -> None:
+        response = writer.response
+        if asked.stored is not None and response.get("status") in ("completed", "incomplete"):
+            previous = asked.body.get("previous_response_id")
+            self._store.keep(response["id"], asked.stored, orjson.dumps(response), previous)
+
+    def _keep(self, asked: Asked, answer: Json) -> None:
+        asked.told.answered(answer)
+        if asked.question is None:
+            return
+        tokens = _tokens(answer)
+        if tokens is not None:
+            usage = answer.get("usage")
+            native_usage = usage if self._back_end.native == "responses" else usage_from_chat(usage)
+            self._captures.keep(asked.question, answer, tokens, native_usage)
+
+
+def rollout_of(request: Request) -> str | None:
+    """The rollout that a call belongs to: from its path, else from its headers; it goes on to every further hop."""
+    here = request_context.current.get()
+    in_path = request.path_params.get("rollout_id")
+    if in_path is None:
+        return here.rollout_id
+    if not ROLLOUT_ID.fullmatch(in_path):
+        raise BadRequest(
+            "the rollout id in the path must be 1 to 200 of A-Z a-z 0-9 . _ : - and begin with one of A-Z a-z 0-9"
+        )
+    request_context.current.set(here._replace(rollout_id=in_path))
+    return str(in_path)
+
+
+@contextmanager
+def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
+    """A problem document that also says what an API's clients show of an error."""
+    try:
+        yield
+    except ServiceError as error:
+        error.extra = {**error.extra, **told(error)}
+        raise
+
+
+def _tokens(answer: Json) -> CallTokens | None:
+    """Its token data; that of a conversation which did not fit is empty."""
+    if finish_reason(answer) == "context":
+        return CallTokens([], [], [], [])
+    if "output" in answer:
+        return tokens_of(answer)
+    return tokens_of({"output": [answer["choices"][0]["message"]], "ng": answer.get("ng")})

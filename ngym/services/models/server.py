@@ -1,0 +1,240 @@
+"""model_server(): a model behind the APIs of OpenAI and Anthropic; the author writes `respond`, and `stream` if it can."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from ngym.convert import ReasoningStyle
+from ngym.errors import BadRequest, ConfigError, NotFound
+from ngym.schema import Json
+from ngym.services.base.admission import Admission
+from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.base.dispatch import ROW_BYTES
+from ngym.services.base.event_stream import MEDIA_TYPE
+from ngym.services.base.options import ServiceContext, ServiceOptions
+from ngym.services.models.api_dialects import Native, openai_refusal, tongues
+from ngym.services.models.client_token_ids import SeenCall
+from ngym.services.models.model_call import ModelCall, Respond, Stream
+from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, refusals, rollout_of
+from ngym.services.models.response_store import ResponseStore
+from ngym.services.models.token_capture import Captures
+
+__all__ = [
+    "ROLLOUT_ID",
+    "ModelCall",
+    "ModelLifespan",
+    "ModelOptions",
+    "Native",
+    "Respond",
+    "SeenCall",
+    "Stream",
+    "model_server",
+]
+
+
+LIMIT = re.compile("[1-9][0-9]?|100")
+
+
+class ModelOptions(ServiceOptions):
+    """What every model server has. Derive from it."""
+
+    model: str = Field(default="model", description="The name of the model, as /v1/models lists it.")
+    captured_tokens: int = Field(
+        default=100_000_000,
+        ge=0,
+        description="Token ids kept of calls under /rollouts/{id}, at 4 bytes, and 8 more for each sampled one.",
+    )
+
+    max_in_flight: int | None = Field(
+        default=None, ge=1, description="Calls answered at a time; more wait. null: as many as come."
+    )
+    max_waiting: int = Field(default=4096, ge=0, description="Calls that may wait; more are answered with 429.")
+
+    @property
+    def reasoning_style(self) -> ReasoningStyle:
+        """How a back end that speaks Chat Completions says reasoning."""
+        return "field"
+
+
+ModelLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
+
+
+def model_server(
+    *,
+    respond: Respond,
+    stream: Stream | None = None,
+    api: Native = "responses",
+    options: type[ModelOptions] = ModelOptions,
+    lifespan: ModelLifespan | None = None,
+) -> FastAPI:
+    """A model as an application: `/v1/responses`, `/v1/chat/completions`, `/v1/messages`, `/v1/models`, also under `/rollouts/{id}`.
+
+    Whatever API a call comes in, the back end is asked in its own tongue and answers in it. Token data is on the last
+    item of a Response (or on the message of a Chat Completion) and its `ng.policy_version`. Calls under
+    `/rollouts/{id}` whose answers have it are captured: `GET /rollouts/{id}/segments`.
+
+    Args:
+        respond: `async (request, call)` -> a Response, or with `api="chat"` a Chat Completion. `request` is a checked
+            request without nulls, without `stream` and without the token fields that a client sent back; those are in
+            `call.seen`. A ServiceError that it raises becomes the answer. It is cancelled when the client hangs up.
+        stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
+            response.completed, incomplete or failed), or of chat chunks (token data beside the delta of the chunk with the
+            finish_reason, usage with it or after it). Without it a stream is made of the finished answer.
+        api: the back end's tongue.
+        options: the record of the stanza's own keys; derives from ModelOptions.
+        lifespan: `async with lifespan(context) as state` around serving; calls find what it yields in `call.state`.
+    """
+    if not inspect.iscoroutinefunction(respond):
+        raise ConfigError(f"model_server: respond must be `async def respond(request, call)`, not {respond!r}")
+    if stream is not None and not inspect.isasyncgenfunction(stream):
+        raise ConfigError(f"model_server: stream must be `async def stream(request, call)` with yield, not {stream!r}")
+
+    @asynccontextmanager
+    async def running(context: ServiceContext) -> AsyncIterator[None]:
+        captures.begin(context.options.captured_tokens)
+        admission.begin(context.options.max_in_flight, context.options.max_waiting)
+        if lifespan is None:
+            yield
+            return
+        async with lifespan(context) as state:
+            app.state.model_state = state
+            yield
+
+    app = service_app("model", options=options, lifespan=running)
+    app.state.model_state = None
+    captures = app.state.captures = Captures(app.state.registry)
+    store = app.state.store = ResponseStore()
+    admission = Admission(app.state.registry)
+    answering = Answering(app.state, captures, store, admission, BackEnd(respond, stream, api))
+    for prefix in ("", "/rollouts/{rollout_id}"):
+        for tongue in tongues(api):
+            handler = answering.handler(tongue)
+            asked, path = _BODIES[tongue.name], prefix + tongue.path
+            add_route(
+                app,
+                "POST",
+                path,
+                handler,
+                summary=tongue.title,
+                body=asked,
+                answers=[JsonResponse.media_type, MEDIA_TYPE],
+                most_bytes=ROW_BYTES,
+            )
+        add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name")
+        add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
+        stored = f"{prefix}/v1/responses/{{response_id}}"
+        add_route(app, "GET", stored, _response, summary="A stored response")
+        add_route(app, "DELETE", stored, _delete_response, summary="Forget a stored response")
+        add_route(app, "GET", f"{stored}/input_items", _input_items, summary="What a stored response was given for")
+        add_route(app, "POST", f"{stored}/cancel", _cancel, summary="Refused: nothing runs in the background")
+    add_route(app, "GET", "/rollouts/{rollout_id}/segments", _segments, summary="The rollout's captured calls")
+    add_route(app, "DELETE", "/rollouts/{rollout_id}/segments", _forget, summary="Forget them", answers=())
+    add_route(app, "GET", "/weights", _weights, summary="Policy version; this server's weights never change")
+    return app
+
+
+_MESSAGES: Json = {"type": "object", "required": ["messages"], "properties": {"messages": {"type": "array"}}}
+_BODIES: dict[str, Json] = {
+    "responses": {
+        "type": "object",
+        "required": ["input"],
+        "properties": {"input": {"type": ["string", "array"]}},
+    },
+    "chat": _MESSAGES,
+    "messages": _MESSAGES,
+}
+
+
+async def _models(request: Request) -> Response:
+    return JsonResponse({"object": "list", "data": [_described(request)]})
+
+
+async def _model(request: Request) -> Response:
+    model, asked = _described(request), request.path_params["name"]
+    with refusals(openai_refusal):
+        if asked != model["id"]:
+            raise NotFound(f"there is no model {asked!r} here; this server has {model['id']!r}")
+    return JsonResponse(model)
+
+
+def _described(request: Request) -> Json:
+    return {"id": context_of(request).options.model, "object": "model", "created": 0, "owned_by": "ngym"}
+
+
+async def _response(request: Request) -> Response:
+    with refusals(openai_refusal):
+        body = _store(request).response(request.path_params["response_id"])
+    return Response(body, media_type="application/json")
+
+
+async def _delete_response(request: Request) -> Response:
+    response_id = request.path_params["response_id"]
+    with refusals(openai_refusal):
+        _store(request).forget(response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _cancel(request: Request) -> Response:
+    response_id = request.path_params["response_id"]
+    with refusals(openai_refusal):
+        _store(request).response(response_id)
+        raise BadRequest(
+            f"response {response_id!r} is finished: nothing runs in the background here; a call ends when its client hangs up",
+            status=400,
+        )
+
+
+async def _input_items(request: Request) -> Response:
+    """OpenAI's list: the last first unless `order=asc`, `limit` of them, from the one `after` on."""
+    with refusals(openai_refusal):
+        items = _store(request).asked(request.path_params["response_id"])
+    if request.query_params.get("order", "desc") != "asc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    after, limit = request.query_params.get("after"), request.query_params.get("limit", "")
+    first = ids.index(after) + 1 if after in ids else 0
+    last = first + (int(limit) if LIMIT.fullmatch(limit) else 20)
+    page = items[first:last]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JsonResponse({"object": "list", "data": page, **ends, "has_more": last < len(items)})
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.store
+    return store
+
+
+async def _segments(request: Request) -> Response:
+    captures: Captures = request.app.state.captures
+    rollout_id = str(rollout_of(request))
+    kept = captures.segments(rollout_id)
+    if kept is None:
+        raise _unknown(rollout_id)
+    return JsonResponse(kept)
+
+
+async def _forget(request: Request) -> Response:
+    captures: Captures = request.app.state.captures
+    rollout_id = str(rollout_of(request))
+    if not captures.forget(rollout_id):
+        raise _unknown(rollout_id)
+    return Response(status_code=204)
+
+
+def _unknown(rollout_id: str) -> NotFound:
+    return NotFound(
+        f"no captured call of rollout {rollout_id!r}: none was made under /rollouts/{rollout_id}/v1 with token data, "
+        "or it was fetched and deleted, or forgotten (ngym_captures_forgotten in /metrics)"
+    )
+
+
+async def _weights(request: Request) -> Response:
+    return JsonResponse({"policy_version": 0, "transport": [], "updating": False})

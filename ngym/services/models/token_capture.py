@@ -1,0 +1,246 @@
+"""What was said and sampled under /rollouts/{id}? The calls of agents that know nothing of token ids, as segments.
+
+A call continues the captured call whose conversation, with its answer, is the longest beginning of its own. Calls that
+continue one another share a segment as long as each prompt begins with all ids so far; so each token is kept once.
+A call that the client repeats takes the place of the first one, if nothing has continued that.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from ngym.convert import finish_reason
+from ngym.rollout.segments import ModelCall as CallTokens
+from ngym.rollout.token_usage import added
+from ngym.schema import FinishReason, Json
+from ngym.schema import Segment as SegmentJson
+from ngym.services.models.client_token_ids import SeenCall
+from ngym.services.models.conversation_digest import Said, answered, said
+
+MAX_ROLLOUTS = 100_000
+TTL_S = 6 * 3600.0  # after the last call
+
+
+@dataclass(slots=True)
+class _Segment:
+    """One unbroken context: ids [T], the sampler's logprobs of the masked ones, and its calls in order."""
+
+    ids: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    calls: list[_Call] = field(default_factory=list)
+
+    def json(self) -> SegmentJson:
+        sampled = [call for call in self.calls if call.end > call.start]
+        return SegmentJson(
+            token_ids=self.ids.tolist(),
+            mask=[[call.start, call.end] for call in sampled],
+            logprobs=self.logprobs.tolist(),
+            policy_version=[
+                [call.start + first, call.start + last, version]
+                for call in sampled
+                for first, last, version in call.versions
+            ],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call: its context begins at `before` in its segment, what it sampled is [start, end). began: by time.monotonic().
+
+    finish: why its turn ended.
+    """
+
+    segment: _Segment
+    before: int
+    start: int
+    end: int
+    versions: list[list[int]]
+    usage: Json | None
+    finish: FinishReason
+    asked: bytes
+    answered: bytes
+    began: float
+    seconds: float
+    continued: bool = False
+
+
+@dataclass(slots=True)
+class _Rollout:
+    calls: list[_Call] = field(default_factory=list)
+    by_answer: dict[bytes, _Call] = field(default_factory=dict)
+    used_at: float = 0.0
+
+    def tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments())
+
+    def segments(self) -> list[_Segment]:
+        """Those with tokens, in the order in which they began."""
+        return list({id(call.segment): call.segment for call in self.calls if call.segment.ids}.values())
+
+
+class Question(NamedTuple):
+    """A call that is on its way: of which rollout, since when, what was said before it, and which call it continues."""
+
+    rollout_id: str
+    began: float
+    said: Said
+    continues: _Call | None
+    seen: SeenCall | None
+    repeated: bool
+
+
+class Captures:
+    """The captured calls of all rollouts. The rollouts that were used longest ago are forgotten first.
+
+    Args:
+        registry: where what is kept and what was forgotten is counted.
+        max_rollouts, ttl_s: how many are kept, and how long after their last call.
+    """
+
+    def __init__(self, registry: CollectorRegistry, max_rollouts: int = MAX_ROLLOUTS, ttl_s: float = TTL_S) -> None:
+        self._max_tokens = 0
+        self._max_rollouts = max_rollouts
+        self._ttl_s = ttl_s
+        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()  # used longest ago first
+        self._tokens = 0
+        kept = Gauge("ngym_captured_rollouts", "Rollouts whose calls are kept", registry=registry)
+        kept.set_function(lambda: len(self._rollouts))
+        tokens = Gauge("ngym_captured_tokens", "Token ids kept of captured calls", registry=registry)
+        tokens.set_function(lambda: self._tokens)
+        self._forgotten = Counter(
+            "ngym_captures_forgotten", "Rollouts forgotten before anybody fetched them", ["why"], registry=registry
+        )
+
+    def begin(self, max_tokens: int) -> None:
+        """Start afresh, and keep this many token ids at most: 4 bytes each, and 8 for the logprob of a sampled one."""
+        self._max_tokens = max_tokens
+        self._rollouts.clear()
+        self._tokens = 0
+
+    def ask(self, rollout_id: str, request: Json, *, repeated: bool) -> Question:
+        """A call begins.
+
+        request: the native one. repeated: the client says that it sent this before.
+        """
+        began, so_far = time.monotonic(), said(request)
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            return Question(rollout_id, began, so_far, None, None, repeated)
+        for turn in reversed(so_far.turns):
+            call = rollout.by_answer.get(turn.digest)
+            if call is not None:
+                ids = call.segment.ids
+                goes_on = bool(so_far.unfinished) and turn is so_far.turns[-1]
+                seen = SeenCall(turn.place, ids[: call.start].tolist(), ids[call.start : call.end].tolist(), goes_on)
+                return Question(rollout_id, began, so_far, call, seen, repeated)
+        return Question(rollout_id, began, so_far, None, None, repeated)
+
+    def keep(self, question: Question, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
+        """Its answer, native and with token data, is there. tokens: none, of a conversation that did not fit."""
+        rollout = self._rollouts.pop(question.rollout_id, None) or _Rollout()
+        self._rollouts[question.rollout_id] = rollout
+        rollout.used_at = time.monotonic()
+        self._tokens -= rollout.tokens()
+        if question.repeated:
+            _take_back(rollout, question.said.turns[-1].digest)
+        call = _placed(question, tokens, usage, answer)
+        rollout.calls.append(call)
+        if tokens.prompt_token_ids:
+            rollout.by_answer[call.answered] = call
+        self._tokens += rollout.tokens()
+        self._forget()
+
+    def segments(self, rollout_id: str) -> Json | None:
+        """What is kept of a rollout, for the collector (wire.md, section 3); None: nothing.
+
+        Its `spans` are, for each call, how many seconds ago it began, and how many it took: clocks of two hosts differ.
+        """
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            return None
+        segments = [segment.json() for segment in rollout.segments()]
+        now, usage = time.monotonic(), rollout.calls[0].usage
+        for call in rollout.calls[1:]:
+            usage = added(usage, call.usage)
+        return {
+            "rollout_id": rollout_id,
+            "calls": len(rollout.calls),
+            "segments": segments,
+            "policy_version": sorted({span[2] for segment in segments for span in segment["policy_version"]}),
+            "usage": usage,
+            "finish_reasons": [call.finish for call in rollout.calls],
+            "spans": [[round(now - call.began, 6), round(call.seconds, 6)] for call in rollout.calls],
+        }
+
+    def forget(self, rollout_id: str) -> bool:
+        """Whether there was anything."""
+        rollout = self._rollouts.pop(rollout_id, None)
+        if rollout is None:
+            return False
+        self._tokens -= rollout.tokens()
+        return True
+
+    def _forget(self) -> None:
+        """Down to the bounds; the rollout of the last call stays."""
+        oldest_kept = time.monotonic() - self._ttl_s
+        while len(self._rollouts) > 1:
+            rollout_id, rollout = next(iter(self._rollouts.items()))
+            if rollout.used_at < oldest_kept:
+                why = "old"
+            elif len(self._rollouts) > self._max_rollouts or self._tokens > self._max_tokens:
+                why = "full"
+            else:
+                return
+            self.forget(rollout_id)
+            self._forgotten.labels(why).inc()
+
+
+def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
+    """The call in the segment that it continues, if its prompt begins with all ids of that; else in a new one."""
+    continues = question.continues
+    prompt = array("I", tokens.prompt_token_ids)
+    segment = _Segment()
+    if continues is not None:
+        continues.continued = True
+        if prompt[: len(continues.segment.ids)] == continues.segment.ids:
+            segment = continues.segment
+    before = len(segment.ids)
+    segment.ids += prompt[before:]
+    start = len(segment.ids)
+    segment.ids.extend(tokens.generation_token_ids)
+    segment.logprobs.extend(tokens.generation_log_probs)
+    call = _Call(
+        segment,
+        before,
+        start,
+        len(segment.ids),
+        tokens.versions,
+        usage,
+        finish_reason(answer),
+        asked=question.said.turns[-1].digest,
+        answered=answered(question.said, answer),
+        began=question.began,
+        seconds=time.monotonic() - question.began,
+    )
+    segment.calls.append(call)
+    return call
+
+
+def _take_back(rollout: _Rollout, asked: bytes) -> None:
+    """Forget the last call with this conversation, unless one has continued it."""
+    call = next((call for call in reversed(rollout.calls) if call.asked == asked), None)
+    if call is None or call.continued:
+        return
+    segment = call.segment
+    rollout.calls.remove(call)
+    segment.calls.remove(call)
+    del segment.ids[call.before :]
+    del segment.logprobs[len(segment.logprobs) - (call.end - call.start) :]
+    if rollout.by_answer.get(call.answered) is call:
+        del rollout.by_answer[call.answered]

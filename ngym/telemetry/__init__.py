@@ -1,0 +1,1 @@
+"""Traces and logs, and the removal of secrets from both."""
