@@ -49,7 +49,7 @@ async def pushed(root: Path, pushes: int) -> Json:
     began = time.perf_counter()
     async with Supervisor(load_config([root / "global_config.yaml"])) as stack:
         ready_s = time.perf_counter() - began
-        push = trainer("push")
+        push = trainer("weights.push")
         network = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
         pusher = push.Pusher(stack.urls["policy"], stack.admin_token)
         first = await asyncio.to_thread(pusher.prepare) + 1

@@ -226,7 +226,7 @@ def whole_groups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def new_model(folder: Path, shape: dict[str, Any]) -> None:
-    config, model = trainer("config"), trainer("model")
+    config, model = trainer("recipe.recipe"), trainer("model.policy")
     options = config.ModelOptions(from_scratch=shape, tokenizer="data/tiny_policy/tokenizer")
     tokenizer = model.load_tokenizer(options)
     model.load_policy(options, tokenizer, 0).network.save_pretrained(folder)

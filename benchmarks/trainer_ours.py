@@ -27,7 +27,9 @@ ALGORITHMS = {"sft": {"name": "sft"}, "dpo": {"name": "dpo", "beta": 0.1}, "grpo
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    config, engine, loop, model, ranks = (trainer(name) for name in ("config", "engine", "loop", "model", "ranks"))
+    config, engine, loop, model, ranks = (
+        trainer(name) for name in ("recipe.recipe", "engine.engine", "loop", "model.policy", "engine.distributed")
+    )
     recipe = config.Recipe.model_validate(
         {
             "algorithm": ALGORITHMS[spec["algorithm"]],
@@ -61,7 +63,7 @@ def main() -> None:
             batches(samples, learner, recipe),
             recipe.micro_batch_tokens,
             lambda step: 1.0,
-            trainer("guard").Guard(None, 1),
+            trainer("engine.nan_guard").Guard(None, 1),
             report,
         )
 
@@ -76,7 +78,7 @@ class Read:
 def read(kind: str, recipe: Any, tokenizer: Any, learner: Any) -> Read:
     path, budget = Path(recipe.data.path), recipe.micro_batch_tokens
     if kind == "grpo":
-        algorithm = trainer("algorithms.grpo").Grpo(recipe.algorithm, 1, None)
+        algorithm = trainer("algorithms.policy_gradient").Grpo(recipe.algorithm, 1, None)
         return Read(algorithm, algorithm.samples(path, tokenizer), True)
     if kind == "sft":
         algorithm = trainer("algorithms.sft").Sft()
@@ -99,7 +101,7 @@ def as_trl_counts(pair: Any, newline: int) -> Any:
 
 
 def batches(read: Read, learner: Any, recipe: Any) -> Iterator[Any]:
-    batch_type = trainer("samples").Batch
+    batch_type = trainer("data.samples").Batch
     for start in range(0, len(read.samples), recipe.batch_size):
         part = read.samples[start : start + recipe.batch_size]
         tokens = float(sum(sample.tokens for sample in part))

@@ -55,7 +55,7 @@ def only_rank() -> Iterator[None]:
     """This process is the only rank of the trainer."""
     from ngym.cli.train import trainer
 
-    with trainer("ranks").joined(trainer("config").Launch(rank=0, local_rank=0, ranks=1)):
+    with trainer("engine.distributed").joined(trainer("recipe.recipe").Launch(rank=0, local_rank=0, ranks=1)):
         yield
 
 

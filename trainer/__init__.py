@@ -4,21 +4,24 @@
     live:    publish -> collect -> algorithm.prepare ────────┴-> batches -> the loop:
              plan -> pack -> engine.scores -> algorithm.loss -> engine.backward -> engine.step -> metrics
 
-program    from a recipe to a saved policy; where to begin reading
-config     the recipe, typed; rl and objective have what it says about reinforcement learning
-loop       the one loop that serves every algorithm; guard skips steps that are no numbers
-algorithms one small file each: samples, what they need to know beforehand, scores to loss; credit is rewards to advantages
-offline    a finished file as batches
-live       live rollouts as batches, from `services`; publish pushes what was learned, evaluation looks at it
-tasks      which tasks a step trains on: environments in their shares, each by epochs or by its curriculum
-evaluation held-out tasks through the services; heldout is the same for a file
-metrics    a line on the screen, metrics.jsonl, and the sinks: TensorBoard, W&B, MLflow
-measured   what each of those metrics is, by name
-rollouts   scored rollouts as samples; checks look at the first of them before they are trained
-packing    a batch -> micro-batches without padding, in which a common beginning is computed once
-model      the network, and what it says of the tokens that it is trained on (scores), its logits in chunks; critic beside it
-engine     scores, backward, step, save: the only file that imports deepspeed
-ranks      how they meet, wait for one another and part; company finds out which of them is gone
-
-losses, advantages, corrections, kl, gae, preference, reduction and shaping are pure: tensors and numbers in and out.
+train         from a recipe to a saved policy; where to begin reading
+recipe        the recipe, typed; rl and objective have what it says about reinforcement learning
+loop          the one loop that serves every algorithm
+algorithms    one small file each: samples, what they need to know beforehand, scores to loss; credit_assignment is rewards to
+              advantages
+batch_sources a run's batches: data/offline of a finished file, or online
+data          rows and scored rollouts as samples
+online        live rollouts as batches, from services; task_sampler says which tasks a step trains on: environments in their
+              shares, each by epochs or by its curriculum
+weights       publishes what was learned to the servers that sample
+evaluation    held-out tasks through the services (live_eval), or a loss on a file (heldout_loss)
+reporting     a line on the screen, metrics.jsonl, and the sinks: TensorBoard, W&B, MLflow; metric_names is what each metric is
+sanity_checks look at the first samples before they are trained
+model         the network (policy), and what it says of the tokens that it is trained on (outputs), its logits in chunks; packing
+              makes of a batch micro-batches without padding, in which a common beginning is computed once; critic beside it
+engine        scores, backward, step, save: the only package that imports deepspeed. distributed is how ranks meet, wait for one
+              another and part; heartbeat finds out which of them is gone; nan_guard skips steps that are no numbers
+checkpoints   written as a whole or not at all; resume takes a run up again
+losses        pure: tensors and numbers in and out
+sweep         several runs, each in a process of its own, and a table of their results
 """

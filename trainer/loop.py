@@ -6,20 +6,19 @@ batch -> updates -> plan -> this rank's micro-batches -> scores -> loss -> backw
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from ngym.telemetry import tracing
 
 from .algorithms import Algorithm
-from .engine import Engine, Update
-from .guard import Guard
-from .packing import pack
-from .samples import Batch, Sample
+from .data.samples import Batch, Sample
+from .engine.engine import Engine, Update
+from .engine.nan_guard import Guard
+from .model.packing import pack
 
 TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # with the span of a step
 # What compares the policy with its sampler is said of the first update: after that they differ on purpose.
@@ -115,12 +114,3 @@ def _values(batch: Batch, taken: Sequence[Step], skipped: int, seconds: float) -
         "tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
         "time/train": seconds,
     }
-
-
-def epochs(samples: Sequence[Sample], batch_size: int, count: int, seed: int) -> Iterator[list[Sample]]:
-    """Each epoch shuffles anew; its last batch may be smaller."""
-    for epoch in range(count):
-        order = list(range(len(samples)))
-        random.Random(f"{seed} epoch {epoch}").shuffle(order)
-        for start in range(0, len(order), batch_size):
-            yield [samples[index] for index in order[start : start + batch_size]]

@@ -8,8 +8,8 @@ from pathlib import Path
 from ngym.files import jsonl
 from ngym.schema import Json
 
-from . import outcomes
-from .earlier import METRICS, POLICY
+from .output_files import METRICS, POLICY
+from .sweep import results
 
 
 def of_run(output: Path) -> Json:
@@ -21,4 +21,4 @@ def of_run(output: Path) -> Json:
 
 
 def of_sweep(folder: Path) -> Json:
-    return {"output": str(folder), "runs": [outcome._asdict() for outcome in outcomes.read(folder).values()]}
+    return {"output": str(folder), "runs": [outcome._asdict() for outcome in results.read(folder).values()]}

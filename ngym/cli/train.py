@@ -77,17 +77,17 @@ def main(
     if resume and overwrite:
         raise UsageError("--resume keeps what the run has, --overwrite removes it; give one of the two")
     if dry_run and sweeps:
-        trainer("dry").sweep(files, overrides, sweeps, as_json=as_json)
+        trainer("dry_run").sweep(files, overrides, sweeps, as_json=as_json)
         return
     if dry_run:
-        trainer("dry").run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
+        trainer("dry_run").run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
         return
     with _all_to_stderr() if as_json else nullcontext():
         if sweeps:
-            output = trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
+            output = trainer("sweep.sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:
-            output = trainer("program").main(files, overrides, overwrite=overwrite, resume=resume)
-    if as_json and trainer("config").read_launch().rank == 0:
+            output = trainer("train").main(files, overrides, overwrite=overwrite, resume=resume)
+    if as_json and trainer("recipe.recipe").read_launch().rank == 0:
         summary = trainer("summary")
         click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
 

@@ -19,7 +19,7 @@ from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.loader import load
 
-rl, stream, trainer_tasks = map(trainer, ("rl", "stream", "tasks"))
+rl, stream, trainer_tasks = map(trainer, ("recipe.rl", "online.rollout_stream", "online.task_sampler"))
 POLITE = "Dear Ada, thank you. I cannot come, because I am abroad. How about lunch?"
 RUBRIC = [{"text": "It declines.", "weight": 3}, {"text": "It is polite."}]
 

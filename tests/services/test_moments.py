@@ -263,7 +263,9 @@ async def test_a_push_to_a_server_that_stands_still_ends_with_its_pusher() -> No
 
     server = await asyncio.start_server(stand_still, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    pusher = trainer("push").Pusher([f"http://{host}:{port}"], "a token for this test", patience_s=2 * PATIENCE_S)
+    pusher = trainer("weights.push").Pusher(
+        [f"http://{host}:{port}"], "a token for this test", patience_s=2 * PATIENCE_S
+    )
     preparing = asyncio.create_task(asyncio.to_thread(pusher.prepare))
     await asked.wait()
     async with asyncio.timeout(PATIENCE_S):
@@ -340,7 +342,7 @@ def sleeping() -> list[psutil.Process]:
 def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_as_it_starts: None, ctrl_c: Any
 ) -> None:
-    child = trainer("child")
+    child = trainer("sweep.child_process")
     monkeypatch.setattr(child, "ENDING_S", PATIENCE_S)
     before = signal.signal(signal.SIGINT, ctrl_c)
     began = time.monotonic()

@@ -121,8 +121,8 @@ def test_it_calls_a_tool_and_goes_on_from_its_own_ids(tmp_path: Path, root: Path
         prompt = ask(server, "r-0", history, 1)["prompt_token_ids"]
         answer = harmony().encode(CALL, allowed_special="all")
         learn(network, prompt, answer)
-        pusher = trainer("push").Pusher([server.url], TOKEN)
-        proof = trainer("push").Proof(prompt, logprobs(network, prompt, 1))
+        pusher = trainer("weights.push").Pusher([server.url], TOKEN)
+        proof = trainer("weights.push").Proof(prompt, logprobs(network, prompt, 1))
         assert pusher.push(1, dict(network.state_dict()), proof).difference < 1e-4
         pusher.finish()
         first = ask(server, "r-1", history, 60)

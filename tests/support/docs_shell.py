@@ -192,7 +192,7 @@ def _deeper(name: str, context: click.Context) -> None:
     given = context.params
     if name == "train" and not given.get("sweeps"):
         words = given["recipe"]
-        trainer("config").read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
+        trainer("recipe.recipe").read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
     if name in ("run", "validate", "collect_rollouts") and given.get("configs"):
         config = load_config(given["configs"], given["overrides"])
         for service in given.get("only") or given.get("names") or filter(None, [given.get("agent")]):

@@ -23,8 +23,19 @@ from transformers import AutoTokenizer
 from ngym.cli.train import trainer
 from ngym.config.shipped_files import shipped
 
-config, engine, guard, loop, model, ranks, samples, sft = map(
-    trainer, ("config", "engine", "guard", "loop", "model", "ranks", "samples", "algorithms.sft")
+config, engine, guard, loop, offline, model, ranks, samples, sft = map(
+    trainer,
+    (
+        "recipe.recipe",
+        "engine.engine",
+        "engine.nan_guard",
+        "loop",
+        "data.offline",
+        "model.policy",
+        "engine.distributed",
+        "data.samples",
+        "algorithms.sft",
+    ),
 )
 RANK = 1  # where it goes wrong
 
@@ -72,7 +83,7 @@ def digest(policy: Any) -> str:
 def main(data: Path, output: Path, stages: list[int]) -> None:
     launch = config.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
-    batches = list(loop.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
+    batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
     told: dict[str, Any] = {}
 
     def new(stage: int) -> Any:

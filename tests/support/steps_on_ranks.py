@@ -17,8 +17,18 @@ from transformers import AutoTokenizer
 from ngym.cli.train import trainer
 from ngym.config.shipped_files import shipped
 
-config, engine, heldout, loop, model, ranks, sft = map(
-    trainer, ("config", "engine", "heldout", "loop", "model", "ranks", "algorithms.sft")
+config, engine, heldout, loop, offline, model, ranks, sft = map(
+    trainer,
+    (
+        "recipe.recipe",
+        "engine.engine",
+        "evaluation.heldout_loss",
+        "loop",
+        "data.offline",
+        "model.policy",
+        "engine.distributed",
+        "algorithms.sft",
+    ),
 )
 TOKENIZER = "data/tiny_policy/tokenizer"
 SHAPE = {
@@ -43,7 +53,7 @@ def take(learner: Any, batches: list[Any]) -> list[tuple[float, float]]:
 def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> None:
     launch = config.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
-    batches = list(loop.epochs(sft.Sft().samples(data, tokenizer), BATCH, 1, seed=0))[:STEPS]
+    batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), BATCH, 1, seed=0))[:STEPS]
 
     def new(options: dict[str, Any]) -> Any:
         policy = model.load_policy(config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)

@@ -32,7 +32,7 @@ def new_policy(root: Path, folder: Path) -> Path:
     """A folder with a new policy."""
     from transformers import AutoTokenizer
 
-    config, model = trainer("config"), trainer("model")
+    config, model = trainer("recipe.recipe"), trainer("model.policy")
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     model.load_policy(options, tokenizer, 0).network.save_pretrained(folder)

@@ -234,7 +234,7 @@ def _yaml(snippet: Snippet, project: Path, scratch: Path) -> str | None:
         (scratch / "README.md").write_text(snippet.text)
         facts_in(scratch / "README.md")
         return None
-    recipe = trainer("config").Recipe.model_fields
+    recipe = trainer("recipe.recipe").Recipe.model_fields
     for text in _alternatives(snippet.text):
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
@@ -267,7 +267,7 @@ def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) 
     short = ["rollouts.agent=null", "rollouts.tasks=null"] if "environments" in (values.get("rollouts") or {}) else []
     several = [*short, "evaluation=null"] if short and "evaluation" not in values else short
     try:
-        trainer("config").read_recipe([base, str(scratch / "part.yaml")], several)
+        trainer("recipe.recipe").read_recipe([base, str(scratch / "part.yaml")], several)
     except ConfigError as error:  # of sinks that the tests have no package for
         if rest := [line for line in str(error).splitlines() if not NO_PACKAGE.search(line)]:
             raise ConfigError("\n".join(rest)) from None

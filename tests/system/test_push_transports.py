@@ -28,7 +28,7 @@ LEASE_S = 60.0
 RANK, ALPHA = 3, 6
 PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 LONG = "what is hello world? " * 40  # more than one block of the prefix cache
-config, lora, model, push = map(trainer, ("config", "lora", "model", "push"))
+config, lora, model, push = map(trainer, ("recipe.recipe", "model.lora", "model.policy", "weights.push"))
 Weights = dict[str, torch.Tensor]
 
 
@@ -286,7 +286,7 @@ def gloo(server: Server, root: Path) -> Iterator[Any]:
     import gloo_transfer
 
     gloo_transfer.register()
-    trainer("push.transfer").INTRODUCTIONS["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
+    trainer("weights.push.transfer").INTRODUCTIONS["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
         rank=0, master_address=address, master_port=int(free_port()), world_size=world
     )
     pusher = push.Pusher([server.url], TOKEN, transport="gloo", patience_s=PATIENCE_S)
@@ -305,14 +305,14 @@ def test_without_a_gpu_its_transports_are_refused_in_one_line(transport: str) ->
 
 
 def test_the_servers_of_a_transfer_follow_the_trainer_in_one_group() -> None:
-    assert trainer("push.transfer")._offsets([2, 1, 4]) == [1, 3, 4]
+    assert trainer("weights.push.transfer")._offsets([2, 1, 4]) == [1, 3, 4]
 
 
 def test_handles_of_gpu_memory_travel_as_vllm_reads_them() -> None:
     from vllm.distributed.weight_transfer.clients import _json_safe_update_info
 
     info = {"names": ["x"], "ipc_handles": [{"gpu": (1, "a", b"b")}], "ipc_handles_pickled": None, "tensor_sizes": None}
-    ours = trainer("push.transfer")._as_json(info)
+    ours = trainer("weights.push.transfer")._as_json(info)
     assert ours == {name: value for name, value in _json_safe_update_info(info).items() if name in ours}
     assert set(info) - {"ipc_handles"} == set(ours)
 

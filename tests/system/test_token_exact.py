@@ -250,7 +250,9 @@ def largest_difference(checkpoint: Path, segments: list[Any]) -> float:
     """Between the sampler's log-probabilities in these segments, and the trainer's of the same tokens."""
     import torch
 
-    config, model, packing, ranks, samples = map(trainer, ("config", "model", "packing", "ranks", "samples"))
+    config, model, packing, ranks, samples = map(
+        trainer, ("recipe.recipe", "model.policy", "model.packing", "engine.distributed", "data.samples")
+    )
     options = config.ModelOptions(path=str(checkpoint))
     given = [samples.Sample((samples.Segment(one["token_ids"], [tuple(s) for s in one["mask"]]),)) for one in segments]
     samplers = {id(sample.segments[0]): one["logprobs"] for sample, one in zip(given, segments, strict=True)}

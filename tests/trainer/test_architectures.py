@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ngym.cli.train import trainer
 from ngym.errors import ConfigError
 
-attention, config, model, packing, samples = map(trainer, ("attention", "config", "model", "packing", "samples"))
+attention, config, model, packing, samples = map(
+    trainer, ("model.packed_attention", "recipe.recipe", "model.policy", "model.packing", "data.samples")
+)
 CPU = torch.device("cpu")
 SMALL = {
     "vocab_size": 96,

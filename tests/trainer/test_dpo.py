@@ -25,7 +25,17 @@ from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
 
 config, conversations, dpo, engine, loop, model, packing, scores = map(
-    trainer, ("config", "conversations", "algorithms.dpo", "engine", "loop", "model", "packing", "scores")
+    trainer,
+    (
+        "recipe.recipe",
+        "data.chat_samples",
+        "algorithms.dpo",
+        "engine.engine",
+        "loop",
+        "model.policy",
+        "model.packing",
+        "model.outputs",
+    ),
 )
 CPU = torch.device("cpu")
 SHAPE = {

@@ -19,7 +19,7 @@ from ngym.peers import Peers
 from ngym.runtime.task_race import never
 from ngym.schema import Json
 
-evaluation, rl, services = map(trainer, ("evaluation", "rl", "services"))
+evaluation, rl, services = map(trainer, ("evaluation.live_eval", "recipe.rl", "online.services"))
 Values = dict[str, Any]
 
 

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ngym.cli.train import main, trainer
 
-config, engine, heldout, model, samples_module = map(trainer, ("config", "engine", "heldout", "model", "samples"))
+config, engine, heldout, model, samples_module = map(
+    trainer, ("recipe.recipe", "engine.engine", "evaluation.heldout_loss", "model.policy", "data.samples")
+)
 sft, dpo = map(trainer, ("algorithms.sft", "algorithms.dpo"))
 SHAPE = {
     "hidden_size": 32,

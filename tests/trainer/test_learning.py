@@ -42,7 +42,7 @@ def test_a_lesson_has_tasks_demonstrations_and_recipes(
     assert {row["agent_ref"]["name"] for row in train} == {lesson.agent}
 
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
-    samples = trainer("conversations").read_demonstrations(tmp_path / "demonstrations.jsonl", tokenizer)
+    samples = trainer("data.chat_samples").read_demonstrations(tmp_path / "demonstrations.jsonl", tokenizer)
     # one segment each: what is said first is a beginning of what is said later, as in rollouts
     assert {len(sample.segments) for sample in samples} == {1}
     assert max(len(sample.segments[0].token_ids) for sample in samples) < CONTEXT

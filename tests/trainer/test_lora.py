@@ -21,7 +21,7 @@ from ngym.cli.train import trainer
 from ngym.errors import ConfigError
 
 pytest.importorskip("peft")
-NAMES = ("config", "engine", "model", "model_options", "packing", "samples")
+NAMES = ("recipe.recipe", "engine.engine", "model.policy", "recipe.model", "model.packing", "data.samples")
 config, engine, model, model_options, packing, samples = map(trainer, NAMES)
 RANK = 4
 Weights = dict[str, torch.Tensor]
@@ -216,4 +216,4 @@ def test_a_policy_that_ng_train_starts_takes_weights_as_the_recipe_says(
 ) -> None:
     overrides = [f"model.path={base}", "model.lora.rank=16", f"rollouts.transport={transport}"]
     recipe, _ = config.read_recipe(["grpo.yaml"], overrides)
-    assert trainer("services").serving_options(recipe) == [f"model={base}", *needs]
+    assert trainer("online.services").serving_options(recipe) == [f"model={base}", *needs]

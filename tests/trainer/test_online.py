@@ -18,7 +18,7 @@ from ngym.config.service_config import load_config
 from ngym.errors import ConfigError
 
 config, engine, model, publish, push, services = map(
-    trainer, ("config", "engine", "model", "publish", "push", "services")
+    trainer, ("recipe.recipe", "engine.engine", "model.policy", "weights.publisher", "weights.push", "online.services")
 )
 STEPS = 8
 Values = dict[str, Any]

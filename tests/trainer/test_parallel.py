@@ -22,7 +22,7 @@ from ngym.cli.train import main, trainer
 from ngym.config.shipped_files import shipped
 from ngym.errors import ConfigError
 
-config, engine, model = map(trainer, ("config", "engine", "model"))
+config, engine, model = map(trainer, ("recipe.recipe", "engine.engine", "model.policy"))
 
 Options = dict[str, Any]
 OFFLOADED: Options = {"offload": {"optimizer": "cpu"}}

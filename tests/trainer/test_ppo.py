@@ -19,22 +19,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import trainer
 
-checks, config, critic, engine, gae, grpo, loop, model, packing, rl, rollouts, samples, scores = map(
+checks, config, critic, engine, gae, grpo, loop, offline, model, packing, rl, rollouts, samples, scores = map(
     trainer,
     (
-        "checks",
-        "config",
-        "critic",
-        "engine",
-        "gae",
-        "algorithms.grpo",
+        "sanity_checks",
+        "recipe.recipe",
+        "model.critic",
+        "engine.engine",
+        "losses.gae",
+        "algorithms.policy_gradient",
         "loop",
-        "model",
-        "packing",
-        "rl",
-        "rollouts",
-        "samples",
-        "scores",
+        "data.offline",
+        "model.policy",
+        "model.packing",
+        "recipe.rl",
+        "data.rollout_samples",
+        "data.samples",
+        "model.outputs",
     ),
 )
 SHAPE = {
@@ -382,7 +383,7 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
     advantage = {"estimator": "gae", "lam": 0.95, "whiten": True}
     algorithm = grpo.Grpo(options(advantage=advantage, loss={"anchor": "sampler", "entropy_coef": 0.01}), None, None)
     steps = []
-    for samples_ in loop.epochs(read, 6, 1, 0):
+    for samples_ in offline.epochs(read, 6, 1, 0):
         steps.append(loop.take_step(one, algorithm, algorithm.prepare(samples_, one, BUDGET), BUDGET, 1.0))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "value_loss", "explained_variance", "entropy"):

@@ -25,9 +25,10 @@ from ngym.errors import UsageError
 from ngym.peers import Peers
 
 checkpoints, config, engine, loop, model, samples, sft = map(
-    trainer, ("checkpoints", "config", "engine", "loop", "model", "samples", "algorithms.sft")
+    trainer,
+    ("checkpoints.store", "recipe.recipe", "engine.engine", "loop", "model.policy", "data.samples", "algorithms.sft"),
 )
-rl, stream_module, tasks_module = map(trainer, ("rl", "stream", "tasks"))
+rl, stream_module, tasks_module = map(trainer, ("recipe.rl", "online.rollout_stream", "online.task_sampler"))
 Values = dict[str, Any]
 
 
@@ -131,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Killed at any moment of a save: what is there is whole."""
     script = (
-        "import sys; from pathlib import Path; from ngym.cli.train import trainer; c = trainer('checkpoints')\n"
+        "import sys; from pathlib import Path; from ngym.cli.train import trainer; c = trainer('checkpoints.store')\n"
         "kept = c.Checkpoints(Path(sys.argv[1]), c.CheckpointOptions(keep=2))\n"
         "def write(aside):\n"
         "    for n in range(20): (aside / f'{n}.bin').write_bytes(bytes(100_000))\n"
@@ -297,7 +298,7 @@ def test_groups_that_teach_nothing_are_replaced_up_to_a_bound(policy: Path, tmp_
 
 
 def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
-    spool = trainer("spool")
+    spool = trainer("online.rollout_spool")
     path = tmp_path / "rollouts.jsonl"
     row = {
         "_ng_task_index": 3,

@@ -21,7 +21,7 @@ from ngym.errors import UsageError
 from ngym.files.file_lock import held_folder
 
 config, conversations, earlier, model, packing, samples = map(
-    trainer, ("config", "conversations", "earlier", "model", "packing", "samples")
+    trainer, ("recipe.recipe", "data.chat_samples", "output_files", "model.policy", "model.packing", "data.samples")
 )
 CPU = torch.device("cpu")
 SHAPE = {

@@ -18,19 +18,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ngym.cli.train import main, trainer
 
-config, engine, guard, loop, model, optimizer, packing, checkpoint, sft, samples_module = map(
+config, engine, guard, loop, offline, model, optimizer, packing, checkpoint, sft, samples_module = map(
     trainer,
     (
-        "config",
-        "engine",
-        "guard",
+        "recipe.recipe",
+        "engine.engine",
+        "engine.nan_guard",
         "loop",
-        "model",
-        "optimizer",
-        "packing",
-        "checkpoint",
+        "data.offline",
+        "model.policy",
+        "engine.optimizer",
+        "model.packing",
+        "checkpoints.atomic_folder",
         "algorithms.sft",
-        "samples",
+        "data.samples",
     ),
 )
 SHAPE = {
@@ -77,7 +78,7 @@ def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 0, precision: str =
 
 
 def steps(learner: Any, samples: list[Any], count: int, budget: int = 100_000) -> list[Any]:
-    batches = loop.epochs(samples, 16, 1, seed=0)
+    batches = offline.epochs(samples, 16, 1, seed=0)
     return [loop.take_step(learner, sft.Sft(), batch, budget, 1.0) for batch, _ in zip(batches, range(count))]  # noqa: B905
 
 

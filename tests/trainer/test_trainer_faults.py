@@ -33,9 +33,18 @@ from ngym.cli.train import trainer
 from ngym.errors import ConfigError, UsageError
 
 checkpoints, config, engine, model, optimizer_state, resume, rollouts = map(
-    trainer, ("checkpoints", "config", "engine", "model", "optimizer_state", "resume", "rollouts")
+    trainer,
+    (
+        "checkpoints.store",
+        "recipe.recipe",
+        "engine.engine",
+        "model.policy",
+        "engine.optimizer_state",
+        "checkpoints.resume",
+        "data.rollout_samples",
+    ),
 )
-guard, loop, sft = map(trainer, ("guard", "loop", "algorithms.sft"))
+guard, loop, sft = map(trainer, ("engine.nan_guard", "loop", "algorithms.sft"))
 
 # Killed while it saves
 
@@ -44,7 +53,7 @@ import os, random, signal, sys
 from pathlib import Path
 from ngym.cli.train import trainer
 
-checkpoints = trainer("checkpoints")
+checkpoints = trainer("checkpoints.store")
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 kept = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions(keep=1))
 TOUCHES = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree")
@@ -393,7 +402,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     (tmp_path / "metrics.jsonl").touch()
     saver = resume.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
-    samples = trainer("samples")
+    samples = trainer("data.samples")
     batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
 
     def step(number: int, factor: float) -> bool:

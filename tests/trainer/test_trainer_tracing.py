@@ -14,7 +14,8 @@ from ngym.cli.train import trainer
 from ngym.telemetry import tracing
 
 config, engine, guard, loop, model, samples, sft = map(
-    trainer, ("config", "engine", "guard", "loop", "model", "samples", "algorithms.sft")
+    trainer,
+    ("recipe.recipe", "engine.engine", "engine.nan_guard", "loop", "model.policy", "data.samples", "algorithms.sft"),
 )
 
 

@@ -15,7 +15,9 @@ from paths import DATA
 
 from ngym.cli.train import trainer
 
-advantages, gae, objective, shaping = map(trainer, ("advantages", "gae", "objective", "shaping"))
+advantages, gae, objective, shaping = map(
+    trainer, ("losses.advantages", "losses.gae", "recipe.objective", "losses.group_filters")
+)
 PEERS = json.loads((DATA / "peer_advantages.json").read_text("utf-8"))
 OF_A_GROUP = ["group_std", "group_mean", "leave_one_out", "leave_one_out_std"]
 

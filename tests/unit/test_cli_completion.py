@@ -55,7 +55,7 @@ def in_schema(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") ->
 
 @pytest.mark.parametrize("name", ["recipe", "settings"])
 def test_the_keys_are_those_of_the_models_that_check_them(name: str) -> None:
-    schema = (trainer("config").Recipe if name == "recipe" else Settings).model_json_schema()
+    schema = (trainer("recipe.recipe").Recipe if name == "recipe" else Settings).model_json_schema()
     found = (
         keys.of_recipe()
         if name == "recipe"

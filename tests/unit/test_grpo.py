@@ -20,19 +20,19 @@ from ngym.errors import UsageError
 checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, samples, scoring, sources = map(
     trainer,
     (
-        "checks",
-        "config",
-        "engine",
-        "algorithms.grpo",
+        "sanity_checks",
+        "recipe.recipe",
+        "engine.engine",
+        "algorithms.policy_gradient",
         "loop",
-        "model",
-        "offline",
-        "packing",
-        "rl",
-        "rollouts",
-        "samples",
-        "scoring",
-        "sources",
+        "model.policy",
+        "data.offline",
+        "model.packing",
+        "recipe.rl",
+        "data.rollout_samples",
+        "data.samples",
+        "engine.score_samples",
+        "batch_sources",
     ),
 )
 SHAPE = {
@@ -253,7 +253,7 @@ def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedToken
 
 
 def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
-    guard = trainer("guard").Guard(None, 3)
+    guard = trainer("engine.nan_guard").Guard(None, 3)
     reports: list[dict[str, float]] = []
     batches = checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
     algorithm = grpo.Grpo(options(), None, None)

@@ -21,7 +21,15 @@ from torch import Tensor
 from ngym.cli.train import trainer
 
 corrections, kl, losses, objective, preference, reduction = map(
-    trainer, ("corrections", "kl", "losses", "objective", "preference", "reduction")
+    trainer,
+    (
+        "losses.importance_sampling",
+        "losses.kl",
+        "losses.policy_loss",
+        "recipe.objective",
+        "losses.preference_loss",
+        "losses.reduction",
+    ),
 )
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
 PAIRS = json.loads((DATA / "peer_preferences.json").read_text("utf-8"))
@@ -627,9 +635,9 @@ def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() ->
     script = """
 import sys
 from ngym.cli.train import trainer
-for name in ("objective", "advantages", "shaping"): trainer(name)
+for name in ("recipe.objective", "losses.advantages", "losses.group_filters"): trainer(name)
 assert "torch" not in sys.modules
-for name in ("losses", "gae", "kl", "corrections", "preference", "reduction"): trainer(name)
+for name in ("losses.policy_loss", "losses.gae", "losses.kl", "losses.importance_sampling", "losses.preference_loss", "losses.reduction"): trainer(name)
 print(sorted({"deepspeed", "vllm", "transformers"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from ngym.cli.train import main, trainer
 from ngym.errors import ConfigError
 
-config, arithmetic, model, samples = map(trainer, ("config", "arithmetic", "model", "samples"))
+config, arithmetic, model, samples = map(
+    trainer, ("recipe.recipe", "recipe.batch_sizes", "model.policy", "data.samples")
+)
 POLICY = "model.path=data/tiny_policy/tokenizer"
 
 

@@ -18,7 +18,9 @@ from ngym.collect import Recipe
 from ngym.collect.plan import planned
 from ngym.errors import UsageError
 
-curriculum, groups, rl, tasks, turns = map(trainer, ("curriculum", "groups", "rl", "tasks", "turns"))
+curriculum, groups, rl, tasks, turns = map(
+    trainer, ("online.curriculum", "online.groups", "recipe.rl", "online.task_sampler", "online.environment_mix")
+)
 Values = dict[str, Any]
 
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..reduction import Loss, Mean
-from ..samples import Sample
-from ..scores import Asks, Scores
+from ..data.samples import Sample
+from ..losses.reduction import Loss, Mean
+from ..model.outputs import Asks, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine import Engine
-    from ..packing import Packed
+    from ..engine.engine import Engine
+    from ..model.packing import Packed
 
 __all__ = ["Algorithm", "Loss", "Mean"]
 

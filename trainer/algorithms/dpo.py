@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..config import DpoOptions
-from ..conversations import Pair, read_pairs
-from ..packing import Packed
-from ..preference import preference_loss
-from ..reduction import Loss, Rows, measured
-from ..samples import Sample, Segment
-from ..scores import Asks, Scores
-from ..scoring import score
+from ..data.chat_samples import Pair, read_pairs
+from ..data.samples import Sample, Segment
+from ..engine.score_samples import score
+from ..losses.preference_loss import preference_loss
+from ..losses.reduction import Loss, Rows, measured
+from ..model.outputs import Asks, Scores
+from ..model.packing import Packed
+from ..recipe.recipe import DpoOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine import Engine
+    from ..engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..conversations import read_demonstrations
-from ..losses import nll_loss
-from ..samples import Sample
-from ..scores import Asks, Scores
+from ..data.chat_samples import read_demonstrations
+from ..data.samples import Sample
+from ..losses.policy_loss import nll_loss
+from ..model.outputs import Asks, Scores
 from . import Loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..engine import Engine
-    from ..packing import Packed
+    from ..engine.engine import Engine
+    from ..model.packing import Packed
 
 
 class Sft:

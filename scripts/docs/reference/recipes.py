@@ -21,7 +21,7 @@ nearest name. How training works: [training](../training.md); what the algorithm
 
 
 def text(specimen: Specimen) -> str:
-    config = trainer("config")
+    config = trainer("recipe.recipe")
     recipe: type[BaseModel] = config.Recipe
     plain, sections = [], []
     for name, field in recipe.model_fields.items():

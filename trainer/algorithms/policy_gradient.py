@@ -1,0 +1,175 @@
+"""GRPO and its family: what stood out within its group becomes likelier. What exactly, objective.py says.
+
+    rollouts -> groups -> advantages, on every token that the policy sampled -> ratio to the policy that sampled -> loss
+
+All segments of a rollout share its advantage. Groups that teach nothing (equal rewards, one rollout) give exactly no
+gradient, and are left out unless `shaping.skip_equal_groups` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..data.rollout_samples import Rollout, Said, filled, grouped, read_rollouts
+from ..data.samples import Sample
+from ..engine.score_samples import score
+from ..losses.gae import explained_variance
+from ..losses.policy_loss import Tokens, Values, policy_loss, value_loss
+from ..losses.reduction import Loss, Mean, Rows, weigh
+from ..model.outputs import Asks, Scores
+from ..recipe.rl import GrpoOptions
+from .credit_assignment import credited, teaches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..engine.engine import Engine
+    from ..model.packing import Packed
+
+
+class Counted(NamedTuple):
+    """What a rollout counts in the optimiser step: each of its tokens, and its part of the divisor."""
+
+    token: float
+    share: float
+
+
+class Grpo:
+    """One for a run.
+
+    Args:
+        updates: optimiser steps on one batch of rollouts, if that is known. At the first, the trainer's logprobs are those
+            of now.
+        reference: logprobs [N] of a micro-batch under the policy that KL pulls to; needed only with kl.coef above 0.
+    """
+
+    def __init__(self, options: GrpoOptions, updates: int | None, reference: Callable[[Packed], Tensor] | None) -> None:
+        self._options = options
+        self._objective = options.objective
+        self._updates = updates
+        self._reference = reference
+        self._counted: dict[int, Counted] = {}
+        self._explained = 0.0  # of the returns' variance in this optimiser step, by the critic before it
+
+    @property
+    def asks(self) -> Asks:
+        return Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
+
+    def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """Rollouts with sampled tokens; failed and unscored ones teach nothing."""
+        return [rollout for rollout in read_rollouts(path, self._options.temperature).rollouts if rollout.trained]
+
+    def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
+        """The rollouts that teach something, with their advantages."""
+        rollouts = self._teaching(cast(Sequence[Rollout], samples))
+        if not rollouts:
+            return []
+        asked: dict[str, Callable[[Packed], Tensor]] = {}
+        if self._asks_trainer:
+            asked["old"] = engine.logprobs
+        if self._reference is not None:
+            asked["reference"] = self._reference
+        if self.asks.values:
+            asked["values"] = engine.values
+        for name, of_packed in asked.items():
+            rollouts = filled(rollouts, name, score(rollouts, of_packed, engine, budget))
+        rollouts = credited(self._options, rollouts)
+        dropped = self._options.shaping.drop_truncated
+        return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
+
+    def weight(self, samples: Sequence[Sample]) -> float:
+        """The divisor of an optimiser step; from here to the next call, `loss` is asked about its samples."""
+        rollouts = cast(Sequence[Rollout], samples)
+        weights = weigh(
+            self._objective.loss.aggregation,
+            [rollout.trained for rollout in rollouts],
+            fixed_length=self._objective.loss.fixed_length,
+            tasks_B=[rollout.group for rollout in rollouts],
+        )
+        self._counted = {
+            id(rollout): Counted(token, share)
+            for rollout, token, share in zip(rollouts, weights.token_B, weights.share_B, strict=True)
+        }
+        if self._objective.critic is not None:
+            said = [segment for rollout in rollouts for segment in rollout.segments]
+            values_N = torch.tensor([value for segment in said for value in segment.values or ()])
+            returns_N = torch.tensor([value for segment in said for value in segment.returns or ()])
+            self._explained = explained_variance(values_N, returns_N)
+        return weights.total
+
+    def loss(self, scores: Scores, packed: Packed) -> Loss:
+        micro = _Micro(packed, [self._counted[id(sample)] for sample in packed.samples], scores.logprobs_N)
+        advantages_N = micro.said("advantages")
+        assert advantages_N is not None, "the samples were not prepared"
+        tokens = Tokens(
+            logprobs_N=scores.logprobs_N,
+            advantages_N=advantages_N,
+            rows=micro.rows,
+            weight_R=micro.weight_R,
+            share=micro.share,
+            old_N=micro.said("old"),
+            sampler_N=micro.said("sampler"),
+            reference_N=micro.said("reference"),
+            entropy_N=scores.entropy_N,
+        )
+        of_policy = policy_loss(self._objective, tokens)
+        return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro)
+
+    def _with_critic(self, of_policy: Loss, scores: Scores, micro: _Micro) -> Loss:
+        old_N, returns_N, critic = micro.said("values"), micro.said("returns"), self._objective.critic
+        assert scores.values_N is not None and old_N is not None and returns_N is not None and critic is not None
+        values = Values(
+            values_N=scores.values_N,
+            old_N=old_N,
+            returns_N=returns_N,
+            rows=micro.rows,
+            weight_R=micro.weight_R,
+            share=micro.share,
+        )
+        of_critic, count = value_loss(critic, values), float(len(returns_N))
+        both = of_policy.metrics["loss"].total + critic.loss_coef * of_critic.metrics["value_loss"].total
+        metrics = {
+            **of_policy.metrics,
+            **of_critic.metrics,
+            "loss": Mean(both, micro.share),
+            "explained_variance": Mean(self._explained * count, count),
+        }
+        return Loss(of_policy.sum + critic.loss_coef * of_critic.sum, metrics)
+
+    def sampler_N(self, packed: Packed) -> Tensor:
+        """The sampler's logprobs of a micro-batch's tokens."""
+        segments = cast(Sequence[Said], packed.segments)
+        said = [value for segment in segments for value in segment.sampler]
+        return torch.tensor(said, device=packed.token_ids_T.device)
+
+    @property
+    def _asks_trainer(self) -> bool:
+        """Whether the loss has to know what the trainer said before the first of several updates."""
+        objective = self._objective
+        return self._updates != 1 and (objective.loss.anchor == "trainer" or objective.correction.kind != "none")
+
+    def _teaching(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        groups = grouped(rollout for rollout in rollouts if rollout.trained)
+        if self._options.shaping.skip_equal_groups:
+            groups = [group for group in groups if teaches(self._options, group)]
+        return [rollout for group in groups for rollout in group]
+
+
+class _Micro:
+    """The rollouts of a micro-batch, flat. like: a tensor of the device and dtype that is wanted."""
+
+    def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:
+        self.rows = Rows(packed.sample_N, len(packed.samples))
+        self.weight_R = like.new_tensor([each.token for each in counted])
+        self.share = sum(each.share for each in counted)
+        self._segments = packed.segments
+
+    def said(self, name: str) -> Tensor | None:
+        """A field of the segments, [N]; None if they have none."""
+        known = [each for segment in self._segments if (each := getattr(segment, name)) is not None]
+        return self.weight_R.new_tensor([value for each in known for value in each]) if known else None

@@ -1,0 +1,223 @@
+"""Where do a run's batches come from? From a finished file, or from live rollouts; both can go on after any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ngym.errors import NgymError, UsageError
+from ngym.schema import Json
+
+from .data import offline
+from .recipe import batch_sizes
+from .recipe.recipe import DataOptions, Recipe, read_launch
+from .recipe.rl import GrpoOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .algorithms import Algorithm
+    from .data.samples import Batch, Sample
+    from .engine.engine import Engine
+    from .evaluation.live_eval import Evaluation
+    from .online.services import Services
+    from .reporting.metrics import Metrics
+
+Say = Callable[[str], None]
+
+
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    recipe: Recipe
+    learner: Engine
+    algorithm: Algorithm
+    tokenizer: PreTrainedTokenizerBase
+
+
+class Source(Protocol):
+    """steps: how many batches there are, those before a resumption included."""
+
+    steps: int
+
+    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        """Those after the first `done`. state: what `state()` said then; None at the very beginning."""
+
+    def state(self) -> Json | None:
+        """What the batches after the one that was trained last depend on, as JSON."""
+
+
+class FileSource:
+    """A finished file: what comes next depends on the file, the seed and how many batches there were."""
+
+    def __init__(self, parts: Parts, say: Say) -> None:
+        recipe, learner, algorithm, tokenizer = parts
+        assert recipe.data is not None
+        self._parts = parts
+        self._digest = offline.digest(recipe.data)
+        self._samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say)
+        self.steps = offline.steps(self._samples, recipe)
+        for line in batch_sizes.of_file(recipe, self._samples, self.steps, read_launch()):
+            say(line)
+        self._held_out = _held_out(parts, say)
+
+    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        """
+        Raises:
+            UsageError: the file is another one than that of the state.
+        """
+        recipe, learner, algorithm, _ = self._parts
+        if state is not None and state["digest"] != self._digest:
+            assert recipe.data is not None
+            raise UsageError(
+                f"{recipe.data.path}: changed since the run began with it: sha256 {state['digest'][:12]} then, "
+                f"{self._digest[:12]} now; restore the file, or begin a new run"
+            )
+        batches = offline.batches(self._samples, recipe, done)
+        if algorithm.asks.values:
+            batches = offline.in_turn(batches, algorithm, learner, recipe.micro_batch_tokens)
+        batches = checked(self._parts, batches, sampled=done == 0)
+        if recipe.evaluation is None or not self._held_out:
+            return batches
+        from .evaluation.heldout_loss import HeldOutData
+
+        every = recipe.evaluation.every
+        held_out = HeldOutData(self._held_out, algorithm, learner, recipe.micro_batch_tokens, every, metrics.note)
+        return held_out.evaluated(batches, done)
+
+    def state(self) -> Json | None:
+        return {"digest": self._digest}
+
+
+def _held_out(parts: Parts, say: Say) -> list[Sample]:
+    """What a run that learns from a file is evaluated on, prepared while the policy is the one that it begins with."""
+    recipe, learner, algorithm, tokenizer = parts
+    if recipe.evaluation is None or recipe.data is None:
+        return []
+    if recipe.evaluation.data is None:
+        say("evaluation.tasks need live rollouts, and this run learns from a file: it is not evaluated")
+        return []
+    data = DataOptions(path=recipe.evaluation.data, max_tokens=recipe.data.max_tokens)
+    budget, limit = recipe.micro_batch_tokens, recipe.evaluation.limit
+    return offline.prepared(data, algorithm, tokenizer, learner, budget, lambda text: say(f"held-out: {text}"), limit)
+
+
+class LiveSource:
+    """Live rollouts.
+
+    Args:
+        services: on rank 0; None elsewhere.
+    """
+
+    def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
+        from .online.live_batches import Live, LiveRun
+        from .weights.colocated import Colocated
+        from .weights.publisher import Publisher, probe_ids, pusher_of
+        from .weights.push import check_transport
+
+        recipe, learner, algorithm, tokenizer = parts
+        options = recipe.live
+        assert options is not None and recipe.max_steps is not None
+        self.steps = recipe.max_steps
+        self._parts = parts
+        self._services = services
+        self._pusher = None
+        if services is not None:
+            check_transport(options.transport)
+            reached = services.reached
+            self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
+        for line in batch_sizes.of_live(recipe, read_launch()):
+            say(line)
+        assert isinstance(recipe.algorithm, GrpoOptions)
+        run = LiveRun(
+            options=options,
+            temperature=temperature(recipe),
+            seed=recipe.seed,
+            budget=recipe.micro_batch_tokens,
+            steps=recipe.max_steps,
+            output=recipe.output,
+            by_component=recipe.algorithm.advantage.components != "sum",
+        )
+        pushed = learner.adapter if options.transport == "lora" else learner.weights
+        colocated = Colocated(learner, self._pusher) if options.colocated else None
+        publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed, colocated)
+        self._live = Live(run, algorithm, learner, publisher, services)
+        self._say = say
+
+    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
+        from .evaluation.live_eval import KEPT, Evaluation
+
+        recipe = self._parts.recipe
+        evaluation = None
+        if recipe.evaluation is not None and recipe.live is not None and self._services is not None:
+            evaluation = Evaluation(
+                recipe.evaluation,
+                recipe.live,
+                temperature(recipe),
+                self._services,
+                metrics.note,
+                recipe.seed,
+                recipe.output / KEPT,
+                done,
+            )
+        try:
+            at_hand = self._live.open(state)
+            if at_hand:
+                self._say(f"{at_hand:,} rollouts were collected before, and need not be again")
+            yield from checked(self._parts, self._live.batches(done, evaluation))
+        except BaseException:
+            with suppress(NgymError):  # what ended the run says more than what it prevents now
+                self._close(evaluation)
+            raise
+        else:
+            self._close(evaluation)
+        finally:
+            if self._pusher is not None:
+                self._pusher.finish()
+
+    def _close(self, evaluation: Evaluation | None) -> None:
+        try:
+            self._live.close()
+        finally:
+            if evaluation is not None:
+                evaluation.close()
+
+    def state(self) -> Json | None:
+        return self._live.state()
+
+
+def make_room(recipe: Recipe, services: Services | None) -> None:
+    """Have servers on the trainer's GPUs sleep before anything is loaded there.
+
+    services: on rank 0; None elsewhere.
+    """
+    from .weights.publisher import pusher_of
+
+    if services is None or recipe.live is None:
+        return
+    reached = services.reached
+    pusher = pusher_of(recipe, reached.peers.urls[recipe.live.policy], reached.token)
+    pusher.prepare()
+    pusher.sleep()
+    pusher.finish()
+
+
+def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> Iterator[Batch]:
+    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence.
+
+    sampled: by the policy as it is now. A run that goes on with a file has left the policy that sampled it, on purpose.
+    """
+    from . import sanity_checks
+    from .algorithms.policy_gradient import Grpo
+
+    if not isinstance(parts.algorithm, Grpo) or not isinstance(parts.recipe.algorithm, GrpoOptions):
+        return batches
+    bound = parts.recipe.algorithm.max_mismatch
+    sampler_N = parts.algorithm.sampler_N if sampled else None
+    return sanity_checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
+
+
+def temperature(recipe: Recipe) -> float:
+    """Of the rollouts, which is what the logits are divided by."""
+    return recipe.algorithm.temperature if isinstance(recipe.algorithm, GrpoOptions) else 1.0

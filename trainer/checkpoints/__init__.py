@@ -1,0 +1,1 @@
+"""Checkpoints: written atomically, kept, and resumed from."""

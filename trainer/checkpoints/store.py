@@ -1,0 +1,177 @@
+"""The checkpoints of a run: each whole or not there, checked before it is used, and only as many as are wanted.
+
+    checkpoints/step-000050/
+        policy/                     a Hugging Face folder, for whoever wants to serve or judge this policy
+        training-00001.safetensors  of each trainable weight: float32 master value and what the optimizer knows of it
+        state.json                  everything else that the next step depends on
+        manifest.json               the size and the SHA-256 of every other file
+
+Nothing in it is executed when it is read: safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+from pydantic import TypeAdapter
+
+from ngym.errors import NgymError
+from ngym.schema import Json
+
+from ..recipe.base import Record
+from ..recipe.checkpoint import CheckpointOptions
+from .atomic_folder import committed
+
+FOLDER = "checkpoints"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointUnusable(NgymError):
+    """There is no checkpoint to go on from, or it is not what was written."""
+
+
+class Written(Record):
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+WRITTEN = TypeAdapter(dict[str, Written])
+
+
+class Checkpoint(NamedTuple):
+    """One that is whole. step: how many batches were trained."""
+
+    step: int
+    folder: Path
+    state: Json
+
+
+class Checkpoints:
+    """Those of a run's folder. Only rank 0 writes."""
+
+    def __init__(self, output: Path, options: CheckpointOptions) -> None:
+        self._folder = output / FOLDER
+        self._options = options
+
+    def due(self, step: int, steps: int) -> bool:
+        return step % self._options.every == 0 or step == steps
+
+    def save(self, step: int, state: Json, write: Callable[[Path], None]) -> None:
+        """Commit a checkpoint. write: puts the tensors into a folder."""
+        with committed(self._folder / f"step-{step:06}") as aside:
+            write(aside)
+            (aside / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
+            files = sorted(path for path in aside.rglob("*") if path.is_file())
+            manifest = {
+                str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
+            }
+            (aside / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+
+    def tidy(self, history: Iterable[Mapping[str, float]]) -> None:
+        """Remove those that are not wanted any more, and what killed writers left. history: the metrics of the run."""
+        for left_behind in self._folder.glob(".step-*"):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        found = self._found()
+        kept = set(sorted(found)[-self._options.keep :])
+        best = self.best(history)
+        for step, folder in found.items():
+            if step not in kept and step != best:
+                _remove(folder)
+
+    def best(self, history: Iterable[Mapping[str, float]]) -> int | None:
+        """The step of the best checkpoint that there is, if that is asked for and known."""
+        name, found = self._options.best, self._found()
+        if name is None:
+            return None
+        sign = 1 if self._options.mode == "max" else -1
+        values = {int(row["step"]): sign * row[name] for row in history if name in row and math.isfinite(row[name])}
+        known = [step for step in found if step in values]
+        return max(known, key=lambda step: (values[step], step), default=None)
+
+    def newest(self) -> Checkpoint:
+        """The checkpoint to go on from, checked byte by byte.
+
+        Raises:
+            CheckpointUnusable: there is none, or the newest one was damaged.
+        """
+        found = self._found()
+        if not found:
+            raise CheckpointUnusable(f"{self._folder}: no checkpoint to resume from")
+        step = max(found)
+        folder = found[step]
+        try:
+            if problem := _problem(folder):
+                raise CheckpointUnusable(self._damaged(folder, problem, found))
+            return Checkpoint(step, folder, orjson.loads((folder / STATE).read_bytes()))
+        except (OSError, ValueError) as error:
+            raise CheckpointUnusable(self._damaged(folder, str(error).split("\n")[0], found)) from error
+
+    def discard(self, step: int) -> None:
+        """Remove the checkpoint of this step, if there is one."""
+        if (folder := self._found().get(step)) is not None:
+            _remove(folder)
+
+    def _found(self) -> dict[int, Path]:
+        if not self._folder.is_dir():
+            return {}
+        named = [(NAME.fullmatch(path.name), path) for path in self._folder.iterdir()]
+        return {int(match[1]): path for match, path in named if match and path.is_dir()}
+
+    def _damaged(self, folder: Path, problem: str, found: Mapping[int, Path]) -> str:
+        others = [step for step in sorted(found) if found[step] != folder]
+        remedy = f"the one before is of step {others[-1]}" if others else "there is none before it"
+        return f"{folder}: damaged: {problem}; {remedy}: remove this folder to go on from there"
+
+
+def _remove(folder: Path) -> None:
+    """Whole or not at all, for who looks; somebody may be at work in its `policy/`, which is no reason to end a training."""
+    with suppress(OSError):
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")), ignore_errors=True)
+
+
+def _problem(folder: Path) -> str | None:
+    """What is not as it was written; ValueError or OSError where nobody can tell."""
+    manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
+    for name, written in manifest.items():
+        path = folder / name
+        if path.stat().st_size != written.bytes or _digest(path) != written.sha256:
+            return f"{name} is not what was written"
+    # `policy/` may be used, and added to, by others; what stands beside it is loaded
+    beside = {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST}
+    unknown = sorted(beside - manifest.keys())
+    return f"{unknown[0]} was not written with it" if unknown else None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
+    """The dotted keys in which two recipes differ, but for those that begin with a free one; with both values."""
+    flat_before, flat_now = _flat(before), _flat(now)
+    keys = [
+        key
+        for key in sorted(flat_before.keys() | flat_now.keys())
+        if flat_before.get(key) != flat_now.get(key) and not any(f"{key}.".startswith(f"{one}.") for one in free)
+    ]
+    return [f"{key}: {flat_before.get(key)!r} in the run, {flat_now.get(key)!r} now" for key in keys]
+
+
+def _flat(values: Json, prefix: str = "") -> Json:
+    flat: Json = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,1 @@
+"""Rows of files and of rollouts as training samples and batches."""

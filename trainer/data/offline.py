@@ -1,0 +1,115 @@
+"""A finished JSONL file as batches: made if need be, read, cut to what fits, shuffled anew each epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ngym.config.yaml_tree import Tree
+from ngym.errors import ConfigError, UsageError
+
+from ..recipe.base import find
+from ..recipe.recipe import DataOptions, Recipe
+from .samples import Batch, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..algorithms import Algorithm
+    from ..engine.engine import Engine
+
+Say = Callable[[str], None]
+
+
+def check(data: DataOptions, tree: Tree) -> None:
+    """ConfigError if there is neither the file nor a script that makes it."""
+    if find(data.path) is None and not data.made_by:
+        raise ConfigError(
+            f"{tree.where('data.path')}: data.path: there is no {data.path}; "
+            "name a JSONL file, or data.made_by with the script that writes it"
+        )
+
+
+def make(data: DataOptions, say: Say) -> None:
+    """Run the script that makes the file, if it is not there."""
+    if find(data.path) is not None:
+        return
+    say(f"making {data.path}")
+    words = [sys.executable, *data.made_by, "--output", data.path]
+    done = subprocess.run(words, check=False)
+    if done.returncode != 0:
+        raise UsageError(f"data.made_by: {' '.join(data.made_by)} ended with exit code {done.returncode}")
+
+
+def digest(data: DataOptions) -> str:
+    """Of the file's content."""
+    with (find(data.path) or Path(data.path)).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def prepared(
+    data: DataOptions,
+    algorithm: Algorithm,
+    tokenizer: PreTrainedTokenizerBase,
+    learner: Engine,
+    budget: int,
+    say: Say,
+    limit: int | None = None,
+) -> list[Sample]:
+    """The samples of the file that fit and teach something; what is left out is said.
+
+    limit: the first samples only.
+
+    Raises:
+        UsageError: there are none.
+    """
+    read = algorithm.samples(find(data.path) or Path(data.path), tokenizer)[:limit]
+    bound = min(data.max_tokens or learner.policy.context, learner.policy.context)
+    kept = [sample for sample in read if sample.longest <= bound]
+    if len(kept) < len(read):
+        say(f"{len(read) - len(kept):,} of {len(read):,} samples are longer than {bound} tokens: left out")
+    if not kept:
+        raise UsageError(f"{data.path}: no sample to train on; data.max_tokens is {bound}")
+    samples = algorithm.prepare(kept, learner, budget)
+    if len(samples) < len(kept):
+        say(f"{len(kept) - len(samples):,} of {len(kept):,} samples teach nothing: left out")
+    if not samples:
+        raise UsageError(f"{data.path}: no sample teaches anything: in every group all rewards are equal")
+    return samples
+
+
+def steps(samples: Sequence[Sample], recipe: Recipe) -> int:
+    """How many optimiser steps the recipe takes on them."""
+    assert recipe.batch_size is not None and recipe.epochs is not None
+    count = math.ceil(len(samples) / recipe.batch_size) * recipe.epochs
+    return min(count, recipe.max_steps or count)
+
+
+def batches(samples: Sequence[Sample], recipe: Recipe, done: int) -> Iterator[Batch]:
+    """Each an optimiser step; those after the first `done`."""
+    assert recipe.batch_size is not None and recipe.epochs is not None
+    parts = epochs(samples, recipe.batch_size, recipe.epochs, recipe.seed)
+    return (Batch([part]) for part in islice(parts, done, steps(samples, recipe)))
+
+
+def in_turn(batches: Iterator[Batch], algorithm: Algorithm, learner: Engine, budget: int) -> Iterator[Batch]:
+    """Each batch prepared again when its turn comes: by then a critic says other values than at the start of the run."""
+    for batch in batches:
+        updates = [algorithm.prepare(update, learner, budget) for update in batch.updates]
+        yield Batch([update for update in updates if update], batch.values)
+
+
+def epochs(samples: Sequence[Sample], batch_size: int, count: int, seed: int) -> Iterator[list[Sample]]:
+    """Each epoch shuffles anew; its last batch may be smaller."""
+    for epoch in range(count):
+        order = list(range(len(samples)))
+        random.Random(f"{seed} epoch {epoch}").shuffle(order)
+        for start in range(0, len(order), batch_size):
+            yield [samples[index] for index in order[start : start + batch_size]]

@@ -1,0 +1,56 @@
+"""A dry run: the resolved recipe, its sizes, and where it would write; tasks and services are checked, nothing is loaded or written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import orjson
+import yaml
+
+from .checkpoints.resume import resumable
+from .output_files import POLICY, holds_a_run
+from .recipe import batch_sizes
+from .recipe.recipe import as_yaml, read_launch
+from .sweep.sweep import planned
+from .train import check_live, checked
+
+
+def run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwrite: bool, as_json: bool) -> None:
+    """The recipe on standard output, the rest on standard error; or all of it as one JSON object.
+
+    Raises:
+        UsageError: it cannot be run, as far as can be told without loading anything.
+    """
+    recipe, tree = checked(files, overrides)
+    if recipe.live:
+        check_live(recipe, recipe.live)
+    text = as_yaml(recipe, tree)
+    taken = holds_a_run(recipe.output)
+    if resume:
+        resumable(recipe.output, text)
+    sizes = batch_sizes.of_live(recipe, read_launch()) if recipe.live else []
+    if as_json:
+        told = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
+        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        return
+    print(text, end="")
+    for line in sizes:
+        print(line, file=sys.stderr)
+    needs = " (which holds a run: --overwrite or --resume is needed)" if taken and not (resume or overwrite) else ""
+    print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
+
+
+def sweep(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str], *, as_json: bool) -> None:
+    """The folder and the values of every run.
+
+    Raises:
+        UsageError: one of them cannot be run.
+    """
+    folder, runs = planned(files, overrides, sweeps)
+    if as_json:
+        each = [{"output": str(run.folder), "values": run.combination.values} for run in runs]
+        print(orjson.dumps({"output": str(folder), "runs": each}, option=orjson.OPT_INDENT_2).decode())
+        return
+    for run in runs:
+        print(f"{run.folder}  {' '.join(run.combination.overrides)}")

@@ -1,0 +1,305 @@
+"""Four verbs over DeepSpeed: scores, backward, step, save.
+
+    engine.scores(packed, asks)                      # with a graph behind them; engine.logprobs is the short form
+    engine.backward(loss_sum, weight, last=False)    # once for each micro-batch, `last` on the last one
+    engine.step(factor)                              # the learning rates, scaled by the schedule
+    engine.save(folder, tokenizer)
+
+All but scores are collective: every rank calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ngym.schema import Json
+
+from ..checkpoints.atomic_folder import committed
+from ..data.samples import Sample
+from ..model import lora
+from ..model.activation_checkpointing import checkpoint_layers
+from ..model.outputs import Asks, Scores
+from ..model.packing import Packed, plan
+from ..model.policy import Policy
+from ..model.sequence_parallel import Group
+from ..model.torch_compile import compile_layers
+from ..recipe.model import LoraOptions
+from ..recipe.recipe import EngineOptions, Launch, OptimizerOptions
+from . import deepspeed_config, optimizer, optimizer_state, rng_state, tensor_parallel
+from .distributed import wait_for_all
+from .offload import Offloaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Shared = TypeVar("Shared")
+
+
+class Update(NamedTuple):
+    """What a step did. grad_norm: before clipping. critic_grad_norm: the critic's own, where it is clipped on its own."""
+
+    grad_norm: float
+    lr: float
+    critic_grad_norm: float | None = None
+
+
+class Engine:
+    """A policy under training, on one rank of several."""
+
+    def __init__(self, policy: Policy, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions) -> None:
+        deepspeed = deepspeed_config.imported()
+        deepspeed.init_distributed(verbose=False)
+        self.policy = policy
+        self.rank = launch.rank
+        self.ranks = launch.ranks
+        self.steps = 0  # that changed the weights
+        self._together = options.together
+        if options.sequence_parallel > 1:
+            policy.check_shared("engine.sequence_parallel", options.sequence_parallel, "num_key_value_heads")
+            policy.group = Group.of(options.sequence_parallel)
+        if options.tensor_parallel > 1:
+            policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *tensor_parallel.SIZES)
+        shapes = tensor_parallel.shapes(policy)
+        self._options = options
+        self._optimizing = optimizing
+        asked = {checkpoint_layers: options.activation_checkpointing, compile_layers: options.compile}
+        for change in (change for change, wanted in asked.items() if wanted):
+            change(policy.network)
+            if policy.critic is not None:
+                change(policy.critic.backbone)
+        self._deepspeed, *_ = deepspeed.initialize(
+            model=policy,
+            optimizer=optimizer.build(policy.network, optimizing, policy.critic),
+            config=deepspeed_config.settings(options, optimizing),
+            dist_init_required=False,
+        )
+        if options.tensor_parallel > 1:
+            # it compares the first arguments of all ranks, which it knows to do for tensors, lists and dicts
+            self._deepspeed.first_dataloader_check.remove()
+            tensor_parallel.mark(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
+        self.device = torch.device(self._deepspeed.device)
+        self._offloaded = Offloaded(self._deepspeed, self.device)
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights that it computes with, as torch calls it."""
+        return "bfloat16" if self._options.precision == "bf16" else "float32"
+
+    def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
+        """Those of this rank; each has equally many, and some may be empty. Ranks that compute together have the same.
+
+        budget: tokens that a rank computes at once.
+        """
+        learners = self.ranks // self._together
+        return plan(samples, budget * self._options.sequence_parallel, learners)[
+            self.rank // self._together :: learners
+        ]
+
+    def scores(self, packed: Packed, asks: Asks) -> Scores:
+        """What is asked of the trained tokens, at the temperature that is trained at."""
+        scores: Scores = self._deepspeed(packed, asks)
+        return scores
+
+    def logprobs(self, packed: Packed, temperature: float | None = None) -> Tensor:
+        """Log p of the trained tokens, [N]; under torch.no_grad() nothing is kept for a backward.
+
+        temperature: None is the one that is trained at.
+        """
+        scores: Scores = self._deepspeed(packed, Asks(), temperature)
+        return scores.logprobs_N
+
+    def values(self, packed: Packed) -> Tensor:
+        """The critic's values of the trained tokens, [N]."""
+        values_N = self.scores(packed, Asks(logprobs=False, values=True)).values_N
+        assert values_N is not None
+        return values_N
+
+    def base_logprobs(self, packed: Packed) -> Tensor:
+        """The same under the network without its adapter, which is what it was before training."""
+        with lora.off(self.policy.network):
+            return self.logprobs(packed)
+
+    def backward(self, loss_sum: Tensor, weight: float, *, last: bool) -> None:
+        """Add the gradient of loss_sum / weight, where `weight` is that of the whole batch over all ranks.
+
+        DeepSpeed averages over ranks (those that share a layer are one), hence the factor; it is not to divide by
+        micro-batches again.
+        """
+        self._deepspeed.set_gradient_accumulation_boundary(last)
+        averaged = self.ranks // self._options.tensor_parallel
+        self._deepspeed.backward(loss_sum * (averaged / weight), scale_wrt_gas=False)
+
+    def step(self, factor: float) -> Update:
+        """Clip, update, forget the gradients; learning rates are scaled by `factor`.
+
+        Policy and critic are clipped each on its own; ZeRO knows only the norm of both together, and clips by that.
+
+        A gradient that is no number changes nothing, on any rank; grad_norm tells.
+        """
+        for group in self._deepspeed.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        lr = self._optimizing.lr * factor
+        if self._options.zero_stage > 0:  # then DeepSpeed skips such a step itself
+            self._deepspeed.step()
+            norm = float(self._deepspeed.get_global_grad_norm())
+            self.steps += math.isfinite(norm)
+            return Update(norm, lr)
+        # without ZeRO, DeepSpeed keeps the norm to itself, and steps in any case
+        norm, of_critic = self._clipped(self.policy.network), None
+        if self.policy.critic is not None:
+            of_critic = self._clipped(self.policy.critic)
+            norm = norm if math.isfinite(of_critic) else of_critic
+        if math.isfinite(norm):
+            self._deepspeed.step()
+            self.steps += 1
+        else:
+            self._deepspeed.zero_grad()
+        return Update(norm, lr, of_critic)
+
+    def _clipped(self, network: nn.Module) -> float:
+        """The norm that its gradient had."""
+        bound = self._optimizing.max_grad_norm or float("inf")
+        return float(nn.utils.clip_grad_norm_(network.parameters(), bound))
+
+    @contextmanager
+    def gradients_seen(self) -> Iterator[set[str]]:
+        """The names of the policy's parameters that get a gradient in this block; this rank's micro-batches decide."""
+        seen: set[str] = set()
+        hooks = [
+            parameter.register_hook(partial(_note, seen, name))
+            for name, parameter in self.policy.named_parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def overflown(self) -> list[str]:
+        """The names of this rank's trainable parameters, or of its parts of them, whose norm is not finite in float32."""
+        trainable = ((name, one) for name, one in self.policy.named_parameters() if one.requires_grad)
+        parts = ((name, getattr(one, "ds_tensor", one).detach()) for name, one in trainable)  # under ZeRO-3, its shard
+        return [name for name, part in parts if not part.norm(dtype=torch.float32).isfinite()]
+
+    def share(self, value: Shared) -> Shared:
+        """Rank 0's value, on every rank."""
+        if self.ranks == 1:
+            return value
+        box = [value]
+        distributed.broadcast_object_list(box, device=self.device)
+        return box[0]
+
+    def everyones(self, value: Shared) -> list[Shared]:
+        """The value of each rank, on every rank."""
+        values = [value] * self.ranks
+        if self.ranks > 1:
+            distributed.all_gather_object(values, value)
+        return values
+
+    def add_up(self, values: list[float]) -> list[float]:
+        """Each value summed over all ranks; what ranks compute together counts once."""
+        if self.ranks == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(total)
+        return [float(value) / self._together for value in total]
+
+    def offload(self, *, weights: bool) -> None:
+        """Leave the GPU's memory to somebody else; without `weights`, those that compute stay or come back."""
+        self._offloaded.away(weights=weights)
+
+    def reload(self) -> None:
+        """Everything is where it is trained."""
+        self._offloaded.back()
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Commit a Hugging Face folder: config, safetensors, tokenizer. Every rank calls it, rank 0 writes."""
+        weights = self.weights()
+        if self.rank == 0:
+            with committed(folder) as aside:
+                self.policy.network.save_pretrained(aside, state_dict=weights, save_original_format=False)
+                tokenizer.save_pretrained(aside)
+                _let_all_read(aside)
+        wait_for_all()
+
+    def save_adapter(self, folder: Path, options: LoraOptions, base: str | None) -> None:
+        """Commit the adapter alone, in PEFT's format; `base` is the model that it belongs to. Every rank calls it."""
+        tensors = self.adapter()
+        if self.rank == 0:
+            with committed(folder) as aside:
+                lora.write(aside, tensors, options, base)
+                _let_all_read(aside)
+        wait_for_all()
+
+    def save_state(self, folder: Path) -> Json:
+        """Write the trained weights and what the optimizer knows of them; what `load_state` needs besides, as JSON.
+
+        Every rank calls it, rank 0 writes.
+        """
+        tensors = optimizer_state.gather(self._deepspeed, self.policy)
+        optimizer_state.write(folder if self.rank == 0 else None, tensors)
+        return {
+            "steps": self.steps,
+            "optimizer_steps": optimizer_state.steps_of(self._deepspeed, self.policy),
+        } | {name: self.everyones(state) for name, state in rng_state.states(self.device).items()}
+
+    def load_state(self, folder: Path, told: Json) -> None:
+        """Go on from what `save_state` wrote; every rank reads it. ZeRO stage, ranks and precision may be others.
+
+        Raises:
+            StateMissing: it is not that of this model.
+        """
+        optimizer_state.load(self._deepspeed, self.policy, folder, told["optimizer_steps"])
+        self.steps = told["steps"]
+        rng_state.restore(self.device, told, self.rank)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into copies.
+
+        Every rank calls it: under ZeRO-3 each holds a shard and helps to gather.
+        """
+        network = self.policy.network
+        weights = self._gathered(lora.checkpoint_tensors(network))
+        if not weights:
+            return weights
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named: dict[str, Tensor] = revert_weight_conversion(network, weights)  # transformers fuses experts
+        return named
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's weights on rank 0, none elsewhere, by PEFT's names. Every rank calls it."""
+        return self._gathered(lora.adapter_tensors(self.policy.network))
+
+    def _gathered(self, made: Iterable[lora.Made]) -> dict[str, Tensor]:
+        sharded = self._options.zero_stage == 3
+        if not sharded and self._options.tensor_parallel == 1:
+            return {name: compute() for name, _, compute in made} if self.rank == 0 else {}
+        import deepspeed
+
+        whole = deepspeed.zero.GatheredParameters if sharded else tensor_parallel.gathered
+        tensors: dict[str, Tensor] = {}
+        for name, parameters, compute in made:
+            with whole(parameters):
+                if self.rank == 0:
+                    tensors[name] = compute().cpu().clone()
+        return tensors
+
+
+def _note(seen: set[str], name: str, gradient: Tensor) -> None:
+    seen.add(name)
+
+
+def _let_all_read(folder: Path) -> None:
+    """safetensors makes its file private, and a server may be another user."""
+    for file in folder.iterdir():
+        file.chmod(0o644)

@@ -1,0 +1,159 @@
+"""Losses, gradients and weights that are not numbers.
+
+A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; a few in a row
+end the run. Weights are checked before they are saved: what a too large step left behind is neither a checkpoint nor a policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+import torch
+from torch import Tensor
+
+from ngym.errors import NgymError
+from ngym.files.jsonl import write_whole
+
+from ..data.samples import Sample
+from ..model.packing import pack
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+NOT_SAVED = (
+    "so they are not saved, and the last good checkpoint is kept. Train again with a lower optimizer.lr, or with "
+    "optimizer.max_grad_norm, from the start or from the policy/ of that checkpoint"
+)
+UNIFORM = 1e-5  # from here on, a logprob is not that of a uniform distribution
+
+
+class NotFinite(NgymError):
+    """The loss, the gradient or the weights are not finite, or the network does not depend on its input any more."""
+
+
+class Guard:
+    """Counts the optimiser steps that were skipped, and checks the weights that the others left.
+
+    skipping: the last step was skipped, so the weights of the one before it may be what is wrong.
+
+    Args:
+        folder: where the batches of skipped steps go, one file each; None on all ranks but one.
+        limit: so many skipped steps in a row end the run.
+    """
+
+    def __init__(self, folder: Path | None, limit: int) -> None:
+        self.skipped = 0
+        self._in_a_row = 0
+        self._trained: Sequence[Sample] = ()
+        self._folder = folder
+        self._limit = limit
+
+    def passes(self, step: int, samples: Sequence[Sample], loss: float, grad_norm: float) -> bool:
+        """Whether the optimiser step was one. The engine has skipped it where the gradient was no number.
+
+        Raises:
+            NotFinite: too many were none in a row.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._in_a_row = 0
+            self._trained = samples
+            return True
+        self.skipped += 1
+        self._in_a_row += 1
+        kept = self._dump(step, samples)
+        if self._in_a_row >= self._limit:
+            raise NotFinite(
+                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}, {self._in_a_row} optimiser steps in "
+                f"a row; the weights are those before. Lower optimizer.lr{kept}"
+            )
+        return False
+
+    @property
+    def skipping(self) -> bool:
+        return self._in_a_row > 0
+
+    def check(self, engine: Engine, budget: int) -> None:
+        """Check the weights before they are saved. Every rank calls it.
+
+        budget: tokens that a rank computes at once.
+
+        Raises:
+            NotFinite: the last steps were skipped, or a tensor is not finite or so large that its norm overflows float32, or the
+                policy's logprobs are not finite, or exactly uniform: an overflow within the network ends in zeros.
+        """
+        if self.skipping:
+            raise NotFinite(
+                f"the last {self._in_a_row} optimiser steps were skipped, because their loss or gradient was not finite: the "
+                f"weights may be what is wrong with them, {NOT_SAVED}"
+            )
+        overflown = [name for found in engine.everyones(engine.overflown()) for name in found]
+        if overflown:
+            raise NotFinite(
+                f"{overflown[0]}: not finite, or too large to compute with, after step {engine.steps}, {NOT_SAVED}"
+            )
+        if not self._trained:
+            return
+        packed = pack(engine.micro_batches(self._trained, budget)[0] or self._trained[:1], engine.device)
+        with torch.no_grad():
+            logprobs_N = engine.logprobs(packed)
+        wrong = _wrong(logprobs_N, engine.policy.vocabulary)
+        if problem := next(filter(None, engine.everyones(wrong)), ""):
+            raise NotFinite(f"the policy's logprobs after step {engine.steps} are {problem}, {NOT_SAVED}")
+
+    def _dump(self, step: int, samples: Sequence[Sample]) -> str:
+        if self._folder is None:
+            return ""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step-{step:06}-{self.skipped}.jsonl"
+        write_whole(path, b"".join(orjson.dumps(asdict(sample)) + b"\n" for sample in samples))
+        return f", or look at the batch in {path}"
+
+
+class Untrained:
+    """Says that steps trained nothing, because no rollout of theirs had a learning signal: the first time, and at the end."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def noted(self, values: Mapping[str, float]) -> str:
+        """What to say of a step with these metrics, if anything."""
+        if self._said or values["global_valid_toks"]:
+            return ""
+        self._said = True
+        return f"nothing was trained: {_why(values)}"
+
+    def summary(self, history: Iterable[Mapping[str, float]], steps: int) -> str:
+        """What to say at the end, if anything.
+
+        history: the metrics of the run. steps: those that changed the weights.
+        """
+        trained = [row["global_valid_toks"] > 0 for row in history if "global_valid_toks" in row]
+        if all(trained):
+            return ""
+        begun = "" if steps else "; no step changed the weights: this policy is the one that the run began with"
+        return f"warning: {trained.count(False):,} of {len(trained):,} steps trained nothing{begun}"
+
+
+def _why(values: Mapping[str, float]) -> str:
+    if not values.get("num_valid_samples", 1):
+        counts = f"{values['num_failed']:,.0f} failed, {values['num_unscored']:,.0f} unscored"
+        return f"no rollout has a reward ({counts})"
+    if values.get("frac_reward_zero_std") == 1:
+        return (
+            f"in every group all rewards are equal (their mean is {values['reward/mean']:.3f}), so there is no learning "
+            "signal. Use harder or easier tasks, a larger rollouts.group_size or a reward with more than two values"
+        )
+    return "no rollout is left to learn from"
+
+
+def _wrong(logprobs_N: Tensor, vocabulary: int) -> str:
+    """What is wrong with the logprobs of a policy; empty if nothing is."""
+    if not bool(logprobs_N.isfinite().all()):
+        return "not finite"
+    from_uniform = (logprobs_N + math.log(vocabulary)).abs()
+    return "exactly uniform, whatever the prompt" if bool((from_uniform < UNIFORM).all()) else ""

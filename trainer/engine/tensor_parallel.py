@@ -1,0 +1,110 @@
+"""Ranks that share each layer (DeepSpeed's AutoTP): which weights are cut, and how a cut tensor is whole again.
+
+A projection into the heads or into the wide middle of the MLP is cut by rows, the one back by columns; everything else is
+on every rank. Weights, and what an optimizer knows of them, leave this process whole: files and pushes know no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ngym.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..model.policy import Policy
+
+SHARD = "ngym_shard"
+SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+ROWS = (r".*\.[qkv]_proj\.(weight|bias)$", r".*\.(gate|up)_proj\.(weight|bias)$")
+COLUMNS = (r".*\.(o|down)_proj\.(weight|bias)$",)
+# they are whole, and see this rank's heads only: the ranks' gradients are to be added up
+OF_HEADS = (r".*\.[qk]_norm\.weight$",)
+
+
+class Shard(NamedTuple):
+    """A rank's part of a weight: of `ranks` equal parts along a dimension, the one at `rank`."""
+
+    dim: int
+    ranks: int
+    rank: int
+    group: distributed.ProcessGroup
+
+
+def settings(ranks: int) -> dict[str, Any]:
+    """DeepSpeed's `tensor_parallel`."""
+    specs = [
+        {"patterns": list(ROWS), "partition_type": "column"},  # named after the matrix that multiplies from the right
+        {"patterns": list(COLUMNS), "partition_type": "row"},
+        {"patterns": list(OF_HEADS), "partition_type": "skip", "grad_allreduce": True},
+    ]
+    cut = {"use_default_specs": False, "layer_specs": specs}
+    return {"autotp_size": ranks, "vocab_parallel_lm_head": False, "partition_config": cut}
+
+
+def shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
+    """Of all parameters; `mark` is told those from before DeepSpeed cut them."""
+    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+
+
+def mark(policy: Policy, before: Mapping[str, tuple[int, ...]], group: distributed.ProcessGroup) -> None:
+    """Note at each parameter that is another shape than before how it was cut.
+
+    Raises:
+        ConfigError: none was.
+    """
+    ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    cut = 0
+    for name, parameter in policy.named_parameters():
+        for dim, (now, then) in enumerate(zip(parameter.shape, before[name], strict=True)):
+            if now != then:
+                setattr(parameter, SHARD, Shard(dim, ranks, rank, group))
+                cut += 1
+    if not cut:
+        raise ConfigError(f"engine.tensor_parallel: no layer of {policy.network.config.model_type} is cut; set it to 1")
+
+
+def whole(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """The tensor of all ranks from each one's part; of an uncut parameter the value itself. Every rank calls it."""
+    shard: Shard | None = getattr(parameter, SHARD, None)
+    if shard is None:
+        return value
+    mine = value.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(shard.ranks)]
+    distributed.all_gather(parts, mine, group=shard.group)
+    return torch.cat(parts, shard.dim)
+
+
+def part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's part of a whole tensor."""
+    shard: Shard | None = getattr(parameter, SHARD, None)
+    return value if shard is None else value.chunk(shard.ranks, shard.dim)[shard.rank]
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """That of the parameter of all ranks."""
+    shard: Shard | None = getattr(parameter, SHARD, None)
+    sizes = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the parameter itself is empty
+    if shard is not None:
+        sizes[shard.dim] *= shard.ranks
+    return tuple(sizes)
+
+
+@contextmanager
+def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """The parameters are whole in this block. Every rank enters it.
+
+    Their own data is put back, not cut anew: it is a view of the flat buffer that ZeRO updates.
+    """
+    kept = [(parameter, parameter.data) for parameter in parameters]
+    for parameter, data in kept:
+        parameter.data = whole(parameter, data)
+    try:
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data

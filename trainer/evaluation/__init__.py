@@ -1,0 +1,1 @@
+"""Evaluation during training: on live environments, or as a loss on held-out rows."""

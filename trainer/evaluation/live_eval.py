@@ -1,0 +1,271 @@
+"""How good is the policy on tasks that it does not train on? Through the same services, several attempts and a greedy one.
+
+    eval/{environment}/avg@k    the mean reward of k sampled attempts at each task
+    eval/{environment}/pass@j   the chance that one of j attempts gets the whole reward, 1; j = 1, 2, 4 ... k (unbiased)
+    eval/{environment}/greedy   the mean reward without sampling
+    val/accuracy                the mean of avg@k over the environments
+
+Each with /low and /high, the 95 % interval with the tasks as its independent units, and /count, /failed and /unscored:
+attempts with a reward, and those without one. They count in no mean: "could not be scored" is not a 0.
+
+Each sampled attempt has a seed of its own, derived from the run's seed, the step, the task and the attempt. Every rollout is
+kept in the run's folder:
+
+    eval_rollouts.jsonl             finished ones; `_ng_train.oldest` is the step, `evaluation` the way: `sums/avg@4`
+    eval_rollouts_failures.jsonl    those that were given up
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import orjson
+
+from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
+from ngym.collect.plan import PlannedRollout, planned
+from ngym.collect.run import Run
+from ngym.files.row_log import RowLog
+from ngym.schema import Json
+from ngym.stats.pass_at_k import Interval, Rewards
+
+from ..online.rollout_spool import OURS
+from ..online.services import Services
+from ..online.task_file import TaskFile, for_agent, sampling_seed, task_problem
+from ..recipe.rl import EvaluationOptions, HeldOutOptions, RolloutOptions
+
+KEPT = "eval_rollouts.jsonl"
+SOLVED = 1.0  # the whole reward
+
+
+@dataclass
+class Tally:
+    """The attempts at the tasks of one environment, made in one way. attempts: at each task."""
+
+    environment: str
+    greedy: bool
+    attempts: int
+    rewards: Rewards = field(default_factory=Rewards)
+    solved: Rewards = field(default_factory=Rewards)
+    failed: int = 0
+    unscored: int = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a rollout, or one that was given up."""
+        if isinstance(outcome, FailedAttempt):
+            self.failed += 1
+        elif outcome.row["reward"] is None:
+            self.unscored += 1
+        else:
+            task, reward = outcome.key.task_index, outcome.row["reward"]
+            self.rewards.add(task, reward)
+            self.solved.add(task, float(reward >= SOLVED))
+
+    @property
+    def name(self) -> str:
+        return "greedy" if self.greedy else f"avg@{self.attempts}"
+
+    def metrics(self) -> dict[str, float]:
+        prefix = f"eval/{self.environment}"
+        key = f"{prefix}/{self.name}"
+        counts = {"count": self.rewards.count, "failed": self.failed, "unscored": self.unscored}
+        values: dict[str, float] = {f"{key}/{name}": count for name, count in counts.items()}
+        if self.rewards.mean is not None:
+            values |= _with_interval(key, self.rewards.mean, self.rewards.interval)
+        if not self.greedy:
+            for best in self.solved.best_of():
+                values |= _with_interval(f"{prefix}/pass@{best.k}", best.mean, best.interval)
+        return values
+
+    def __str__(self) -> str:
+        """`avg@4 0.531 [0.480, 0.582], pass@4 0.820, 2 failed`."""
+        values = self.metrics()
+        parts = [f"{self.name} has no reward"]
+        if self.rewards.mean is not None:
+            parts = [f"{self.name} {self.rewards.mean:.3f}{_shown(self.rewards.interval)}"]
+        best = values.get(f"eval/{self.environment}/pass@{self.attempts}")
+        if best is not None and self.attempts > 1:
+            parts.append(f"pass@{self.attempts} {best:.3f}")
+        parts += [f"{self.failed} failed"] if self.failed else []
+        if self.unscored:
+            share = self.unscored / (self.unscored + self.rewards.count)
+            parts.append(f"{self.unscored} unscored ({share:.1%})")
+        return ", ".join(parts)
+
+
+class HeldOut(NamedTuple):
+    """A held-out file. params: of every attempt."""
+
+    options: HeldOutOptions
+    tasks: TaskFile
+    params: dict[str, Any]
+
+
+class Evaluation:
+    """Of a live run, on the rank that has the services.
+
+    Args:
+        temperature: of the sampled attempts.
+        note: told the step, the metrics, and a line for the screen.
+        seed: of the run. file: where rollouts are kept. done: steps that were trained; what is kept of these weights and of
+            later ones is dropped, for it is attempted again.
+
+    Raises:
+        UsageError: held-out rows that are no tasks of their agent; the file cannot be used. FileLocked: another run writes it.
+    """
+
+    def __init__(
+        self,
+        options: EvaluationOptions,
+        rollouts: RolloutOptions,
+        temperature: float,
+        services: Services,
+        note: Callable[[int, dict[str, float], str], None],
+        seed: int,
+        file: Path,
+        done: int,
+    ) -> None:
+        self._options = options
+        self._seed = seed
+        self._temperature = temperature
+        self._services = services
+        self._note = note
+        self._limits = Limits(concurrency=rollouts.concurrency, timeout_s=rollouts.timeout_s)
+        self._held_out = read_held_out(options, rollouts)
+        self._kept = Kept(file, done)
+
+    def close(self) -> None:
+        """No more evaluations; what was collected is on the disk then."""
+        self._services.call(self._kept.close())
+
+    def after(self, step: int, last: bool) -> None:
+        """Evaluate, if it is time after this many steps."""
+        if step % self._options.every and not last:
+            return
+        began = time.monotonic()
+        tallies = self._services.call(self._attempted(step))
+        values: dict[str, float] = {"time/eval": time.monotonic() - began}
+        for tally in tallies:
+            values |= tally.metrics()
+        means = [tally.rewards.mean for tally in tallies if not tally.greedy]
+        known = [mean for mean in means if mean is not None]
+        if known:
+            values["val/accuracy"] = fmean(known)
+        lines = [
+            f"held-out after {step} steps: {held_out.options.key} "
+            + "; ".join(str(tally) for tally in tallies if tally.environment == held_out.options.key)
+            + f" ({len(held_out.tasks):,} tasks)"
+            for held_out in self._held_out
+        ]
+        self._note(step, values, "\n".join(lines))
+
+    async def _attempted(self, step: int) -> list[Tally]:
+        """All attempts, of all environments and in all ways at once: what is slow keeps nothing else waiting."""
+        tallies: list[Tally] = []
+        owners: dict[int, Tally] = {}  # of each number that a task goes by
+        keys: dict[int, str] = {}
+
+        async def keep(outcome: Outcome) -> None:
+            if not isinstance(outcome, FailedAttempt) or outcome.final:
+                number = outcome.key.task_index
+                outcome.row["evaluation"] = f"{owners[number].environment}/{owners[number].name}"
+                outcome.row[OURS] = {"task": keys[number], "oldest": step}
+                await self._kept.append(outcome.row)
+
+        run = Run(self._services.reached.peers, self._limits, run_id=f"eval-{step}-{secrets.token_hex(4)}", keep=keep)
+        async with aclosing(run.outcomes(self._plan(step, tallies, owners, keys))) as outcomes:
+            async for outcome in outcomes:
+                if not isinstance(outcome, FailedAttempt) or outcome.final:
+                    owners[outcome.key.task_index].add(outcome)
+        return tallies
+
+    def _plan(
+        self, step: int, tallies: list[Tally], owners: dict[int, Tally], keys: dict[int, str]
+    ) -> Iterator[PlannedRollout]:
+        """Their task numbers are those of no other evaluation of the run, so that no two groups are taken for one."""
+        ways = [(False, self._options.attempts, self._temperature), (True, 1, 0.0)][: 1 + self._options.greedy]
+        first = step * len(ways) * sum(len(held_out.tasks) for held_out in self._held_out)
+        for options, tasks, params in self._held_out:
+            for greedy, attempts, temperature in ways:
+                tally = Tally(options.key, greedy, attempts)
+                tallies.append(tally)
+                for index, row in enumerate(tasks.rows(range(len(tasks)))):
+                    number = first + len(owners)
+                    owners[number], keys[number] = tally, f"{options.key}/{index}"
+                    seed = None if greedy else sampling_seed(self._seed, "evaluation", step, keys[number])
+                    asked = for_agent(row, options.agent, params)
+                    recipe = Recipe(repeats=attempts, params={"temperature": temperature}, seed=seed)
+                    yield from planned([{**asked, "_ng_task_index": number}], recipe)
+
+
+class Kept:
+    """The two files of held-out rollouts, in the order of their steps; on an event loop but for its beginning.
+
+    Args:
+        done: rows of weights that have learned so many batches, or more, are dropped.
+
+    Raises:
+        FileLocked: another trainer writes them. UsageError: a line is bad.
+    """
+
+    def __init__(self, file: Path, done: int) -> None:
+        self._finished = RowLog(file, _identity)
+        self._failed = RowLog(file.with_name(f"{file.stem}_failures{file.suffix}"), _identity)
+        for log in (self._finished, self._failed):
+            starts = [line.start for line in log.rows() if line.row[OURS]["oldest"] >= done]
+            if starts:
+                log.cut(starts[0])
+
+    async def append(self, row: Json) -> None:
+        """Returns when it is on the disk.
+
+        Raises:
+            DiskFull, WriteFailed: it is not.
+        """
+        await (self._failed if "failure" in row else self._finished).append(orjson.dumps(row))
+
+    async def close(self) -> None:
+        """
+        Raises:
+            DiskFull, WriteFailed: not everything is on the disk.
+        """
+        try:
+            await self._finished.flush()
+            await self._failed.flush()
+        finally:
+            self._finished.close()
+            self._failed.close()
+
+
+def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[HeldOut]:
+    """
+    Raises:
+        UsageError: rows that are no tasks of their agent.
+    """
+    return [_read(each, rollouts, options.limit) for each in options.held_out(rollouts)]
+
+
+def _read(options: HeldOutOptions, rollouts: RolloutOptions, limit: int | None) -> HeldOut:
+    longest = options.max_output_tokens or rollouts.max_output_tokens
+    params = {} if longest is None else {"max_output_tokens": longest}
+    return HeldOut(options, TaskFile(Path(options.tasks), partial(task_problem, agent=options.agent), limit), params)
+
+
+def _with_interval(key: str, mean: float, interval: Interval | None) -> dict[str, float]:
+    bounds = {} if interval is None else {f"{key}/low": interval.low, f"{key}/high": interval.high}
+    return {key: mean, **bounds}
+
+
+def _shown(interval: Interval | None) -> str:
+    return "" if interval is None else f" [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _identity(row: Json) -> tuple[int, str]:
+    return int(row[OURS]["oldest"]), row["ng"]["rollout_id"]

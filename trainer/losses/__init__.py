@@ -1,0 +1,1 @@
+"""Losses, advantages and their corrections: pure functions of tensors and numbers."""

@@ -1,0 +1,128 @@
+"""Rewards of a step's rollouts -> one advantage each: what stood out within its group. Imports no torch.
+
+A group of one and a group of equal rewards teach nothing: exactly 0, and so does a reward of None (could not be
+scored), which is left out of its group's statistics too. Equal means equal but for rounding, as 0.1 + 0.2 and 0.3 are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from statistics import fmean
+
+from ..recipe.objective import Advantage
+
+ROUNDING = 1e-6  # of the largest reward; float32 rounds at 6e-8
+Reward = float | None
+
+
+def advantages(options: Advantage, rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[float]:
+    """One advantage for each rollout of the step, over all ranks.
+
+    Args:
+        rewards_B: None where a rollout could not be scored.
+        groups_B: each rollout's group. A group is who is here: rollouts that failed do not count in it.
+
+    Returns:
+        [B]; with estimators `reward` and `gae` the rewards themselves, for gae.py to lay out over the tokens.
+    """
+    of_group = _ESTIMATORS[options.estimator]
+    found = [0.0] * len(rewards_B)
+    for members in _scored(rewards_B, groups_B):
+        values = of_group([reward for _, reward in members], options.eps)
+        for (index, _), value in zip(members, values, strict=True):
+            found[index] = value
+    return found
+
+
+def component_advantages(
+    options: Advantage,
+    components_BK: Sequence[Sequence[Reward]],
+    weights_K: Sequence[float],
+    groups_B: Sequence[Hashable],
+) -> list[float]:
+    """GDPO (arXiv 2601.05242): normalise each reward within its group, add up, normalise over the step, [B, K] -> [B].
+
+    A component of None adds nothing; a rollout without any component has advantage 0 and no part in the statistics.
+    """
+    normalised_KB = [advantages(options, component_B, groups_B) for component_B in zip(*components_BK, strict=True)]
+    whole_step: list[Reward] = []
+    for index, rewards_K in enumerate(components_BK):
+        terms = [weight * value_B[index] for weight, value_B in zip(weights_K, normalised_KB, strict=True)]
+        whole_step.append(None if all(reward is None for reward in rewards_K) else math.fsum(terms))
+    return advantages(options, whole_step, [0] * len(whole_step))
+
+
+def less_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float) -> list[Reward]:
+    """Rewards minus coef x each rollout's KL summed over its tokens (RLOO); before the baseline is taken."""
+    pairs = zip(rewards_B, kl_B, strict=True)
+    return [None if reward is None else reward - coef * kl for reward, kl in pairs]
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """But for rounding."""
+    return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
+
+
+def _scored(rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[list[tuple[int, float]]]:
+    """The groups, as (place, reward) of each scored member."""
+    groups: defaultdict[Hashable, list[tuple[int, float]]] = defaultdict(list)
+    for index, (reward, group) in enumerate(zip(rewards_B, groups_B, strict=True)):
+        if reward is not None:
+            groups[group].append((index, reward))
+    return list(groups.values())
+
+
+def _reward(rewards: list[float], eps: float) -> list[float]:
+    return rewards
+
+
+def _group_mean(rewards: list[float], eps: float) -> list[float]:
+    """r - mean. Dr. GRPO (arXiv 2503.20783), eq. 3."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    mean = fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _group_std(rewards: list[float], eps: float) -> list[float]:
+    """(r - mean) / (std + eps), the unbiased std. GRPO (arXiv 2402.03300), section 4.1.2."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    mean, std = fmean(rewards), _std(rewards)
+    return [(reward - mean) / (std + eps) for reward in rewards]
+
+
+def _leave_one_out(rewards: list[float], eps: float) -> list[float]:
+    """r - mean of the others = k / (k - 1) (r - mean). RLOO (arXiv 2402.14740)."""
+    if all_equal(rewards):
+        return [0.0] * len(rewards)
+    factor = len(rewards) / (len(rewards) - 1)
+    return [factor * value for value in _group_mean(rewards, eps)]
+
+
+def _leave_one_out_std(rewards: list[float], eps: float) -> list[float]:
+    """(r - mean of the others) / (std of the others + eps); not divided where the others are equal. NeMo RL's default."""
+    values = _leave_one_out(rewards, eps)
+    others = [rewards[:index] + rewards[index + 1 :] for index in range(len(rewards))]
+    return [
+        value if not rest or all_equal(rest) else value / (_std(rest) + eps)
+        for value, rest in zip(values, others, strict=True)
+    ]
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    # not a sum of squares, which overflows where the deviation itself does not
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)
+
+
+_ESTIMATORS: dict[str, Callable[[list[float], float], list[float]]] = {
+    "group_std": _group_std,
+    "group_mean": _group_mean,
+    "leave_one_out": _leave_one_out,
+    "leave_one_out_std": _leave_one_out_std,
+    "reward": _reward,
+    "gae": _reward,
+}

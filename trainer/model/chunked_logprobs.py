@@ -1,0 +1,129 @@
+"""Hidden states -> logprobs and entropies of tokens, with the logits of a few rows at a time.
+
+    hidden_CH --head--> logits_CV --log_softmax--> logprobs_CV -> log p of one token a row, entropy of the row
+
+Logits are by far the largest tensor of a step: 8,192 tokens x 150,000 words x 4 bytes = 5 GB, several times over. One
+chunk keeps its logprobs for the backward, which turns them into the gradient in place. More than one keep nothing: the
+backward computes each again, for one matrix product more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .outputs import Scores
+
+LOGITS_BYTES = (
+    256 << 20
+)  # less makes chunks of so few rows that adding up the head's gradient costs more than computing it
+
+
+class Scorer(nn.Module):
+    """The distributions softmax(head(hidden) / temperature), as far as they are asked for.
+
+    A module, so that ZeRO-3 gathers the head's weights around it: once, however many chunks each rank has.
+    """
+
+    def forward(
+        self,
+        hidden_NH: Tensor,
+        token_ids_N: Tensor,
+        *,
+        head: nn.Linear,
+        temperature: float,
+        entropy: bool,
+        logits_bytes: int,
+    ) -> Scores:
+        """logits_bytes: what the float32 logits of a chunk may take."""
+        rows = max(1, logits_bytes // (4 * head.out_features))
+        asked = _Asked(rows, temperature, entropy)
+        return Scores(*_Scored.apply(hidden_NH, head.weight, head.bias, token_ids_N, asked))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """rows: of a chunk."""
+
+    rows: int
+    temperature: float
+    entropy: bool
+
+
+def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
+    if temperature != 1:
+        logits_CV = logits_CV.float().div_(temperature)
+    return F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+
+
+class _Scored(torch.autograd.Function):
+    """log p of one token a row, and the entropy of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, asked: _Asked
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs_N, entropy_N, logprobs_NV = [], [], None
+        for hidden_CH, token_ids_C in zip(hidden_NH.split(asked.rows), token_ids_N.split(asked.rows), strict=True):
+            logprobs_NV = _log_softmax(hidden_CH, weight_VH, bias_V, asked.temperature)
+            logprobs_N.append(logprobs_NV.gather(1, token_ids_C.unsqueeze(1)).squeeze(1))
+            if asked.entropy:
+                entropy_N.append(-(logprobs_NV.exp().mul_(logprobs_NV)).sum(-1))
+        whole = logprobs_NV if len(logprobs_N) == 1 else None
+        entropies = torch.cat(entropy_N) if entropy_N else None
+        ctx.asked = asked
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, token_ids_N, entropies, whole)
+        return torch.cat(logprobs_N), entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        hidden_NH, weight_VH, bias_V, token_ids_N, entropy_N, whole = ctx.saved_tensors
+        asked: _Asked = ctx.asked
+        _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grad_NH = torch.empty_like(hidden_NH)
+        grad_VH: Tensor | None = None
+        grad_V: Tensor | None = None
+        for start in range(0, max(1, len(token_ids_N)), asked.rows):
+            rows = slice(start, start + asked.rows)
+            logprobs_CV = whole
+            if logprobs_CV is None:
+                logprobs_CV = _log_softmax(hidden_NH[rows], weight_VH, bias_V, asked.temperature)
+            grad_CV = _of_logits(
+                logprobs_CV,
+                token_ids_N[rows],
+                None if entropy_N is None else entropy_N[rows],
+                [gradient[rows] for gradient in gradients if gradient is not None],
+            )
+            if asked.temperature != 1:
+                grad_CV.div_(asked.temperature)
+            grad_CV = grad_CV.to(weight_VH.dtype)
+            torch.mm(grad_CV, weight_VH, out=grad_NH[rows])
+            if of_weight:
+                grad_VH = _added(grad_VH, grad_CV.T, hidden_NH[rows])
+            if of_bias:
+                grad_V = grad_CV.sum(0) if grad_V is None else grad_V.add_(grad_CV.sum(0))
+        return grad_NH, grad_VH, grad_V, None, None
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    return left @ right if total is None else total.addmm_(left, right)
+
+
+def _of_logits(logprobs_CV: Tensor, token_ids_C: Tensor, entropy_C: Tensor | None, gradients: list[Tensor]) -> Tensor:
+    """The gradient of the scaled logits, in the place of the logprobs.
+
+    d log p_i / d logit_j = [i = j] - p_j,   d entropy / d logit_j = -p_j (log p_j + entropy).
+    """
+    of_logprob_C1 = gradients[0].unsqueeze(1)
+    if entropy_C is None:
+        logprobs_CV.exp_().mul_(-of_logprob_C1)
+    else:
+        of_entropy_C1 = gradients[1].unsqueeze(1)
+        p_CV = logprobs_CV.exp()
+        logprobs_CV.add_(entropy_C.unsqueeze(1)).mul_(-of_entropy_C1).sub_(of_logprob_C1).mul_(p_CV)
+    return logprobs_CV.scatter_add_(1, token_ids_C.unsqueeze(1), of_logprob_C1)

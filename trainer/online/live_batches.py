@@ -1,0 +1,202 @@
+"""Live rollouts as batches: push what was learned, evaluate now and then, take tasks x group from the stream, train, again.
+
+    push -> stream -> prepare -> updates (the loop trains them) -> push -> ...
+
+Every rank iterates; rank 0 has the services and the stream, and shares what they gave.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from ngym.errors import UsageError
+from ngym.schema import Json
+
+from ..algorithms import Algorithm
+from ..data.rollout_samples import Read, described, problem, take
+from ..data.samples import Batch, Sample
+from ..engine.engine import Engine
+from ..losses.group_filters import informative, informative_components
+from ..recipe.rl import RolloutOptions
+from ..weights.publisher import Publisher
+from .groups import Group, Taken
+from .rollout_stream import Stream
+from .services import Services
+from .task_sampler import TaskSource
+
+if TYPE_CHECKING:
+    from ..evaluation.live_eval import Evaluation
+
+SPOOL = "rollouts.jsonl"
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What a live run is told. budget: tokens that a rank computes at once. output: the run's folder.
+
+    by_component: the components of a reward are looked at each on its own.
+    """
+
+    options: RolloutOptions
+    temperature: float
+    seed: int
+    budget: int
+    steps: int
+    output: Path
+    by_component: bool
+
+
+class Live:
+    """The batches of a live run.
+
+    Args:
+        services: on rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        run: LiveRun,
+        algorithm: Algorithm,
+        engine: Engine,
+        publisher: Publisher,
+        services: Services | None,
+    ) -> None:
+        self._run = run
+        self._options = run.options
+        self._algorithm = algorithm
+        self._engine = engine
+        self._publisher = publisher
+        self._services = services
+        self._evaluation: Evaluation | None = None
+        self._tasks = TaskSource(run.options, run.seed) if services else None
+        self._stream: Stream | None = None
+        self._at_hand = 0
+
+    def open(self, state: Json | None) -> int:
+        """Begin, or go on from a state of `state()`; how many rollouts of an earlier life need not be collected again."""
+        if self._services is not None:
+            self._at_hand = self._services.call(self._open(self._services, state))
+        if state is not None:
+            self._publisher.version = state["version"]
+        return self._at_hand
+
+    def state(self) -> Json:
+        """What `open` needs to go on after the batch that was trained last; on ranks without services less."""
+        stream = self._services.call(self._state_of(self._stream)) if self._services and self._stream else None
+        return {"version": self._publisher.version, "stream": stream}
+
+    def close(self) -> None:
+        """Let go of the stream; what it collected is on the disk then."""
+        if self._services is not None and self._stream is not None:
+            self._services.call(self._stream.close())
+
+    def batches(self, done: int, evaluation: Evaluation | None) -> Iterator[Batch]:
+        """One for each step after the first `done`; what the last one taught is pushed, too."""
+        self._evaluation = evaluation
+        for step in range(done, self._run.steps):
+            sync_s = self._publish(step)
+            began = time.monotonic()
+            read, values = self._collected(step)
+            collected = time.monotonic()
+            self._publisher.train()
+            samples = self._algorithm.prepare(read.rollouts, self._engine, self._run.budget)
+            times = {
+                "time/weight_sync": sync_s,
+                "time/generation": collected - began,
+                "time/logprob": time.monotonic() - collected,
+            }
+            values = {**described(read), **values, **times, "policy_version": self._publisher.version}
+            yield Batch(self._split(samples, step), values)
+        self._publish(self._run.steps, last=True)
+        self._publisher.train()
+
+    async def _open(self, services: Services, state: Json | None) -> int:
+        run = self._run
+        assert self._tasks is not None
+        stream = Stream(
+            services.reached.peers,
+            self._tasks,
+            run.options,
+            run.temperature,
+            run.seed,
+            run.steps,
+            run.output / SPOOL,
+            _teaches_by_component if run.by_component else _teaches,
+        )
+        at_hand = await stream.open(state["stream"] if state else None)
+        self._stream = stream
+        return at_hand
+
+    @staticmethod
+    async def _state_of(stream: Stream) -> Json:
+        return stream.state()
+
+    def _publish(self, step: int, last: bool = False) -> float:
+        """Have the services serve what is trained, and evaluate it when it is time; the seconds that the push took."""
+        began = time.monotonic()
+        self._push(step)
+        seconds = time.monotonic() - began
+        if not last:
+            self._call(Stream.published, step)
+        if self._evaluation is not None:
+            self._evaluation.after(step, last)
+        return seconds
+
+    def _push(self, step: int) -> None:
+        self._publisher.publish(lambda version: self._call(Stream.announced, step))
+
+    def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
+        """Tell the stream, on its event loop, of the current version."""
+        if self._services is not None and self._stream is not None:
+            self._services.call(_told(tell, self._stream, self._publisher.version, step))
+
+    def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
+        """The rollouts of this step, on every rank."""
+        while True:
+            taken = self._services.call(self._stream.take()) if self._services and self._stream else None
+            shared = self._engine.share(_read(taken, self._run.temperature) if taken else None)
+            if shared is not None:
+                return shared
+            self._push(step)  # a server came back with other weights
+            self._call(Stream.published, step)
+
+    def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
+        """The samples in random order, in as many parts of about the same size as there are updates."""
+        order = random.Random(f"{self._run.seed} step {step}").sample(samples, len(samples))
+        count = min(self._options.updates_per_step, len(order))
+        return [order[part::count] for part in range(count)]
+
+
+def _teaches(group: Group) -> bool:
+    return informative(group.rewards)
+
+
+def _teaches_by_component(group: Group) -> bool:
+    return informative_components(group.components)
+
+
+async def _told(tell: Callable[[Stream, int, int], None], stream: Stream, version: int, step: int) -> None:
+    tell(stream, version, step)
+
+
+def _read(taken: Taken, temperature: float) -> tuple[Read, dict[str, float]]:
+    """The rollouts, and what is only known of the rows.
+
+    Raises:
+        UsageError: a row cannot be trained.
+    """
+    read = Read()
+    for row in taken.rows:
+        if wrong := problem(row, temperature):
+            raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
+        take(row, read)
+    values: dict[str, float] = {"stale_dropped": taken.stale, "num_equal_groups": taken.equal, **taken.metrics}
+    if taken.lags:
+        values |= {"lag": max(taken.lags), "lag/mean": fmean(taken.lags)}
+    return read, values

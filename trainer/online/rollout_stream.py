@@ -1,0 +1,305 @@
+"""Groups of scored rollouts for one step after another: collected all the time, but never further ahead than may be trained.
+
+    tasks -> admitted -> attempts in flight -> complete -> taken by a step
+
+With `step` batches trained and published, (max_lag + step + 1) x tasks_per_step tasks may have been admitted. A step takes
+what is complete in the order of its admission, and waits for as much as would be too old for the steps after it: then nothing
+is thrown away for its age. max_lag 0 is the plain loop: a step's tasks are admitted when its weights are served, and the
+step waits for all of them.
+
+A rollout that other weights had a part in than the recipe allows (a server died and came back with its first ones) is
+collected again, once the weights were pushed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+from ngym.collect import FailedAttempt, Limits, Outcome, Recipe
+from ngym.collect.plan import PlannedRollout, planned
+from ngym.collect.run import Run
+from ngym.errors import UsageError
+from ngym.grading.group_rewards import is_pending, judged
+from ngym.peers import Peers
+from ngym.schema import Json
+
+from ..recipe.rl import RolloutOptions
+from .groups import Group, Taken, next_batch
+from .rollout_spool import OURS, Spool
+from .task_file import sampling_seed
+from .task_sampler import TaskSource
+
+NEVER = -(1 << 30)  # batches that weights nobody pushed have learned: further behind than any lag
+MOST_STALE = 5  # times that a whole group is collected again
+
+
+class Stream:
+    """On the event loop of the services. `open`, then in turns `announced`, `published` and `take`; `close` in any case.
+
+    Args:
+        temperature: of all attempts.
+        steps: batches in all; nothing is collected for later ones.
+        file: the spool.
+        teaches: whether a group has something to learn from, for dynamic sampling.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        tasks: TaskSource,
+        options: RolloutOptions,
+        temperature: float,
+        seed: int,
+        steps: int,
+        file: Path,
+        teaches: Callable[[Group], bool],
+    ) -> None:
+        self._peers = peers
+        self._judging: set[asyncio.Task[None]] = set()
+        self._teaches = teaches
+        self._tasks = tasks
+        self._options = options
+        self._temperature = temperature
+        self._seed = seed
+        self._steps = steps
+        self._file = file
+        self._run = Run(
+            peers,
+            Limits(concurrency=options.concurrency, timeout_s=options.timeout_s),
+            run_id=f"train-{secrets.token_hex(4)}",
+            keep=self._keep,
+        )
+        self._step = 0
+        self._admitted = 0
+        self._left_out = 0  # groups, in all
+        self._equal = 0  # groups that were left out since the last `take`
+        self._stale = 0
+        self._groups: dict[int, Group] = {}
+        self._again: deque[Group] = deque()  # each wants one more attempt, when the weights were pushed again
+        self._learned: dict[int, int] = {}  # policy version -> batches
+        self._due: asyncio.Queue[PlannedRollout] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._served = asyncio.Event()
+
+    async def open(self, state: Json | None) -> int:
+        """Begin, or go on from a state; how many rollouts of an earlier life are at hand.
+
+        Raises:
+            UsageError, FileLocked: the spool cannot be used.
+        """
+        groups = []
+        if state is not None:
+            self._tasks.restore(state["tasks"])
+            self._step, self._admitted, self._left_out = state["step"], state["admitted"], state["left_out"]
+            groups = [Group(self._tasks.again(*each["task"]), each["step"]) for each in state["groups"]]
+        numbers = {group.task.number for group in groups}
+        self._spool = Spool(self._file, lambda number: number in numbers or number >= self._admitted)
+        self._tasks.repeat(self._spool.drawn)
+        at_hand = len(self._spool)
+        for group in groups:
+            self._begin(group)
+        self._collecting = asyncio.create_task(self._collect(), name="collect for training")
+        return at_hand
+
+    def state(self) -> Json:
+        """What `open` needs to go on after the batches that were taken so far, as JSON."""
+        groups = self._groups.values()
+        return {
+            "step": self._step,
+            "admitted": self._admitted,
+            "left_out": self._left_out,
+            "tasks": self._tasks.state(),
+            "groups": [
+                {"task": [group.task.environment, group.task.index, group.task.number], "step": group.step}
+                for group in groups
+            ],
+        }
+
+    def announced(self, version: int, step: int) -> None:
+        """This version, which has learned `step` batches, is about to be pushed: rollouts of it may come before the push ends."""
+        self._learned[version] = step
+
+    def published(self, version: int, step: int) -> None:
+        """The services serve this version."""
+        self._learned[version] = self._step = step
+        while self._again:
+            group = self._again.popleft()
+            group.running -= 1  # it was to come
+            self._ask_another(group)
+        self._admit()
+        self._served.set()
+
+    async def take(self) -> Taken | None:
+        """The groups of the next batch; None if a service serves other weights, and must be given the right ones first.
+
+        Raises:
+            UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot go on.
+        """
+        while not self._again:
+            self._spool.check()
+            for judging in self._judging:
+                if judging.done():
+                    judging.result()
+            options, waiting = self._options, self._groups.values()
+            if chosen := next_batch(waiting, options.tasks_per_step, self._step, options.max_lag):
+                return self._hand_over(chosen)
+            self._changed.clear()
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait([changed, self._collecting], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if self._collecting.done():
+                self._collecting.result()
+        return None
+
+    async def close(self) -> None:
+        """Cancel what is in flight; returns when all that was collected is on the disk."""
+        self._collecting.cancel()
+        with suppress(asyncio.CancelledError, Exception):  # `take` has told of it
+            await self._collecting
+        for task in self._judging:
+            task.cancel()
+        await asyncio.gather(*self._judging, return_exceptions=True)
+        await self._spool.close()
+
+    def _admit(self) -> None:
+        options = self._options
+        ahead = min(options.max_lag + self._step + 1, self._steps)
+        count = ahead * options.tasks_per_step + self._left_out - self._admitted
+        self._admitted += max(0, count)
+        for task in self._tasks.take(max(0, count)):
+            self._spool.record(task)
+            self._begin(Group(task, self._step))
+
+    def _begin(self, group: Group) -> None:
+        """Ask for its attempts, but for those that an earlier life of the run has made."""
+        self._groups[group.task.number] = group
+        size = self._options.group_size
+        rows = list(self._spool.rows(group.task.number, group.task.key))
+        made = {row["_ng_rollout_index"] for row in rows}
+        group.rows = [row for row in rows if self._lag(row) <= self._options.max_lag][:size]
+        group.asked = max([size, *(index + 1 for index in made)])
+        for index in [index for index in range(size) if index not in made][: size - len(group.rows)]:
+            self._ask(group, index)
+        while len(group.rows) + group.running < size:
+            self._ask_another(group)
+        if group.complete:
+            self._finish(group)
+
+    def _ask_another(self, group: Group) -> None:
+        self._ask(group, group.asked)
+        group.asked += 1
+
+    def _ask(self, group: Group, index: int) -> None:
+        group.running += 1
+        recipe = Recipe(params={"temperature": self._temperature}, seed=self._seed_of(group, index))
+        for one in planned([group.task.row], recipe):
+            self._due.put_nowait(_renumbered(one, index))  # its group is compared here, as it ends up
+
+    def _seed_of(self, group: Group, index: int) -> int | None:
+        """For the sampling of an attempt: with the same weights, the same rollout."""
+        if not self._options.seeded:
+            return None
+        return sampling_seed(self._seed, group.task.number, index)
+
+    async def _collect(self) -> None:
+        async with aclosing(self._run.outcomes(self._plan())) as outcomes:
+            async for outcome in outcomes:
+                if not isinstance(outcome, FailedAttempt) or outcome.final:
+                    self._place(outcome)
+
+    async def _plan(self) -> AsyncIterator[PlannedRollout]:
+        await self._served.wait()
+        while True:
+            yield await self._due.get()
+
+    async def _keep(self, outcome: Outcome) -> None:
+        group = self._groups[outcome.key.task_index]
+        versions = outcome.row["ng"].get("policy_version") or [NEVER]
+        oldest = self._step if "failure" in outcome.row else min(self._learned.get(one, NEVER) for one in versions)
+        outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
+        if is_pending(outcome.row):
+            return  # kept with its reward, by _judge; a trainer that dies before collects the group again
+        if not isinstance(outcome, FailedAttempt) or outcome.final:
+            self._spool.keep(outcome.row)
+
+    def _place(self, outcome: Outcome) -> None:
+        group = self._groups[outcome.key.task_index]
+        group.running -= 1
+        if self._lag(outcome.row) > self._options.max_lag:
+            self._note_stale(group, outcome.row)
+            self._again.append(group)
+            group.running += 1  # to come
+        else:
+            group.rows.append(outcome.row)
+            if group.complete and any(map(is_pending, group.rows)):
+                group.running += 1
+                judging = asyncio.create_task(self._judge(group), name="judge a group")
+                self._judging.add(judging)
+                judging.add_done_callback(self._judged)
+            elif group.complete:
+                self._finish(group)
+        self._changed.set()
+
+    async def _judge(self, group: Group) -> None:
+        """Give the rows whose reward needs one another their rewards; without a judge they are unscored."""
+        pending = [row for row in group.rows if is_pending(row)]
+        scored = await judged(self._peers[pending[0]["agent_ref"]["name"]].post, pending)
+        for row in scored:
+            self._spool.keep(row)
+        group.rows = [row for row in group.rows if not is_pending(row)] + scored
+        group.running -= 1
+        self._finish(group)
+
+    def _judged(self, judging: asyncio.Task[None]) -> None:
+        if judging.cancelled() or judging.exception() is None:
+            self._judging.discard(judging)  # a failed one stays, for `take`
+        self._changed.set()
+
+    def _note_stale(self, group: Group, row: Json) -> None:
+        self._stale += 1
+        group.stale += 1
+        if group.stale > MOST_STALE * self._options.group_size:
+            raise UsageError(
+                f"{group.task.environment}: its rollouts say that policy versions {row['ng'].get('policy_version')} sampled "
+                f"them, again and again, but {max(self._learned)} was pushed: does the agent keep the token data of the "
+                "model that is trained, and does that model stay up?"
+            )
+
+    def _finish(self, group: Group) -> None:
+        """All its attempts are there; a group that teaches nothing makes room for another one, if the recipe says so."""
+        room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
+        if self._equal < room and not self._teaches(group):
+            self._tasks.learned(group.task.key, group.rewards)
+            del self._groups[group.task.number]
+            self._equal += 1
+            self._left_out += 1
+            self._admit()
+        self._changed.set()
+
+    def _hand_over(self, chosen: Sequence[Group]) -> Taken:
+        rows: list[Json] = []
+        for group in sorted(chosen, key=lambda group: group.task.number):
+            del self._groups[group.task.number]
+            self._tasks.learned(group.task.key, group.rewards)
+            rows += sorted(group.rows, key=lambda row: row["_ng_rollout_index"])
+        taken = Taken(rows, [self._lag(row) for row in rows], self._stale, self._equal, self._tasks.metrics())
+        self._stale = self._equal = 0
+        return taken
+
+    def _lag(self, row: Json) -> int:
+        """Of what an earlier life collected with weights that this one has not learned yet: 0."""
+        oldest: int = row[OURS]["oldest"]
+        return max(0, self._step - oldest)
+
+
+def _renumbered(one: PlannedRollout, index: int) -> PlannedRollout:
+    row: dict[str, Any] = {**one.row, "_ng_rollout_index": index}
+    return PlannedRollout(one.key._replace(rollout_index=index), one.agent, row)

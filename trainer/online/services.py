@@ -1,0 +1,212 @@
+"""The services that live rollouts come from: started here, or those of a running `ng_run`; reached from a thread of their own.
+
+The learner computes for seconds without a pause. Whoever watches and restarts services meanwhile lives on an event loop
+in another thread; `Services.call` runs a coroutine there and waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from ngym.collect.discovery import discover
+from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.did_you_mean import did_you_mean
+from ngym.errors import ConfigError, UsageError
+from ngym.peers import Peers
+from ngym.runtime import event_loop
+from ngym.runtime.task_race import never, unless
+from ngym.supervise.headfile import find_running
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.service import State
+from ngym.supervise.supervisor import Supervisor
+from ngym.telemetry import tracing
+
+from ..recipe.recipe import Recipe
+
+Result = TypeVar("Result")
+NEW_POLICY_WITHIN_S = 600
+OWNER = "ng_train"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Services that can be used.
+
+    token: opens the weight push of the model servers. failure: waits for ever; raises when a service had to be given up.
+    """
+
+    peers: Peers
+    token: str
+    failure: Callable[[], Coroutine[Any, Any, None]]
+
+
+class Services:
+    """`with Services(connect) as services`: `start` begins to start them, `reached` waits until they are ready.
+
+    Args:
+        connect: an async context manager of the services, such as `started(...)` or `running(...)`.
+    """
+
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Reached]]) -> None:
+        self._connect = connect
+        self._thread = ThreadPoolExecutor(1, "services")
+        self._life: Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._begun = threading.Event()
+        self._known = threading.Event()
+        self._reached: Reached | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._life = self._thread.submit(lambda: event_loop.run(self._live()))
+            self._life.add_done_callback(self._nothing_comes)
+        except BaseException:  # a signal
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Also stops services that are not ready yet."""
+        self._begun.wait()
+        if self._task is not None and not self._task.done():
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        self._thread.shutdown()
+
+    def _nothing_comes(self, _: object) -> None:
+        """Also where no event loop could be made."""
+        self._begun.set()
+        self._known.set()
+
+    @property
+    def reached(self) -> Reached:
+        """Blocks until every service is ready.
+
+        Raises:
+            NgymError: one of them cannot be started or found.
+        """
+        self._known.wait()
+        assert self._life is not None
+        if self._reached is None:
+            self._life.result()
+        assert self._reached is not None
+        return self._reached
+
+    def call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run it beside the services and return its result.
+
+        Raises:
+            NgymError: a service was given up meanwhile.
+        """
+        reached = self.reached
+        assert self._task is not None
+        future = asyncio.run_coroutine_threadsafe(unless(reached.failure(), work), self._task.get_loop())
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    async def _live(self) -> None:
+        self._task = asyncio.current_task()
+        self._begun.set()
+        try:
+            async with self._connect() as reached:
+                self._reached = reached
+                self._known.set()
+                await asyncio.Event().wait()  # until __exit__ cancels
+        finally:
+            self._known.set()
+
+
+def serving_options(recipe: Recipe) -> list[str]:
+    """Those of the policy's stanza that this run needs: what is served, and how it takes new weights.
+
+    Raises:
+        UsageError: there is no policy yet.
+    """
+    if recipe.model.path is None:
+        raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
+    options, transport = [f"model={recipe.model.path}"], recipe.live.transport if recipe.live else "http"
+    path = Path(recipe.model.path)
+    if path.is_absolute() and not path.exists():  # a new policy, which is written while its server starts
+        options.append(f"model_within_s={NEW_POLICY_WITHIN_S}")
+    if recipe.live is not None and recipe.live.colocated:
+        options.append("engine.enable_sleep_mode=true")
+    if transport == "lora" and recipe.model.lora is not None:
+        options.append(f"lora_rank={recipe.model.lora.rank}")
+    if transport in ("nccl", "ipc"):
+        options.append(f"engine.weight_transfer_config.backend={transport}")
+    return options
+
+
+@asynccontextmanager
+async def started(
+    file: Path, agents: Sequence[str], policy: str, options: Sequence[str], say: Callable[[str], None]
+) -> AsyncIterator[Reached]:
+    """Of a config's services, those that these agents need; `options` are the policy's. They stop when the block ends."""
+    launcher = Launcher.start()
+    try:
+        config = needed(load_config([file], [f"{policy}.{option}" for option in options]), agents, policy)
+        tracing.begin(config.tracing, OWNER)
+        say(f"starting {', '.join(config.services)}")
+        async with Supervisor(config, _failures(say), launcher) as stack:
+            say(f"services ready after {stack.ready_after_s:.0f} s")
+            peers = Peers(stack.urls, stack.head_url, stack.run_token, owner=OWNER, others=config.others)
+            try:
+                yield Reached(peers, stack.admin_token, stack.failure)
+            finally:
+                await peers.close()
+    finally:
+        launcher.close()
+
+
+@asynccontextmanager
+async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIterator[Reached]:
+    """The services of the `ng_run` that was started in this folder."""
+    run = find_running(folder)
+    if run is None:
+        raise UsageError(
+            f"no services run in {folder}: start them with ng_run in another terminal, or let this command start them "
+            "with rollouts.services=global_config.yaml"
+        )
+    known = await discover(run.url, run.run_token)
+    for name, names in (*((agent, known.agents) for agent in agents), (policy, known.urls)):
+        if name not in names:
+            raise UsageError(f"{run.url} knows no {name!r}{did_you_mean(name, names)}")
+    tracing.begin(tracing_of(known.services), OWNER)
+    peers = Peers(known.urls, known.head_url, run.run_token, owner=OWNER, others=known.others)
+    try:
+        yield Reached(peers, run.admin_token, never)
+    finally:
+        await peers.close()
+
+
+def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
+    """The config with only what these agents lead to: the services that their options name, theirs, and so on."""
+    for agent in agents:
+        stanza = config.stanza(agent)
+        if stanza.kind != "agent":
+            raise ConfigError(f"{stanza.where}: {agent!r} is a {stanza.kind}, not an agent")
+        if policy not in config.only([agent]).services:
+            raise ConfigError(
+                f"{stanza.where}: {agent!r} does not lead to the model {policy!r}; set rollouts.policy to the one "
+                "that it uses"
+            )
+    return config.only(agents)
+
+
+def _failures(say: Callable[[str], None]) -> Callable[[State], None]:
+    """Say only what somebody should hear: a service that died."""
+
+    def on_event(state: State) -> None:
+        if state.status in ("restarting", "failed"):
+            say(f"{state.label}: {state.status} {state.detail}".rstrip())
+
+    return on_event

@@ -1,0 +1,84 @@
+"""`--overwrite`: an earlier run's files move into `.old/` when the new run begins to train, and not before.
+
+Until then (services start, the data is read, the model is loaded) the earlier run is untouched, so a run that cannot start
+costs nothing. They move into `.old.partial/` first, which then takes the place of an `.old/`: if a kill leaves an
+`.old.partial/`, the next start puts its files back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from ngym.files.jsonl import sync_folder
+
+from .checkpoints.store import FOLDER as CHECKPOINTS
+from .online.live_batches import SPOOL
+
+POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
+METRICS = "metrics.jsonl"
+SPOOL_FAILURES = "rollouts_failures.jsonl"
+SPOOL_TASKS = "rollouts_tasks.jsonl"
+EVALUATED, EVALUATED_FAILURES = "eval_rollouts.jsonl", "eval_rollouts_failures.jsonl"
+RESOLVED = "recipe.yaml"
+SKIPPED = "skipped"
+CURVE = "curve.png"
+ROLLOUTS = (SPOOL, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES)
+FILES = (METRICS, *ROLLOUTS, CHECKPOINTS, POLICY, ADAPTER, SKIPPED, CURVE, RESOLVED)
+OLD, PARTIAL = ".old", ".old.partial"
+
+
+def holds_a_run(output: Path) -> bool:
+    return (output / METRICS).exists() or (output / POLICY).exists()
+
+
+def is_interrupted(output: Path) -> bool:
+    """Whether a run was killed before it began to train, and has to be undone by `put_back`."""
+    return (output / PARTIAL).is_dir()
+
+
+def set_aside(output: Path, names: Collection[str]) -> None:
+    """Move these of a run's files into `.old.partial/`; `put_back` undoes it."""
+    partial = output / PARTIAL
+    for name in names:
+        if (output / name).exists():
+            partial.mkdir(exist_ok=True)
+            (output / name).rename(partial / name)
+
+
+def put_back(output: Path) -> None:
+    """Undo what a run that did not begin to train has moved; what it has written under the same names goes."""
+    partial = output / PARTIAL
+    if not partial.is_dir():
+        return
+    for moved in sorted(partial.iterdir()):
+        there = output / moved.name
+        if there.is_dir():
+            shutil.rmtree(there)
+        moved.rename(there)
+    partial.rmdir()
+
+
+def replace(output: Path, in_use: Collection[Path] = ()) -> None:
+    """Move an earlier run into `.old/`; one without results goes, and what is in `.old/` stays.
+
+    in_use: paths that the new run reads; what holds one of them stays where it is.
+    """
+    read = [path.resolve() for path in in_use]
+    names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in read)]
+    has_results = _has_row(output / METRICS) or _has_row(output / SPOOL) or (output / POLICY).exists()
+    set_aside(output, names)
+    old, partial = output / OLD, output / PARTIAL
+    if not partial.is_dir():
+        return
+    if has_results:
+        shutil.rmtree(old, ignore_errors=True)
+        partial.rename(old)
+    else:
+        shutil.rmtree(partial)
+    sync_folder(output)
+
+
+def _has_row(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0

@@ -1,0 +1,1 @@
+"""The recipe: its typed options, and the checks of their combinations."""

@@ -1,0 +1,267 @@
+"""A recipe: YAML files and `key=value` -> one frozen record; every mistake is a line with its file, value and remedy.
+
+A path that is read (data, tokenizer, model) is looked up in the working directory first, then among the files that ship
+with ngym; a path that is written is relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+
+from ngym.config.shipped_files import shipped
+from ngym.config.yaml_tree import Tree, load_tree, parse
+from ngym.did_you_mean import did_you_mean, near_file, nearest
+from ngym.errors import ConfigError
+from ngym.telemetry.redact import redacted
+
+from .base import Positive, Record, Share, Word, existing, find
+from .checkpoint import CheckpointOptions
+from .engine import EngineOptions
+from .logging import LoggingOptions
+from .model import ModelOptions
+from .objective import Preference
+from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, corrected, evaluation_problem
+from .validation import refusals
+
+
+class DataOptions(Record):
+    """path: the JSONL file. made_by: a script and its arguments, run with `--output PATH` if the file is not there."""
+
+    path: str
+    made_by: tuple[Word, ...] = ()
+    max_tokens: Positive | None = Field(default=None, description="Longer samples are left out; null: the context.")
+
+    @field_validator("made_by")
+    @classmethod
+    def _script_exists(cls, made_by: tuple[str, ...]) -> tuple[str, ...]:
+        return (existing(made_by[0]), *made_by[1:]) if made_by else made_by
+
+
+class SftOptions(Record):
+    """Demonstrations: what was said becomes likelier."""
+
+    name: Literal["sft"]
+
+
+class DpoOptions(Preference):
+    """What each pair costs."""
+
+    name: Literal["dpo"]
+    sft_weight: float = Field(default=0.0, ge=0, description="Of the negative log-likelihood of what was chosen.")
+
+
+ALGORITHMS: dict[str, type[BaseModel]] = {"dpo": DpoOptions, "grpo": GrpoOptions, "sft": SftOptions}
+
+
+def _of_its_name(value: object) -> object:
+    """The options of the algorithm that is named: a mistake in them is one line, not one for each algorithm."""
+    if not isinstance(value, dict):
+        return value
+    name = str(value.get("name", ""))
+    if name not in ALGORITHMS:
+        said = f"there is no algorithm {name!r}" if name else "it needs a name"
+        raise ValueError(said + did_you_mean(name, ALGORITHMS))
+    return ALGORITHMS[name].model_validate(value)
+
+
+AlgorithmOptions = Annotated[
+    SftOptions | DpoOptions | GrpoOptions, BeforeValidator(_of_its_name), Field(discriminator="name")
+]
+
+
+class OptimizerOptions(Record):
+    """AdamW for everything, or Muon for the matrices and AdamW for the rest. No weight decay on norms and biases.
+
+    name: of the optimizer. lr: the full learning rate of AdamW. betas, eps: AdamW's. weight_decay: decoupled, times the
+    learning rate. muon_lr: the full learning rate of Muon. muon_momentum: Muon's.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(gt=0)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null does not clip.")
+    muon_lr: float = Field(default=0.02, gt=0)
+    muon_momentum: Share = 0.95
+
+
+class ScheduleOptions(Record):
+    """The learning rate over the run, as a factor: up from 0 over the warm-up, then on to `final`.
+
+    name: its form after the warm-up. warmup_steps: the length of the warm-up.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    warmup_ratio: Share | None = Field(default=None, description="The warm-up as a share of the run's steps.")
+    final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; `constant` has none.")
+
+    @field_validator("warmup_ratio")
+    @classmethod
+    def _one_warm_up(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("warmup_steps"):
+            raise ValueError("schedule.warmup_steps is given too; keep one of the two")
+        return value
+
+    def warmup(self, steps: int) -> int:
+        """The steps of the warm-up, in a run of so many."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+
+
+# key -> its default for a file, and what a live run has instead
+OF_A_FILE = {
+    "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
+    "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
+}
+
+
+class Recipe(Record):
+    """Everything that a training run depends on.
+
+    seed: of new weights, orders and draws. max_steps: the run ends after so many; null: with its file.
+    """
+
+    algorithm: AlgorithmOptions
+    output: Path = Field(description="The run's folder: recipe.yaml, metrics.jsonl, policy/.")
+    seed: int = 0
+    model: ModelOptions
+    data: DataOptions | None = Field(default=None, description="A finished file; it is used instead of `rollouts`.")
+    epochs: Positive | None = Field(default=None, validate_default=True, description="Of a file. Default: 1.")
+    max_steps: Positive | None = None
+    batch_size: Positive | None = Field(
+        default=None, validate_default=True, description="Samples of a file in a step, over all ranks. Default: 32."
+    )
+    micro_batch_tokens: Positive = Field(default=8192, description="Tokens that one rank computes at once.")
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions = ScheduleOptions()
+    engine: EngineOptions = EngineOptions()
+    max_skipped: Positive = Field(default=3, description="Optimiser steps in a row whose gradient is no number.")
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    rollouts: RolloutOptions | None = Field(default=None, validate_default=True, description="Live ones.")
+    evaluation: EvaluationOptions | None = None
+    logging: LoggingOptions = LoggingOptions()
+
+    @property
+    def live(self) -> RolloutOptions | None:
+        """Where live rollouts come from; None: they stand in a file."""
+        return self.rollouts if self.data is None else None
+
+    @field_validator("epochs", "batch_size")
+    @classmethod
+    def _of_a_file(cls, value: int | None, info: ValidationInfo) -> int | None:
+        """A live run has other words for the same, and would not look at these."""
+        algorithm = info.data.get("algorithm")
+        live = algorithm is not None and algorithm.name == "grpo" and info.data.get("data", ...) is None
+        assert info.field_name is not None
+        default, instead = OF_A_FILE[info.field_name]
+        if not live:
+            return default if value is None else value
+        if value is not None:
+            raise ValueError(f"{instead}; remove it")
+        return None
+
+    @field_validator("rollouts")
+    @classmethod
+    def _something_to_learn_from(cls, value: RolloutOptions | None, info: ValidationInfo) -> RolloutOptions | None:
+        algorithm = info.data.get("algorithm")
+        if algorithm is None or "data" not in info.data:
+            return value  # they have an error of their own
+        if value is not None and algorithm.name != "grpo":
+            raise ValueError(f"{algorithm.name} learns from a file; remove rollouts, and name data.path")
+        if info.data["data"] is None and value is None:
+            raise ValueError(
+                "nothing to learn from; name a file with data.path"
+                + (", or give rollouts an agent and tasks" if algorithm.name == "grpo" else "")
+            )
+        if info.data["data"] is None and info.data.get("max_steps") is None:
+            raise ValueError("live rollouts have no end; set max_steps")
+        return value
+
+    @field_validator("evaluation")
+    @classmethod
+    def _can_be_evaluated(cls, value: EvaluationOptions | None, info: ValidationInfo) -> EvaluationOptions | None:
+        known = info.data
+        if value is None or not {"algorithm", "data", "rollouts"} <= known.keys():
+            return value  # they have an error of their own
+        live = known["rollouts"] if known["data"] is None else None
+        if problem := evaluation_problem(value, live, known["algorithm"].name):
+            raise ValueError(problem)
+        return value if live is None else value.following(live)
+
+    @field_validator("engine")
+    @classmethod
+    def _muon_sees_matrices(cls, value: EngineOptions, info: ValidationInfo) -> EngineOptions:
+        optimizer = info.data.get("optimizer")
+        if optimizer is not None and optimizer.name == "muon" and value.zero_stage > 0:
+            raise ValueError("muon needs whole matrices, ZeRO cuts them up: zero_stage 0, or optimizer.name=adamw")
+        return value
+
+
+class Launch(NamedTuple):
+    """Which process of the run this is, as torchrun and the DeepSpeed launcher tell it."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher started several processes that will meet."""
+        return self.ranks > 1
+
+
+def read_launch() -> Launch:
+    said = os.environ.get
+    return Launch(rank=int(said("RANK", 0)), local_rank=int(said("LOCAL_RANK", 0)), ranks=int(said("WORLD_SIZE", 1)))
+
+
+def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+    """The recipe of these files; a bare `sft.yaml` is also found among the shipped recipes.
+
+    Raises:
+        ConfigError: one line for each mistake.
+    """
+    tree = load_tree([_recipe_file(name) for name in files], overrides)
+    recipe = parse(Recipe, tree)
+    refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
+    if refused:
+        raise ConfigError("\n".join(refused))
+    if isinstance(recipe.algorithm, GrpoOptions) and recipe.live and recipe.live.max_lag:
+        recipe = recipe.model_copy(update={"algorithm": corrected(recipe.algorithm)})
+    return recipe, tree
+
+
+def as_yaml(recipe: Recipe, tree: Tree) -> str:
+    """The resolved recipe, in the form in which one writes it.
+
+    What came from an environment variable is written as the `${oc.env:...}` that it was, so that no secret lands on the disk.
+    """
+    shown = redacted(recipe.model_dump(mode="json"))
+    for key, text in tree.environment.items():
+        _put(shown, key.split("."), text)
+    return yaml.safe_dump(shown, sort_keys=False)
+
+
+def _put(values: Any, path: Sequence[str], text: str) -> None:
+    """Replace the value at a path of keys and list places."""
+    for part in path[:-1]:
+        values = values[int(part) if isinstance(values, list) else part]
+    values[int(path[-1]) if isinstance(values, list) else path[-1]] = text
+
+
+def _recipe_file(name: str) -> Path:
+    found = find(name) or find(f"trainer/recipes/{name}")
+    if found is None:
+        known = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
+        near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
+        remedy = f"give a YAML file, or one that travels with ngym: {', '.join(known)}"
+        raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
+    return found

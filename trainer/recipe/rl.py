@@ -1,0 +1,270 @@
+"""What a recipe says about reinforcement learning: the objective, where its rollouts come from, how it is evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from .base import ExistingPath, Positive, Record, Share
+from .objective import UNCOMPARED, Advantage, Correction, Critic, Kl, Objective, PolicyLoss, Refusal, refusals
+
+HELD_OUT = "validation.jsonl"
+
+
+class SoftOverlong(Record):
+    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
+
+    limit: sampled tokens of a rollout. buffer: tokens over which the penalty grows. weight: the penalty at the limit.
+    """
+
+    limit: Positive
+    buffer: Positive
+    weight: float = Field(default=1.0, gt=0)
+
+
+class Shaping(Record):
+    """DAPO's ways with what teaches nothing or runs too long.
+
+    skip_equal_groups: leave out groups whose rewards are all equal, instead of counting their tokens.
+    drop_truncated: what was cut off counts in its group's statistics, and is not trained.
+    """
+
+    skip_equal_groups: bool = True
+    drop_truncated: bool = False
+    soft_overlong: SoftOverlong | None = None
+
+
+class GrpoOptions(Record):
+    """The whole family; objective.py says which switches make which member.
+
+    temperature: that of the rollouts; the trainer's logits are divided by it.
+    max_mismatch: bound on token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
+    """
+
+    name: Literal["grpo"]
+    advantage: Advantage = Advantage()
+    loss: PolicyLoss = PolicyLoss()
+    kl: Kl = Kl()
+    correction: Correction = Correction()
+    critic: Critic | None = None
+    shaping: Shaping = Shaping()
+    temperature: float = Field(default=1.0, gt=0)
+    max_mismatch: float = Field(default=1.05, gt=1)
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(
+            advantage=self.advantage, loss=self.loss, kl=self.kl, correction=self.correction, critic=self.critic
+        )
+
+
+class HeldOutOptions(Record):
+    """Tasks of a JSONL file, and the agent that attempts them.
+
+    agent: the name of its service. tasks: the file. max_output_tokens: of one model call; null: as the rows say.
+    name: in the metrics; null: the agent's.
+    """
+
+    agent: str
+    tasks: ExistingPath
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    max_output_tokens: Positive | None = None
+
+    @property
+    def key(self) -> str:
+        return self.name or self.agent
+
+
+class CurriculumOptions(Record):
+    """decay: weight of the past in a task's running mean. floor: the least weight of a task; an unseen one has 1."""
+
+    decay: Share = 0.5
+    floor: float = Field(default=0.1, gt=0, le=1)
+
+
+class EnvironmentOptions(HeldOutOptions):
+    """weight: its share of a step's tasks, in proportion to those of the other environments."""
+
+    weight: float = Field(default=1.0, gt=0)
+
+
+class RolloutOptions(Record):
+    """Live rollouts: each step, group_size attempts at each of tasks_per_step tasks.
+
+    agent, tasks: the short form of one environment. environments: the long form, of several.
+    curriculum: tasks that are always or never solved are drawn less often; null: each once an epoch.
+    services: the config file whose services are started; null uses those that an `ng_run` in this folder started.
+    policy: the name of the model service that is trained.
+    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 where nothing compares them.
+    updates_per_step: optimiser steps on them.
+    max_output_tokens: of one model call; null: as the rows say. concurrency: rollouts in flight at the most.
+    timeout_s: for one rollout.
+    max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train, collect;
+    more: collect while training.
+    dynamic_sampling: up to so many times tasks_per_step are attempted in a step, until enough groups teach something.
+    seeded: give each attempt a seed, so that the same weights sample the same; null: with max_lag 0.
+    transport: how new weights reach the policy service: http and filesystem send a checkpoint, lora an adapter; nccl and ipc
+    move it from GPU to GPU.
+    push_folder: of the transport filesystem; the same folder is weights_root in the policy's stanza.
+    push_mode: what becomes of generations in flight: keep (they go on with the new weights), wait, abort.
+    colocated: the policy's servers run on the trainer's GPUs: they sleep while it trains, and its states are in the host's
+    memory while they sample.
+    """
+
+    agent: str | None = None
+    tasks: ExistingPath | None = None
+    environments: tuple[EnvironmentOptions, ...] = Field(default=(), validate_default=True)
+    curriculum: CurriculumOptions | None = None
+    services: ExistingPath | None = None
+    policy: str = "policy"
+    tasks_per_step: Positive = 32
+    group_size: Positive = 8
+    updates_per_step: Positive = 1
+    max_lag: int = Field(default=0, ge=0)
+    dynamic_sampling: Positive = 1
+    seeded: bool | None = Field(default=None, validate_default=True)
+    max_output_tokens: Positive | None = None
+    concurrency: Positive = 256
+    timeout_s: float = Field(default=600, gt=0)
+    transport: Literal["http", "filesystem", "lora", "nccl", "ipc"] = "http"
+    push_folder: Path | None = Field(default=None, validate_default=True)
+    push_mode: Literal["keep", "wait", "abort"] = "keep"
+    colocated: bool = False
+
+    @field_validator("push_folder")
+    @classmethod
+    def _of_the_filesystem(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if info.data.get("transport") == "filesystem" and value is None:
+            raise ValueError("the transport filesystem needs the folder that the policy's stanza calls weights_root")
+        if info.data.get("transport") != "filesystem" and value is not None:
+            raise ValueError("a folder belongs to the transport filesystem; remove one of the two")
+        return value
+
+    @field_validator("environments")
+    @classmethod
+    def _one_form(cls, value: tuple[EnvironmentOptions, ...], info: ValidationInfo) -> tuple[EnvironmentOptions, ...]:
+        if not {"agent", "tasks"} <= info.data.keys():
+            return value  # they have an error of their own
+        short = [key for key in ("agent", "tasks") if info.data[key] is not None]
+        if value and short:
+            raise ValueError(f"rollouts.{short[0]} is given too; keep one of the two forms (rollouts.{short[0]}=null)")
+        if not value and len(short) < 2:
+            raise ValueError("name rollouts.agent and rollouts.tasks, or rollouts.environments with both for each")
+        return _distinct(value)
+
+    @field_validator("seeded")
+    @classmethod
+    def _in_step(cls, value: bool | None, info: ValidationInfo) -> bool:
+        return info.data.get("max_lag") == 0 if value is None else value
+
+    @property
+    def sources(self) -> tuple[EnvironmentOptions, ...]:
+        """The environments, in whichever form they are given."""
+        if self.environments:
+            return self.environments
+        assert self.agent is not None and self.tasks is not None
+        return (EnvironmentOptions(agent=self.agent, tasks=self.tasks),)
+
+
+class EvaluationOptions(Record):
+    """What the policy is asked before the first step, after every so many and after the last.
+
+    tasks: held-out ones of a live run with one environment. environments: the long form, of several files. Without both:
+    the file validation.jsonl beside the tasks of each environment of the rollouts.
+    data: a held-out file for a run that learns from a file.
+    limit: the first rows of each file only. every: steps from one to the next. attempts: sampled ones at each task. greedy: one more, without sampling.
+    """
+
+    tasks: ExistingPath | None = None
+    environments: tuple[HeldOutOptions, ...] = ()
+    data: ExistingPath | None = None
+    limit: Positive | None = None
+    every: Positive = 10
+    attempts: Positive = 1
+    greedy: bool = True
+
+    @field_validator("environments")
+    @classmethod
+    def _one_form(cls, value: tuple[HeldOutOptions, ...], info: ValidationInfo) -> tuple[HeldOutOptions, ...]:
+        if value and info.data.get("tasks") is not None:
+            raise ValueError("evaluation.tasks is given too; keep one of the two forms (evaluation.tasks=null)")
+        return _distinct(value)
+
+    def held_out(self, rollouts: RolloutOptions) -> tuple[HeldOutOptions, ...]:
+        """The files of a live run, in whichever form they are given."""
+        if self.tasks is None:
+            return self.environments
+        source = rollouts.sources[0]
+        return (source.model_copy(update={"tasks": self.tasks}),)
+
+    def following(self, rollouts: RolloutOptions) -> EvaluationOptions:
+        """These options with the held-out tasks that belong to the rollouts' own, where none are named.
+
+        Raises:
+            ValueError: an environment has no validation.jsonl beside its tasks.
+        """
+        if self.tasks is not None or self.environments:
+            return self
+        files = [str(Path(source.tasks).with_name(HELD_OUT)) for source in rollouts.sources]
+        for file, source in zip(files, rollouts.sources, strict=True):
+            if file == source.tasks or not Path(file).is_file():
+                raise ValueError(
+                    f"there is no {HELD_OUT} beside {source.tasks}; name held-out tasks with evaluation.tasks (of several "
+                    "environments: evaluation.environments), or train without an evaluation: evaluation=null"
+                )
+        if len(files) == 1:
+            return self.model_copy(update={"tasks": files[0]})
+        held_out = (
+            HeldOutOptions(tasks=file, **source.model_dump(include={"agent", "name", "max_output_tokens"}))
+            for file, source in zip(files, rollouts.sources, strict=True)
+        )
+        return self.model_copy(update={"environments": tuple(held_out)})
+
+
+Held = TypeVar("Held", bound=HeldOutOptions)
+
+
+def _distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
+    names = [each.key for each in environments]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two environments are called {twice!r}; give each a `name` of its own")
+    return environments
+
+
+def evaluation_problem(options: EvaluationOptions, live: RolloutOptions | None, algorithm: str) -> str | None:
+    """Why this run cannot be evaluated like that, or None.
+
+    live: None for a run that learns from a file.
+    """
+    if live is None:
+        if options.data is not None and algorithm == "grpo":
+            return "nothing of grpo can be measured on a finished file; remove evaluation.data"
+        if options.data is None and algorithm != "grpo":
+            return f"{algorithm} learns from a file and is evaluated on one; name evaluation.data"
+        return None
+    if options.tasks is not None and len(live.sources) > 1:
+        return "which of the agents attempts evaluation.tasks? Use evaluation.environments, with an agent for each"
+    return None
+
+
+def corrected(options: GrpoOptions) -> GrpoOptions:
+    """With importance weights for rollouts of older weights, where nothing was said of it and no ratio has them in it."""
+    if "correction" in options.model_fields_set or options.loss.anchor == "sampler":
+        return options
+    return options.model_copy(update={"correction": Correction(kind="token")})
+
+
+def grpo_refusals(options: GrpoOptions) -> list[Refusal]:
+    """Every combination that makes no sense, with its reason."""
+    estimator = options.advantage.estimator
+    found = refusals(options.objective)
+    if options.shaping.skip_equal_groups and estimator in UNCOMPARED:
+        reason = f"estimator {estimator} learns from groups of equal rewards, too; set it to false"
+        found.append(Refusal("shaping.skip_equal_groups", reason))
+    if options.shaping.soft_overlong is not None and options.advantage.components != "sum":
+        reason = "normalise_then_sum looks at the components of the reward, which have no length penalty; use sum"
+        found.append(Refusal("advantage.components", reason))
+    return found

@@ -1,0 +1,1 @@
+"""Reports of a run: metrics, their display, and the sinks that receive them."""

@@ -1,0 +1,159 @@
+"""Where else do the metrics go? To TensorBoard, W&B or MLflow, beside the run; metrics.jsonl has them in any case.
+
+    metrics --put--> a bounded queue --thread--> TensorBoard
+                                     --thread--> a process: W&B, MLflow
+
+Whatever a sink does, the run goes on at its pace: one that raises or hangs loses entries, which is counted and said. Those
+that talk to servers get a process: they hook into the one that they live in, and would hold up its end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import yaml
+
+from ngym.schema import Json
+
+from ...recipe.logging import LoggingOptions
+from .remote import Remote, SinkFailed
+from .tensorboard import TensorBoard
+
+WAITING = 1000  # records; more are dropped
+CLOSE_S = 20.0  # all sinks together have so long to write what waits, when the run ends
+GO_ON = "training goes on, and metrics.jsonl has everything"
+
+
+class Sink(Protocol):
+    """All but `abandon` may raise and may block: they are called in a thread of their own."""
+
+    def open(self) -> None: ...
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """End it at once: it could not be opened, or another thread finds that there is no time left for it."""
+
+
+class Entry(NamedTuple):
+    """What was found out after a step."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+class Courier:
+    """Takes entries to a sink, in a thread that ends with the process if the sink does not let it.
+
+    name: of the sink, as in the recipe.
+    """
+
+    def __init__(self, name: str, sink: Sink, waiting: int = WAITING) -> None:
+        self.name = name
+        self._sink = sink
+        self._bound = waiting
+        self._queue: SimpleQueue[Entry | None] = SimpleQueue()
+        self._given = 0
+        self._written = 0
+        self._problem: str | None = None
+        self._said = False
+        self._thread = threading.Thread(target=self._run, name=f"logging to {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Entry) -> None:
+        """Returns at once."""
+        self._given += 1
+        if self._queue.qsize() < self._bound:
+            self._queue.put(entry)
+        elif self._problem is None:
+            self._problem = f"it has not taken an entry while {self._bound:,} came"
+
+    def complaint(self) -> str | None:
+        """What is wrong, once."""
+        if self._problem is None or self._said:
+            return None
+        self._said = True
+        return f"logging.{self.name}: entries are lost: {self._problem}; {GO_ON}"
+
+    def end(self) -> None:
+        """There are no more entries."""
+        self._queue.put(None)
+
+    def join(self, deadline: float) -> str | None:
+        """Wait for the thread, but not beyond this monotonic time; what was lost, if anything was."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._problem = self._problem or "it takes too long"
+            self._sink.abandon()
+        lost = self._given - self._written
+        if lost:
+            return f"logging.{self.name}: {lost:,} of {self._given:,} entries were not written; metrics.jsonl has them"
+        return f"logging.{self.name}: it was not closed: {self._problem}" if self._problem else None
+
+    def _run(self) -> None:
+        opened = False
+        with self._noting():
+            self._sink.open()
+            opened = True
+        if not opened:
+            self._sink.abandon()
+            return
+        while (entry := self._queue.get()) is not None:
+            with self._noting():
+                self._sink.write(*entry)
+                self._written += 1
+        with self._noting():
+            self._sink.close()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """The boundary to the sink: whatever it raises is said, and ends nothing."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            text = str(error).strip().split("\n")[0]
+            line = text if isinstance(error, SinkFailed) else f"{type(error).__name__}: {text}"
+            self._problem = self._problem or line  # the first: what follows may follow from it
+
+
+class Sinks:
+    """All of a run."""
+
+    def __init__(self, couriers: Sequence[Courier] = (), close_s: float = CLOSE_S) -> None:
+        self._couriers = couriers
+        self._close_s = close_s
+
+    def put(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
+        """Give it to every sink; lines about those that lose what they are given, each once."""
+        for courier in self._couriers:
+            courier.put(Entry(step, values))
+        return filter(None, [courier.complaint() for courier in self._couriers])
+
+    def close(self) -> Iterator[str]:
+        """Give the sinks time to write what waits; lines about what was lost."""
+        deadline = time.monotonic() + self._close_s
+        for courier in self._couriers:
+            courier.end()
+        lost = [courier.join(deadline) for courier in self._couriers]
+        return filter(None, [*(courier.complaint() for courier in self._couriers), *lost])
+
+
+def opened(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
+    """The sinks of a run. resolved: its recipe, which goes with the metrics where there is a place for it."""
+    recipe: Json = yaml.safe_load(resolved.read_text("utf-8"))
+    sinks: dict[str, Sink] = {}
+    if options.tensorboard:
+        folder = output / "tensorboard" if options.tensorboard is True else Path(options.tensorboard)
+        sinks["tensorboard"] = TensorBoard(folder)
+    for name, asked in (("wandb", options.wandb), ("mlflow", options.mlflow)):
+        if asked is not None:
+            sinks[name] = Remote(name, asked, output, recipe)
+    return Sinks([Courier(name, sink) for name, sink in sinks.items()])

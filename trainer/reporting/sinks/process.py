@@ -1,0 +1,52 @@
+"""The other end of `remote`: a process that holds one sink, and does what it reads on its standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ngym.schema import Json
+
+from ...recipe.logging import MlflowOptions, WandbOptions
+from .mlflow import Mlflow
+from .wandb import Wandb
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what the packages print is no answer
+    sink: Wandb | Mlflow | None = None
+
+    def begin(asked: Json) -> None:
+        nonlocal sink
+        sink = _sink(asked)
+
+    def write(asked: Json) -> None:
+        assert sink is not None
+        sink.write(asked["step"], asked["values"])
+
+    for line in sys.stdin.buffer:
+        asked: Json = json.loads(line)
+        answers.write(json.dumps(_problem(begin if "name" in asked else write, asked)).encode() + b"\n")
+    if sink is not None:
+        sink.close()
+
+
+def _sink(asked: Json) -> Wandb | Mlflow:
+    output, recipe = Path(asked["output"]), asked["recipe"]
+    if asked["name"] == "wandb":
+        return Wandb(WandbOptions(**asked["options"]), output, recipe)
+    return Mlflow(MlflowOptions(**asked["options"]), output, recipe)
+
+
+def _problem(do: Callable[[Json], None], asked: Json) -> str | None:
+    """What a sink raises is an answer: the boundary to packages that are not ours."""
+    try:
+        do(asked)
+    except Exception as error:  # noqa: BLE001
+        text = str(error).strip().split("\n")[0]
+        return f"{type(error).__name__}: {text}"
+    return None

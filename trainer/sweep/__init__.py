@@ -1,0 +1,1 @@
+"""Sweeps: a grid of recipes, a process for each run, and a table of the results."""

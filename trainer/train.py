@@ -1,0 +1,323 @@
+"""From a recipe to a saved policy: read it, find its samples in a file or live, load, train, save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ngym.config.service_config import load_config, tracing_from_environment
+from ngym.config.yaml_tree import Tree
+from ngym.errors import ConfigError, UsageError
+from ngym.files.file_lock import held_folder
+from ngym.files.jsonl import write_whole
+from ngym.telemetry import tracing
+
+from .checkpoints.atomic_folder import committed
+from .checkpoints.resume import resumable
+from .checkpoints.store import Checkpoints
+from .data import offline
+from .output_files import (
+    ADAPTER,
+    CURVE,
+    INITIAL,
+    METRICS,
+    POLICY,
+    RESOLVED,
+    SKIPPED,
+    holds_a_run,
+    is_interrupted,
+    put_back,
+    replace,
+    set_aside,
+)
+from .recipe import batch_sizes
+from .recipe.model import ModelOptions
+from .recipe.recipe import DpoOptions, Launch, Recipe, as_yaml, read_launch, read_recipe
+from .recipe.rl import GrpoOptions, RolloutOptions
+from .reporting import sinks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from .algorithms import Algorithm
+    from .engine.engine import Engine
+    from .model.packing import Packed
+    from .online.services import Services
+    from .reporting.metrics import Metrics
+
+OTHERWISE = "choose another output=FOLDER"
+
+
+def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, resume: bool) -> Path:
+    """Run a recipe; see `ng_train --help`. Returns the run's folder.
+
+    Raises:
+        UsageError: the recipe, its data or the place of its output is wrong.
+        FileLocked: another process trains there.
+    """
+    recipe, tree = checked(files, overrides)
+    launch = read_launch()
+    if launch.rank:
+        _run(recipe, launch, resume, lambda: None)
+    else:
+        with _claimed(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
+            _run(recipe, launch, resume, begin)
+    return recipe.output
+
+
+def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
+    """A recipe that can be run, as far as can be told without loading anything.
+
+    Raises:
+        ConfigError: it cannot; one line for each mistake. UsageError: a file is where its output goes.
+    """
+    recipe, tree = read_recipe(files, overrides)
+    there = next((place for place in (recipe.output, *recipe.output.parents) if place.exists()), Path())
+    if not there.is_dir():
+        raise UsageError(f"{there} is no folder; {OTHERWISE}")
+    if recipe.data is not None:
+        offline.check(recipe.data, tree)
+    impossible = batch_sizes.impossible(recipe, read_launch())
+    if impossible:
+        raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in impossible))
+    return recipe, tree
+
+
+def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]) -> None:
+    """begin: called when everything is ready and training begins.
+
+    torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
+    # On a CPU the threads of torch spin while they wait; where anything else runs, that makes two slower than one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
+    if new is not None:
+        recipe = _to_be_saved(recipe, launch, resume)
+    with ExitStack() as stack:
+        if launch.rank == 0:  # so that what was started is stopped, and the terminal is as it was
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        stack.callback(tracing.end)
+        if not recipe.live:  # a live run's services say where spans go
+            tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
+        if recipe.live and launch.rank == 0:
+            check_live(recipe, recipe.live)
+        services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
+        _say("loading torch, transformers and deepspeed")
+        from . import loop
+        from .batch_sources import FileSource, LiveSource, Parts, make_room, temperature
+        from .checkpoints.resume import Saver
+        from .engine import distributed, engine, optimizer
+        from .engine.nan_guard import Guard, Untrained
+        from .evaluation.heldout_loss import HeldOutNotFinite
+        from .model import critic
+        from .model.policy import load_policy, load_tokenizer
+        from .reporting.metrics import Metrics
+
+        stack.enter_context(distributed.joined(launch))
+        if recipe.data is not None and launch.rank == 0:
+            offline.make(recipe.data, _say)
+        if new is not None and launch.rank == 0:
+            _begin(new, Path(str(recipe.model.path)), recipe.seed)
+        distributed.wait_for_all()
+
+        tokenizer = load_tokenizer(recipe.model)
+        policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
+        if isinstance(recipe.algorithm, GrpoOptions):
+            if recipe.algorithm.critic is not None:
+                policy.critic = critic.CriticNetwork(policy.network, recipe.algorithm.critic.lr)
+            policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
+        if recipe.live and recipe.live.colocated:
+            make_room(recipe, services)
+            distributed.wait_for_all()
+        learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
+        algorithm = _algorithm(recipe, learner, tokenizer)
+        parts = Parts(recipe, learner, algorithm, tokenizer)
+        source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
+        shown = launch.rank == 0
+        guard = Guard(recipe.output / SKIPPED if shown else None, recipe.max_skipped)
+        checkpoints = Checkpoints(recipe.output, recipe.checkpoint)
+        saver = Saver(
+            checkpoints,
+            learner,
+            tokenizer,
+            guard,
+            recipe.output / METRICS,
+            source.state,
+            source.steps,
+            recipe.micro_batch_tokens,
+        )
+        earlier = learner.share(checkpoints.newest() if resume and shown else None)
+        history: list[dict[str, float]] = []
+        if earlier is None:
+            begin()
+            saver.begin()
+        else:
+            history = saver.restore(earlier, _say)
+        done = earlier.step if earlier else 0
+        untrained = Untrained()
+        kept = sinks.opened(recipe.logging, recipe.output, recipe.output / RESOLVED) if shown else None
+        with Metrics(recipe.output / METRICS, source.steps, shown, history, kept) as metrics:
+            batches = source.batches(metrics, done, earlier.state.get("source") if earlier else None)
+
+            def report(step: int, values: dict[str, float]) -> None:
+                metrics.log(step, values)
+                if idle := untrained.noted(values):
+                    metrics.say(f"step {step}: {idle}")
+                saver.after(step)
+
+            try:
+                with closing(batches):
+                    loop.train(
+                        learner,
+                        algorithm,
+                        batches,
+                        recipe.micro_batch_tokens,
+                        lambda step: optimizer.schedule(step, source.steps, recipe.schedule),
+                        guard,
+                        report,
+                        done,
+                    )
+            except HeldOutNotFinite as error:
+                saver.discard(error.step)
+                raise
+            saver.tidy()
+        saver.check()
+        learner.save(recipe.output / POLICY, tokenizer)
+        if recipe.model.lora is not None:
+            learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
+        if shown:
+            _draw(metrics, recipe.output / CURVE)
+            if idle := untrained.summary(metrics.history, learner.steps):
+                _say(idle)
+    _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
+
+
+def _algorithm(recipe: Recipe, learner: Engine, tokenizer: PreTrainedTokenizerBase) -> Algorithm:
+    from .algorithms.dpo import Dpo
+    from .algorithms.policy_gradient import Grpo
+    from .algorithms.sft import Sft
+    from .model.policy import load_policy
+
+    options = recipe.algorithm
+    if isinstance(options, DpoOptions):
+        return Dpo(options)
+    if not isinstance(options, GrpoOptions):
+        return Sft()
+    reference: Callable[[Packed], Tensor] | None = None
+    if options.kl.coef > 0 and recipe.model.lora is not None:
+        reference = learner.base_logprobs
+    elif options.kl.coef > 0:
+        first = load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(learner.device)
+        reference = first.eval().requires_grad_(False).logprobs
+    return Grpo(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
+
+
+def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
+    """The recipe with the folder of its new policy instead of one from scratch: only what is in a folder can be served."""
+    folder = recipe.output.resolve() / INITIAL
+    if launch.rank == 0 and not resume:
+        set_aside(recipe.output, [INITIAL])  # an earlier run's, which would be served
+    saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
+    return recipe.model_copy(update={"model": saved})
+
+
+def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
+    """A new policy in this folder, unless the run goes on; its server has begun to start, and waits for it."""
+    if folder.exists():
+        return
+    _say(f"a new policy in {folder}")
+    from .model.policy import load_policy, load_tokenizer
+
+    tokenizer = load_tokenizer(options)
+    with committed(folder) as aside:
+        load_policy(options, tokenizer, seed).network.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+
+def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
+    """Check the services, the tasks and the held-out tasks of live rollouts before anything starts.
+
+    Raises:
+        ConfigError: the config of the services is wrong, or its agents do not lead to the policy.
+        UsageError: a row is not a task of its agent.
+    """
+    from .evaluation.live_eval import read_held_out
+    from .online.services import needed
+    from .online.task_sampler import TaskSource
+
+    if rollouts.services is not None:
+        needed(load_config([Path(rollouts.services)]), _agents(recipe, rollouts), rollouts.policy)
+    TaskSource(rollouts, recipe.seed)
+    if recipe.evaluation is not None:
+        read_held_out(recipe.evaluation, rollouts)
+
+
+def _agents(recipe: Recipe, rollouts: RolloutOptions) -> list[str]:
+    """The names of the agents that attempt tasks and held-out tasks."""
+    held_out = recipe.evaluation.held_out(rollouts) if recipe.evaluation else ()
+    return list(dict.fromkeys(each.agent for each in (*rollouts.sources, *held_out)))
+
+
+def _services(recipe: Recipe) -> Services:
+    """Those of the recipe's config, or of a running ng_run; they begin to start now, while torch is imported."""
+    from .online.services import Services, running, serving_options, started
+
+    options = recipe.live
+    assert options is not None
+    agents = _agents(recipe, options)
+    if options.services is None:
+        return Services(partial(running, Path.cwd(), agents, options.policy))
+    file = Path(options.services)
+    return Services(partial(started, file, agents, options.policy, serving_options(recipe), _say))
+
+
+def _draw(metrics: Metrics, image: Path) -> None:
+    from ngym.plot.curves import told
+    from ngym.plot.picture import Line, Panel, write_picture
+    from ngym.plot.text import as_text
+
+    shown = told(metrics.history)
+    if shown:
+        _say(as_text(shown))
+        write_picture([Panel("", [Line(series) for series in shown])], image)
+
+
+@contextmanager
+def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> Iterator[Callable[[], None]]:
+    """The run's folder is this process's alone. Call what it gives when training begins: an earlier run moves into `.old/`.
+
+    A run that ends before that leaves an earlier one as it was.
+    """
+    output = recipe.output
+    if is_interrupted(output):
+        with held_folder(output, OTHERWISE):
+            put_back(output)
+    if resume:
+        resumable(output, resolved)
+    elif holds_a_run(output) and not overwrite:
+        raise UsageError(f"{output}: holds an earlier run; choose another output=FOLDER, or pass --overwrite")
+    output.mkdir(parents=True, exist_ok=True)
+    read = [recipe.model.path, recipe.model.tokenizer, recipe.data.path if recipe.data else None]
+
+    def begin() -> None:
+        replace(output, [Path(path) for path in read if path is not None])
+        write_whole(output / RESOLVED, resolved.encode())
+
+    with held_folder(output, OTHERWISE):
+        if resume:
+            write_whole(output / RESOLVED, resolved.encode())
+        try:
+            yield begin
+        finally:
+            put_back(output)
+
+
+def _say(text: str) -> None:
+    if read_launch().rank == 0:
+        print(text, flush=True)

@@ -1,0 +1,1 @@
+"""Weights to the servers that sample: publishing, shared memory, and pushes."""
