@@ -13,7 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch._dynamo
@@ -30,17 +30,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
 
-from . import kernels, sampled, worker
-from .adapter import Adapter, AdapterFiles, linear_layers
-from .arguments import parse_arguments, transfer_backend
-from .bundling import bundle
-from .doorkeeper import Say
-from .environment import Model
-from .staging import Shapes, shapes_in
-from .tokens import SampledLogprobs, recorded
-
-if TYPE_CHECKING:
-    from .app import Options
+from .cpu import kernels, sampled_logprobs
+from .cpu.bundled_scheduler import bundle
+from .options import Options
+from .serving.arguments import parse_arguments, transfer_backend
+from .serving.environment import Model
+from .serving.loading_server import Say
+from .serving.tokens import SampledLogprobs, recorded
+from .weights import worker
+from .weights.adapter import Adapter, AdapterFiles, linear_layers
+from .weights.staging import Shapes, shapes_in
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
@@ -266,7 +265,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         torch._dynamo.config.disable = True  # vLLM compiles its sampler even so: the first request would wait 17 s
     if on_cpu and single:
         bundle(config, service)
-        sampled.leave_out_ranks()
+        sampled_logprobs.leave_out_ranks()
         _prepare_fork()
     say(f"loading: {options.model}")
     engine = Engine.from_vllm_config(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from argparse import Namespace
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
@@ -25,15 +24,13 @@ from ngym.errors import ConfigError, NotReady
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.dispatch import CALL_BYTES
 
-from .adapter import Adapter, beside
-from .chat import Chat
 from .engine import Engine
-from .keys import Keys
-from .push import FILES, WeightPush
-from .turns import turn_ends
-
-if TYPE_CHECKING:
-    from .pushed import PushOptions
+from .options import PushOptions
+from .serving.api_keys import Keys
+from .serving.chat import Chat
+from .serving.eos_tokens import turn_ends
+from .weights.adapter import Adapter, beside
+from .weights.push_routes import FILES, WeightPush
 
 
 async def build_application(

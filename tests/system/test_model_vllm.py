@@ -645,7 +645,7 @@ async def test_with_keys_nobody_asks_the_model_without_one(parts: Any) -> None:
     app = service_app("model", options=ServiceOptions)
     for path in ("/v1/models", "/rollouts/{rollout_id}/v1/models"):
         add_route(app, "GET", path, healthy)
-    app.add_middleware(parts("keys").Keys, keys=["one key", "another"], service="policy")
+    app.add_middleware(parts("serving.api_keys").Keys, keys=["one key", "another"], service="policy")
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://policy") as client:
         for path in ("/v1/models", "/rollouts/r-1/v1/models", "/v1/none"):
@@ -666,7 +666,7 @@ import importlib, socket, sys
 from pathlib import Path
 from ngym.services.base.loader import load
 app = load(Path(sys.argv[1]))
-doorkeeper = importlib.import_module(f"{app.__name__}.doorkeeper")
+doorkeeper = importlib.import_module(f"{app.__name__}.serving.loading_server")
 with doorkeeper.Doorkeeper([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:
     door.say("loading: a test")
     sys.stdin.readline()

@@ -22,7 +22,7 @@ with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=
 
 def test_a_model_that_is_not_there_is_one_line_with_the_remedy(root: Path, tmp_path: Path) -> None:
     module = load(root / "models" / "vllm" / "app.py")
-    environment = importlib.import_module(f"{module.__name__}.environment")
+    environment = importlib.import_module(f"{module.__name__}.serving.environment")
     assert not environment.find_model("Qwen/Qwen3-0.6B", tmp_path, "policy").local
     with pytest.raises(ConfigError, match=r"^service 'policy': model 'runs/x/policy': there is no folder /.*policy"):
         environment.find_model("runs/x/policy", tmp_path, "policy")
@@ -33,7 +33,7 @@ def test_a_model_that_is_not_there_is_one_line_with_the_remedy(root: Path, tmp_p
 
 async def test_a_model_may_still_be_written_while_its_server_starts(root: Path, tmp_path: Path) -> None:
     module = load(root / "models" / "vllm" / "app.py")
-    environment = importlib.import_module(f"{module.__name__}.environment")
+    environment = importlib.import_module(f"{module.__name__}.serving.environment")
     waiting = asyncio.create_task(environment.written("new", tmp_path, "policy", 60))
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside" / "config.json").write_text("{}")
@@ -51,7 +51,7 @@ from ngym.errors import ConfigError
 from ngym.services.base.loader import load
 app = load(Path(sys.argv[1]))
 part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
-model = part("environment").Model(sys.argv[3], local=True)
+model = part("serving.environment").Model(sys.argv[3], local=True)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -61,13 +61,13 @@ for options in json.loads(sys.argv[2]):
     on_cpu = not options.pop("gpu", False)
     options = app.Options(model="m", **{"tool_call_parser": None, "reasoning_parser": None, **options})
     try:
-        arguments = part("arguments").parse_arguments("policy", options, model, on_cpu=on_cpu)
+        arguments = part("serving.arguments").parse_arguments("policy", options, model, on_cpu=on_cpu)
     except ConfigError as error:
         told.append(str(error))
         continue
     known = vars(AsyncEngineArgs.from_cli_args(arguments))
     told.append({name: str(known[name]) for name in sorted(options.engine) if name in known})
-families = part("families")
+families = part("serving.families")
 unknown = {sign.parser for sign in families.TOOLS} - set(ToolParserManager.list_registered())
 unknown |= {sign.parser for sign in families.REASONING} - set(ReasoningParserManager.list_registered())
 print(json.dumps([told, sorted(unknown)]))

@@ -694,7 +694,7 @@ def stages() -> set[Path]:
 @pytest.fixture(scope="module")
 def staging(root: Path) -> Any:
     module = load(root / "models" / "vllm" / "app.py")
-    return importlib.import_module(f"{module.__name__}.staging")
+    return importlib.import_module(f"{module.__name__}.weights.staging")
 
 
 def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(staging: Any, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from ngym.errors import ServiceError
 from ngym.services.base.app import JsonResponse
 from ngym.services.base.request_bodies import json_body, validated
 
-from .engine import MEMORY, Engine
-from .pushed import Rest, Wake
+from ..engine import MEMORY, Engine
+from .push_state import Rest, Wake
 
 WEIGHTS_DROPPED = (
     2  # vLLM's level of sleep; 1 keeps them on the host, so that a server whose trainer is gone can still wake

@@ -19,10 +19,10 @@ from vllm.platforms import current_platform
 
 from ngym.errors import ServiceError
 
-from .engine import Seconds
+from ..engine import Seconds
 
 if TYPE_CHECKING:
-    from .engine import Engine, PauseMode
+    from ..engine import Engine, PauseMode
 
 Json = dict[str, Any]
 

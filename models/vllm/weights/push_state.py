@@ -5,27 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..engine import PauseMode
 from .adapter import AdapterShape
-from .engine import PauseMode
 from .staging import Announced, Stage
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """token: None closes the push. root: the real folder of the filesystem transport; None: there is none.
-
-    lora_rank: of adapters, at most; None: there are none.
-    """
-
-    token: str | None
-    root: Path | None
-    lease_s: float
-    lora_rank: int | None
 
 
 class Begin(BaseModel):

@@ -24,7 +24,7 @@ from .staging import PEFT_ENDS, PEFT_PREFIX, PrivateFolder, Shapes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from .engine import Engine
+    from ..engine import Engine
 
 NAME, ID = "pushed", 1
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names, which vLLM reads

@@ -24,7 +24,7 @@ from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
 from ngym.rollout.token_splice import Ends, Seen, begins_with, splice
 from ngym.schema import Json
 
-from .chunks import ChatInChunks, ContextFull
+from .chunked_chat import ChatInChunks, ContextFull
 from .tokens import Tokens, recorded
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.reasoning import ReasoningParserManager
@@ -16,11 +16,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 
+from ..options import Options
 from .environment import Model
 from .families import Parsers, detected
-
-if TYPE_CHECKING:
-    from .app import Options
 
 log = logging.getLogger("ngym.models.vllm")
 

@@ -31,11 +31,12 @@ from ngym.net.json_limits import BULK_WEIGHT
 from ngym.services.base.app import JsonResponse
 from ngym.services.base.request_bodies import json_body, validated
 
+from ..engine import Engine, PauseMode, Seconds
+from ..options import PushOptions
 from .adapter import AdapterFiles, AdapterShape
-from .engine import Engine, PauseMode, Seconds
 from .files import named, received
-from .gate import Route, check_token, guarded, while_alive
-from .pushed import Begin, Commit, NamedFile, Prove, Push, PushOptions, Received
+from .push_auth import Route, check_token, guarded, while_alive
+from .push_state import Begin, Commit, NamedFile, Prove, Push, Received
 from .sleep import Sleep
 from .staging import Announced, Shapes, Stage, check_adapter, check_announced
 from .transfer import Transfer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ngym.rollout.token_splice import Ends
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine import Engine
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header

@@ -1,0 +1,1 @@
+"""What makes the engine faster on a CPU."""

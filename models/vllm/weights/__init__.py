@@ -1,0 +1,1 @@
+"""New weights for the engine: pushes of whole weights and adapters, their checks, and sleep."""
