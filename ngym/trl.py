@@ -34,7 +34,7 @@ from ngym.peers import Peer, Peers, PeerSession
 from ngym.peers.session import ToolErrors
 from ngym.schema import Json
 from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
-from ngym.supervise.headfile import find_running
+from ngym.supervise.head_file import find_running
 from ngym.tool_signatures import docstring_of, parameters_of
 
 WRONG_ROW = frozenset({400, 404, 422})

@@ -92,7 +92,7 @@ def create() -> None:
 
 def fill() -> None:
     """The packages of the lock, no others, and the project itself."""
-    indexes = runpy.run_path(str(ROOT / "ngym" / "supervise" / "indexes.py"))
+    indexes = runpy.run_path(str(ROOT / "ngym" / "supervise" / "package_indexes.py"))
     settings = indexes["pip_settings"](str(PYTHON))
     own = {"VIRTUAL_ENV": str(VENV)}
     operators = {"DS_BUILD_OPS": "0"}  # DeepSpeed compiles an operator when it is first needed

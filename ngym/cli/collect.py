@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from ngym.cli.completion_names import services
 from ngym.cli.main import Choice, Command, command
-from ngym.cli.names import services
 from ngym.errors import UsageError
 
 EPILOG = """\
@@ -106,6 +106,6 @@ def main(ctx: click.Context, /, **options: Any) -> None:
               ng_collect_rollouts --config global_config.yaml --input tasks.jsonl --output out.jsonl policy.replicas=2
     """
     from ngym.cli.collect_options import Options
-    from ngym.cli.collecting import collect_into_files
+    from ngym.cli.collect_run import collect_into_files
 
     ctx.exit(collect_into_files(Options(**options)))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import orjson
 
-from ngym.collect.outcome import TokenFormat
 from ngym.collect.plan import Recipe
+from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Limits
 from ngym.did_you_mean import near_file
 from ngym.errors import UsageError

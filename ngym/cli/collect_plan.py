@@ -13,7 +13,7 @@ from ngym.collect.discovery import Known
 from ngym.collect.files import check_places
 from ngym.collect.overwrite import Paths
 from ngym.collect.plan import PlannedRollout, input_rows, planned
-from ngym.collect.record import RunRecord, Source
+from ngym.collect.run_record import RunRecord, Source
 from ngym.config.service_config import Config
 from ngym.errors import UsageError
 from ngym.files.jsonl import read

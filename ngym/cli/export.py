@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ngym.cli.ending import EXIT_DONE, EXIT_FAILED
+from ngym.cli.exit_status import EXIT_DONE, EXIT_FAILED
 from ngym.cli.main import Choice, command
 from ngym.export.options import FORMATS, STRATEGIES, Options
 

@@ -13,7 +13,7 @@ from string import Template
 import click
 import orjson
 
-from ngym.cli.ending import DISK_FULL, writing
+from ngym.cli.exit_status import DISK_FULL, writing
 from ngym.cli.main import command
 from ngym.errors import UsageError
 

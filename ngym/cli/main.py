@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import click
 
 from ngym import __version__
-from ngym.cli.ending import ended
-from ngym.cli.names import overrides
+from ngym.cli.completion_names import overrides
+from ngym.cli.exit_status import ended
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,7 +71,7 @@ VERSION = click.Option(
 
 
 class Command(click.Command):
-    """Ends with one clear line and an exit code (ngym/cli/ending.py), and tells its version."""
+    """Ends with one clear line and an exit code (ngym/cli/exit_status.py), and tells its version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

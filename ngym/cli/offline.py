@@ -9,9 +9,9 @@ from statistics import fmean
 
 import click
 
-from ngym.cli.ending import writing
+from ngym.cli.exit_status import writing
 from ngym.cli.main import command
-from ngym.cli.steps import Walk
+from ngym.cli.walkthrough import Walk
 from ngym.config.shipped_files import shipped
 
 QUICKSTART = Path("runs/quickstart/sft/policy")

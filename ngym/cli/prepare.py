@@ -89,7 +89,7 @@ def main(
               ng_prepare gsm8k --limit 500 --output data/gsm8k_small
     """
     if listed or name is None:
-        from ngym.cli.prepare_shown import show_sets
+        from ngym.cli.prepare_plan import show_sets
 
         show_sets(as_json)
         return
@@ -103,7 +103,7 @@ def main(
     check_free(folder, chosen.name)
     mirrors = Mirrors(cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
     if dry_run:
-        from ngym.cli.prepare_shown import show_plan
+        from ngym.cli.prepare_plan import show_plan
 
         show_plan(chosen, mirrors, folder, _environment(chosen, configs)[1], as_json)
         return
@@ -163,7 +163,7 @@ async def _prepare(
     say: Callable[[str], None],
 ) -> None:
     from ngym.cli.environments import started
-    from ngym.prepare.accepting import accepted
+    from ngym.prepare.acceptance import accepted
     from ngym.prepare.download import digest
     from ngym.prepare.rows import converted, distinct, some, write
 

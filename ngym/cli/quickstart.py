@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import click
 
-from ngym.cli.ending import writing
+from ngym.cli.exit_status import writing
 from ngym.cli.main import command
-from ngym.cli.steps import Walk
+from ngym.cli.walkthrough import Walk
 from ngym.config.shipped_files import shipped
 from ngym.schema import Json
 

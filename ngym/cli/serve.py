@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 import click
 
+from ngym.cli.completion_names import services
 from ngym.cli.main import command, config_options
-from ngym.cli.names import services
 from ngym.errors import ConfigError, UsageError
 from ngym.net.address_rules import is_loopback
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
-from ngym.supervise.headfile import find_running
+from ngym.supervise.head_file import find_running
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
@@ -64,7 +64,7 @@ def main(
     """
     from ngym.cli.run_plan import show_service
     from ngym.config.service_config import load_config
-    from ngym.supervise.job import Job, perform
+    from ngym.supervise.service_process import Job, perform
     from ngym.supervise.sockets import listen, url_of
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of

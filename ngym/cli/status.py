@@ -18,7 +18,7 @@ from ngym.cli.status_table import tables
 from ngym.errors import NgymError, UsageError
 from ngym.net.address_rules import wrong_url
 from ngym.net.auth import RUN_TOKEN
-from ngym.supervise.headfile import find_running, token_of
+from ngym.supervise.head_file import find_running, token_of
 
 if TYPE_CHECKING:
     from ngym.runtime.live_region import Screen

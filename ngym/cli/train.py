@@ -14,8 +14,8 @@ import click
 import orjson
 from click.shell_completion import CompletionItem
 
+from ngym.cli.completion_names import is_value, keys
 from ngym.cli.main import command
-from ngym.cli.names import is_value, keys
 from ngym.config.shipped_files import shipped
 from ngym.errors import UsageError
 
@@ -30,7 +30,7 @@ Exit codes: 0    the policy is saved (with --sweep: each run's is)
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """The recipes that travel with ngym; then, or once a word has begun, keys; else files."""
-    from ngym.cli.keys import of_recipe
+    from ngym.cli.config_keys import of_recipe
 
     known = list(of_recipe())
     names = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
@@ -43,7 +43,7 @@ def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list
 
 
 def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    from ngym.cli.keys import of_recipe
+    from ngym.cli.config_keys import of_recipe
 
     return keys(list(of_recipe()), ctx, parameter, begun)
 

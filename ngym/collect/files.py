@@ -13,14 +13,14 @@ from pathlib import Path
 import orjson
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.gate import Gate
 from ngym.collect.inputs import InputCheck
-from ngym.collect.outcome import FailedAttempt, Outcome
 from ngym.collect.overwrite import NEW, OLD, Paths, discard, recover
 from ngym.collect.overwrite import replace as replace_files
 from ngym.collect.plan import PlannedRollout, input_rows, planned
-from ngym.collect.record import REMEDY, RunRecord, Source
+from ngym.collect.rollout_rows import FailedAttempt, Outcome
 from ngym.collect.run import Limits, Run
+from ngym.collect.run_record import REMEDY, RunRecord, Source
+from ngym.collect.start_gate import Gate
 from ngym.errors import UsageError
 from ngym.files.jsonl import READ_BYTES, WriteFailed, check_output, whole_file, write_whole
 from ngym.files.row_log import RowLog

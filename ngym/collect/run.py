@@ -17,13 +17,13 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ngym.collect.gate import Gate
+from ngym.collect.concurrency_window import Window
+from ngym.collect.fetch_captures import Pickup
+from ngym.collect.group_barrier import Together
 from ngym.collect.outages import Outages
-from ngym.collect.outcome import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout, tell
-from ngym.collect.pickup import Pickup
 from ngym.collect.plan import PlannedRollout
-from ngym.collect.together import Together
-from ngym.collect.window import Window
+from ngym.collect.rollout_rows import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout, tell
+from ngym.collect.start_gate import Gate
 from ngym.errors import ServiceError, boundary
 from ngym.grading import group_rewards
 from ngym.net import request_context

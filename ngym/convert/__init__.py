@@ -24,23 +24,24 @@ Streams, finished and as they come; one event or chunk in, the events that it ma
 | Anthropic                 | Chat chunks              |                   | `MessageChunks`  |
 
 What has no counterpart on the other side is refused with the field's name (BadRequest), or is in the list of dropped
-fields in `requests`, `messages_api` and `messages_upstream`; it never vanishes silently. Unknown token counts are null,
-never 0. Every field of each API stands in docs/model-apis.md.
+fields in `chat.requests`, `anthropic.client_api` and `anthropic.backend_request`; it never vanishes silently. Unknown
+token counts are null, never 0. Every field of each API stands in docs/model-apis.md.
 """
 
-from ngym.convert.chunk_stream import ChunkStream
-from ngym.convert.fields import check_chat_request, check_create_params
-from ngym.convert.items import items_from_messages, message_item, output_text
-from ngym.convert.messages import last_user_text, messages_from_items
-from ngym.convert.messages_answer import MessageChunks, chat_from_message
-from ngym.convert.messages_api import chat_from_messages_api, create_params_from_messages_api, messages_api_from_chat
-from ngym.convert.messages_fields import check_messages_request
-from ngym.convert.messages_stream import MessagesStream
-from ngym.convert.messages_upstream import messages_api_request
-from ngym.convert.parts import content_text
-from ngym.convert.requests import MaxTokensField, chat_request, create_params, extra_body, without_allowed_tools
-from ngym.convert.response_stream import ResponseStream
-from ngym.convert.responses import (
+from ngym.convert.anthropic.backend_answer import MessageChunks, chat_from_message
+from ngym.convert.anthropic.backend_request import messages_api_request
+from ngym.convert.anthropic.client_api import (
+    chat_from_messages_api,
+    create_params_from_messages_api,
+    messages_api_from_chat,
+)
+from ngym.convert.anthropic.client_stream import MessagesStream
+from ngym.convert.anthropic.fields import check_messages_request
+from ngym.convert.chat.chat_to_items import items_from_messages, message_item, output_text
+from ngym.convert.chat.items_to_chat import last_user_text, messages_from_items
+from ngym.convert.chat.parts import content_text
+from ngym.convert.chat.requests import MaxTokensField, chat_request, create_params, extra_body, without_allowed_tools
+from ngym.convert.chat.responses import (
     chat_from_response,
     finish_reason,
     new_response,
@@ -49,8 +50,11 @@ from ngym.convert.responses import (
     usage_from_chat,
     usage_to_chat,
 )
-from ngym.convert.stream import SSE_DONE, chat_chunks, response_events, sse
-from ngym.convert.think import ReasoningStyle, join_think, split_think
+from ngym.convert.reasoning.think_tags import ReasoningStyle, join_think, split_think
+from ngym.convert.stream.chat_chunks import ChunkStream
+from ngym.convert.stream.finished_stream import SSE_DONE, chat_chunks, response_events, sse
+from ngym.convert.stream.response_events import ResponseStream
+from ngym.convert.validate.request_fields import check_chat_request, check_create_params
 
 __all__ = [
     "SSE_DONE",

@@ -12,19 +12,19 @@ from ngym.collect.discovery import Known
 from ngym.collect.display import Meter
 from ngym.collect.environment import environment_metrics
 from ngym.collect.files import Files
-from ngym.collect.gate import Gate
-from ngym.collect.outcome import FailedAttempt, TokenFormat
-from ngym.collect.record import Source
+from ngym.collect.rollout_rows import FailedAttempt, TokenFormat
+from ngym.collect.run_record import Source
+from ngym.collect.start_gate import Gate
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError
 from ngym.notebook import services
-from ngym.notebook.asked import Asked, asked
+from ngym.notebook.arguments import Asked, asked
 from ngym.notebook.background import Work
-from ngym.notebook.given import Folder, Input, tasks_in
+from ngym.notebook.progress_state import Watch
 from ngym.notebook.rollouts import Rollouts
 from ngym.notebook.rows import FileRows
 from ngym.notebook.services import Place, Reached, RunningServices
-from ngym.notebook.watch import Watch
+from ngym.notebook.task_input import Folder, Input, tasks_in
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.task_race import unless

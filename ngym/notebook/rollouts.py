@@ -12,10 +12,10 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.overwrite import Paths
 from ngym.errors import UsageError
 from ngym.notebook import html
+from ngym.notebook.columns import KINDS, full, slim
 from ngym.notebook.frames import Table
+from ngym.notebook.html_rows import SHOWN_ROWS, Failures, Transcript
 from ngym.notebook.rows import FileRows
-from ngym.notebook.seen import SHOWN_ROWS, Failures, Transcript
-from ngym.notebook.slim import KINDS, full, slim
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, best_at_k
 

@@ -15,13 +15,13 @@ from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
 from ngym.notebook import html
 from ngym.notebook.background import Background, Work
-from ngym.notebook.watch import Watch
+from ngym.notebook.progress_state import Watch
 from ngym.peers import Peers
 from ngym.runtime.task_race import never
-from ngym.supervise.headfile import head_of, token_of
+from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
+from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State
-from ngym.supervise.shown import shown_config
 from ngym.supervise.supervisor import Supervisor
 
 Result = TypeVar("Result")

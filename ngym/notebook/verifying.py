@@ -13,11 +13,11 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.grading import reverify
 from ngym.grading.group_rewards import is_pending, judged
-from ngym.notebook.asked import at_least_one
-from ngym.notebook.given import rows_of
+from ngym.notebook.arguments import at_least_one
+from ngym.notebook.progress_state import Watch
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, Place, Reached, RunningServices
-from ngym.notebook.watch import Watch
+from ngym.notebook.task_input import rows_of
 from ngym.peers import Peers
 from ngym.runtime.task_race import unless
 from ngym.schema import Json

@@ -15,7 +15,7 @@ import orjson
 from ngym.errors import UsageError
 from ngym.files.jsonl import write_whole
 from ngym.prepare.download import digest
-from ngym.prepare.reading import joined
+from ngym.prepare.record_readers import joined
 from ngym.prepare.sets import File, Made, PublicSet, Split, Unfit
 from ngym.schema import Json
 

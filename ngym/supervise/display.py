@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from ngym.runtime.live_region import Picture, Screen, captured, harmless, is_live
-from ngym.supervise.board import Board, told
 from ngym.supervise.service import State
+from ngym.supervise.status_board import Board, told
 
 States = Callable[[], Iterable[State]]
 
@@ -114,7 +114,7 @@ class LiveBoard:
         self._last: Picture | None = None  # what is left when all is over
 
     async def watch(self, states: States, token: str | None) -> None:
-        from ngym.supervise.looks import look_for_ever
+        from ngym.supervise.metric_poller import look_for_ever
 
         await look_for_ever(states, token, self._board.traffic)
 

@@ -22,9 +22,9 @@ from ngym.errors import ServiceError, UsageError
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
 from ngym.supervise import nemo, prometheus
-from ngym.supervise.resident import resident_bytes
+from ngym.supervise.redacted_config import shown_config
+from ngym.supervise.resident_memory import resident_bytes
 from ngym.supervise.service import State
-from ngym.supervise.shown import shown_config
 from ngym.supervise.sockets import listen, url_of
 
 if TYPE_CHECKING:

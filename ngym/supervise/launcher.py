@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.errors import NgymError
-from ngym.supervise.wire import receive, send
+from ngym.supervise.zygote_protocol import receive, send
 
 ZYGOTE_END_S = 10.0  # it needs milliseconds, unless the machine is overloaded; killed, it would leave orphans
 

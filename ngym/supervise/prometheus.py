@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from ngym.supervise.resident import resident_bytes
+from ngym.supervise.resident_memory import resident_bytes
 from ngym.supervise.service import State
 
 

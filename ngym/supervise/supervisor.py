@@ -15,10 +15,10 @@ from ngym.errors import ConfigError
 from ngym.net.address_rules import is_loopback
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
 from ngym.supervise.head import Head
-from ngym.supervise.headfile import HeadFile, Running
+from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
+from ngym.supervise.redacted_config import secrets_of
 from ngym.supervise.service import Limits, Process, State, Watched
-from ngym.supervise.shown import secrets_of
 from ngym.supervise.sockets import listen, url_of
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.redact import Redactor

@@ -25,9 +25,9 @@ from pathlib import Path
 from ngym.config.service_config import Config, Stanza
 from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError, UsageError
-from ngym.supervise.headfile import FOLDER
-from ngym.supervise.indexes import is_offline, pip_settings, uv_environment
-from ngym.supervise.job import own_environment
+from ngym.supervise.head_file import FOLDER
+from ngym.supervise.package_indexes import is_offline, pip_settings, uv_environment
+from ngym.supervise.service_process import own_environment
 
 LOCK_POLL_S = 0.2
 SHOWN_LINES = 8

@@ -23,7 +23,7 @@ from ngym.net.auth import Lock
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.compare import compare
-from ngym.view.places import row_seq
+from ngym.view.row_ids import row_seq
 from ngym.view.rows import MOST_ROWS, Rows
 from ngym.view.runs import Opened
 from ngym.view.security import Guard

@@ -15,10 +15,10 @@ from ngym.errors import NgymError
 from ngym.files.jsonl import BOM, write_whole
 from ngym.schema import Json
 from ngym.view import training
-from ngym.view.bundle import bundle
 from ngym.view.compare import compare
-from ngym.view.places import row_name, row_seq
-from ngym.view.record import NoRollout, whole
+from ngym.view.line_record import NoRollout, whole
+from ngym.view.page_bundle import bundle
+from ngym.view.row_ids import row_name, row_seq
 from ngym.view.runs import Opened, RolloutRun
 
 STATIC = Path(__file__).parent / "static"

@@ -12,11 +12,11 @@ from pathlib import Path
 import orjson
 
 from ngym.errors import NgymError, NotFound
-from ngym.view.extent import Extent, extent_of
-from ngym.view.places import FAILURES, PART_BITS, row_name
-from ngym.view.reading import opened, read_together, status
-from ngym.view.store import BROKEN, Store, place
-from ngym.view.writer import Writer
+from ngym.view.file_reads import opened, read_together, status
+from ngym.view.index_progress import Extent, extent_of
+from ngym.view.index_store import BROKEN, Store, place
+from ngym.view.index_writer import Writer
+from ngym.view.row_ids import FAILURES, PART_BITS, row_name
 
 POLL_S = 0.5
 AFTER_ERROR_S = 5.0

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.schema import Json
-from ngym.view.extent import Extent
 from ngym.view.index import Index
-from ngym.view.places import row_name
+from ngym.view.index_progress import Extent
 from ngym.view.query import FROM, MEAN, Query, WrongFilter, order, parse
+from ngym.view.row_ids import row_name
 from ngym.view.search import Search
 
 MOST_ROWS = 1000  # of a page

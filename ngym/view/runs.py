@@ -13,9 +13,9 @@ import orjson
 from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
 from ngym.schema import Json
-from ngym.view.extent import Extent
+from ngym.view.file_reads import said
 from ngym.view.index import Index
-from ngym.view.reading import said
+from ngym.view.index_progress import Extent
 from ngym.view.rows import Rows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from ngym.view.record import FIRST_TEXT, NoRollout, Record, record
+from ngym.view.line_record import FIRST_TEXT, NoRollout, Record, record
 
 MOST_LINE_BYTES = 256 << 20
 BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import orjson
 
 from ngym.view.index import Index
-from ngym.view.places import LINE, PART_BITS
+from ngym.view.line_record import without_segments
 from ngym.view.query import Sought
-from ngym.view.record import without_segments
+from ngym.view.row_ids import LINE, PART_BITS
 
 MOMENT_S = 0.25  # of reading, in one request
 MOST_TEXTS = 8  # whose verdicts are kept

@@ -24,7 +24,7 @@ from ngym.collect.nemo_flags import hint, translated
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
 from ngym.schema import Json
-from ngym.supervise.headfile import HeadFile, Running
+from ngym.supervise.head_file import HeadFile, Running
 
 
 @dataclass(frozen=True)

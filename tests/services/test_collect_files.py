@@ -24,7 +24,7 @@ from ngym.collect import Limits, Recipe
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.inputs import InputCheck
-from ngym.collect.record import Source
+from ngym.collect.run_record import Source
 from ngym.errors import UsageError
 from ngym.files.file_lock import FileLocked
 from ngym.files.jsonl import read
@@ -231,7 +231,7 @@ from ngym.collect import Limits, Recipe
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.inputs import InputCheck
-from ngym.collect.record import Source
+from ngym.collect.run_record import Source
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
@@ -484,7 +484,7 @@ from ngym.collect import Limits, Recipe
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
 from ngym.collect.inputs import InputCheck
-from ngym.collect.record import Source
+from ngym.collect.run_record import Source
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 

@@ -14,7 +14,7 @@ from ngym import ModelCall, model_server
 from ngym.cli.train import trainer
 from ngym.collect import FailedAttempt, Limits, Recipe, collect
 from ngym.collect.files import Files
-from ngym.collect.record import Source
+from ngym.collect.run_record import Source
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.loader import load

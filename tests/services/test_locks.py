@@ -14,7 +14,7 @@ from ngym.errors import UsageError
 from ngym.net.address_rules import is_loopback
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of
 from ngym.peers import Peers
-from ngym.supervise.headfile import find_running
+from ngym.supervise.head_file import find_running
 from ngym.supervise.supervisor import Supervisor
 
 TOKEN, ADMIN = "the-token-of-this-run", "the-token-of-the-trainer"

@@ -24,11 +24,11 @@ from machine import PATIENCE_S, descendants, running, until
 from pydantic import BaseModel
 
 from ngym import Session, VerifyRequest, gym_server
-from ngym.cli import steps
+from ngym.cli import walkthrough
 from ngym.cli.train import trainer
-from ngym.collect.gate import Gate
+from ngym.collect.fetch_captures import Pickup
 from ngym.collect.outages import Outages
-from ngym.collect.pickup import Pickup
+from ngym.collect.start_gate import Gate
 from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
 from ngym.files.row_log import RowLog
@@ -356,5 +356,5 @@ def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
 
 def test_a_signal_as_a_step_of_a_walk_starts_ends_the_step(told_as_it_starts: None) -> None:
     with pytest.raises(SystemExit):
-        steps.Walk(1).python(*SLEEP[1:])
+        walkthrough.Walk(1).python(*SLEEP[1:])
     assert not running(sleeping())

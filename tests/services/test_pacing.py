@@ -12,7 +12,7 @@ from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import Limits, Recipe, collect
-from ngym.collect.window import ENOUGH, FIRST, Window
+from ngym.collect.concurrency_window import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.agents.start_pacing import STARTS, Turns

@@ -26,7 +26,7 @@ import yaml
 from click.testing import CliRunner, Result
 from machine import PATIENCE_S
 
-from ngym.cli import ending
+from ngym.cli import exit_status
 from ngym.cli.init import _write, project
 from ngym.cli.main import COMMANDS, GROUPS, OWN, command, context_settings
 from ngym.cli.main import main as ng
@@ -320,7 +320,7 @@ finally:
 WALK = """
 import sys
 from ngym.cli.main import command
-from ngym.cli.steps import Walk
+from ngym.cli.walkthrough import Walk
 
 @command("ng_x")
 def main():
@@ -387,7 +387,7 @@ def test_a_step_of_a_walk_hears_of_what_the_walk_alone_was_told(
 def test_the_documented_exit_codes_are_the_ones_there_are(root: Path) -> None:
     table = re.findall(r"^\| ([\d, ]+) \|", (root / "docs" / "commands.md").read_text(), re.MULTILINE)
     documented = {int(code) for row in table for code in row.split(",")}
-    ours = {value for name, value in vars(ending).items() if name.startswith("EXIT_")}
+    ours = {value for name, value in vars(exit_status).items() if name.startswith("EXIT_")}
     assert documented - ours == {128 + signal.SIGHUP, 128 + signal.SIGTERM} and ours < documented
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from machine import wait_until
 
-from ngym.supervise import indexes
+from ngym.supervise import package_indexes
 
 LONG_S = 600  # for what may have to come over a slow network
 UV = Path(sys.executable).with_name("uv")
@@ -62,7 +62,7 @@ class Elsewhere:
 @pytest.fixture(scope="module")
 def uv_environment() -> Mapping[str, str]:
     """uv configured like the pip of this environment, as `make install` does it."""
-    return indexes.uv_environment(indexes.pip_settings(sys.executable), os.environ)
+    return package_indexes.uv_environment(package_indexes.pip_settings(sys.executable), os.environ)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_make_names_the_problem_when_there_is_no_python(checkout: Path) -> None:
 
 def test_pips_configuration_is_told_to_uv_unless_uv_has_its_own() -> None:
     settings = {"index-url": ["https://mirror/simple"], "find-links": ["/wheels", "/more"], "cert": ["/ca.pem"]}
-    environment = indexes.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
+    environment = package_indexes.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
     assert environment["UV_INDEX_URL"] == "https://mirror/simple"
     assert environment["UV_FIND_LINKS"] == "/wheels,/more"
     assert environment["SSL_CERT_FILE"] == "/mine.pem"

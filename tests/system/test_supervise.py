@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
-from ngym.supervise.headfile import find_running
+from ngym.supervise.head_file import find_running
 from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.probe import Reply, get, health
 from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State

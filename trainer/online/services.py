@@ -22,7 +22,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.task_race import never, unless
-from ngym.supervise.headfile import find_running
+from ngym.supervise.head_file import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor

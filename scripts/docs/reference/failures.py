@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 from ngym import errors
-from ngym.collect.outcome import STAGES
+from ngym.collect.rollout_rows import STAGES
 from ngym.errors import ServiceError, UsageError
 from ngym.schema import Failure
 

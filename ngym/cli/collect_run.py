@@ -1,0 +1,308 @@
+"""What happens in one `ng_collect_rollouts`: find or start the services, check everything, collect, tell."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import TextIO
+
+import click
+import orjson
+
+from ngym.cli.collect_options import Options
+from ngym.cli.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from ngym.collect.discovery import Known, discover
+from ngym.collect.display import Meter, Show, display
+from ngym.collect.environment import environment_metrics
+from ngym.collect.files import Files
+from ngym.collect.plan import PlannedRollout
+from ngym.collect.report import as_json, files, first_failures, tables
+from ngym.collect.rollout_rows import FailedAttempt
+from ngym.collect.run import Run
+from ngym.collect.run_record import Source
+from ngym.collect.start_gate import Gate
+from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.did_you_mean import did_you_mean
+from ngym.errors import UsageError
+from ngym.files.row_log import DiskFull
+from ngym.peers import Peers
+from ngym.runtime import event_loop
+from ngym.runtime.live_region import clock, harmless, is_live
+from ngym.runtime.signals import as_ctrl_c
+from ngym.supervise.head_file import head_of, token_of
+from ngym.supervise.launcher import Launcher
+from ngym.supervise.redacted_config import shown_config
+from ngym.supervise.service import State
+from ngym.supervise.status_board import told
+from ngym.supervise.supervisor import Supervisor
+from ngym.telemetry import tracing
+
+FLUSH_S = 4.0
+NOT_READY_S = 2.0  # how often the head is asked who is not ready
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def collect_into_files(options: Options) -> int:
+    """The whole command; returns its exit code. A signal at any moment ends it as Ctrl-C does."""
+    try:
+        with as_ctrl_c():
+            return _collected(options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _collected(options: Options) -> int:
+    starts = bool(options.configs) and not options.dry_run
+    launcher = Launcher.start() if starts else None  # first of all: its imports take longer than our checks
+    try:
+        config = load_config(options.configs, options.overrides) if options.configs else None
+        known = _known(options, config)
+        if options.dry_run:
+            from ngym.cli.collect_plan import show_plan
+
+            show_plan(options, known, config)
+            return EXIT_DONE
+        return Session(options, known).run(config, launcher)
+    finally:
+        if launcher:
+            launcher.close()
+
+
+def _known(options: Options, config: Config | None) -> Known:
+    """Who there is, or will be: from the config that we start, else from the head."""
+    if config is not None:
+        return Known.of(shown_config(config))
+    url = head_of(
+        Path.cwd(),
+        options.head,
+        "name a run with --head URL, or add --config FILE and they are started and stopped here",
+    )
+    known = event_loop.run(discover(url, token_of(url, Path.cwd())))
+    if options.agent is not None and options.agent not in known.agents:
+        raise UsageError(
+            f"--agent: no agent named {options.agent!r} in the run at {url}{did_you_mean(options.agent, known.agents)}; "
+            "what that run does not have, ng_run --only NAME or --config FILE starts"
+        )
+    return known
+
+
+class Session:
+    """One sitting of a collection, from the lock on its files to the table at its end."""
+
+    def __init__(self, options: Options, known: Known) -> None:
+        self.options = options
+        self.known = known
+        self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
+        self.gate = Gate()
+        self.status = "failed"
+        self._seconds = 0.0
+        self._outcomes = 0  # of this sitting
+        self._told: set[str] = set()
+        self._supervisor: Supervisor | None = None
+        self._on_state: Callable[[State], None] = lambda state: None
+
+    def run(self, config: Config | None, launcher: Launcher | None) -> int:
+        options = self.options
+        source = Source(options.source, options.recipe, options.token_format, self.known.services)
+        store = Files(options.output, source, by=options.by, on_stall=lambda reason: self.gate.hold("disk", reason))
+        try:
+            self._prepare(store)
+            try:
+                if store.progress.left:
+                    tracing.begin(config.tracing if config else tracing_of(self.known.services), "ng_collect_rollouts")
+                    event_loop.run(self._collect(store, config, launcher))
+                else:
+                    self.status = "done"
+                    store.finish(self.status)
+            finally:
+                tracing.end()
+                self._tell(store)
+        except DiskFull as error:
+            click.echo(harmless(str(error)), err=True)
+            return EXIT_TRY_AGAIN
+        finally:
+            store.close()
+        if self.status == "interrupted":
+            return EXIT_INTERRUPTED
+        return EXIT_FAILED if store.aggregates.given_up else EXIT_DONE
+
+    def _prepare(self, store: Files) -> None:
+        options, live = self.options, is_live(self.stream)
+        store.prepare(
+            resume=options.resume,
+            overwrite=options.overwrite,
+            max_attempts=options.max_attempts,
+            agents=self.known.agents,
+            command=sys.argv,
+            tick=lambda text: self._echo(f"\r\x1b[2K{text}", nl=False) if live else None,
+            starts=bool(options.configs),
+        )
+        if live:
+            self._echo("\r\x1b[2K", nl=False)
+        before = store.progress
+        if options.agent and before.complete and options.agent not in before.agents:
+            self._echo(f"note: every row names its own agent ({', '.join(sorted(before.agents))}); --agent is not used")
+        if before.done or before.given_up or store.duplicates:
+            self._echo(
+                f"resumed run {store.run_id}: {before.done:,} of {before.total:,} rollouts are done"
+                + (f", {before.given_up:,} given up (--max-attempts gives them more)" if before.given_up else "")
+                + (f", {store.duplicates:,} rows stood twice and were dropped" if store.duplicates else "")
+                + f"; {before.left:,} to go"
+            )
+
+    async def _collect(self, store: Files, config: Config | None, launcher: Launcher | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
+        try:
+            needed = config and config.only(store.progress.agents)
+            async with self._peers(needed, launcher) as peers:
+                try:
+                    await self._run(store, peers, task)
+                finally:
+                    await self._flush(store)
+                for name, tally in store.aggregates.by_agent.items():
+                    tally.own = await environment_metrics(store.paths.output, peers[name])
+            self.status = "done"
+        except asyncio.CancelledError:
+            if self.status != "interrupted":
+                raise
+        finally:
+            if not self.gate.reasons.get("disk"):
+                store.finish(self.status)
+
+    async def _flush(self, store: Files) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await store.flush()
+        except TimeoutError:
+            self._echo(f"the disk took no row for {FLUSH_S:.0f} s; what was not yet on it is redone by --resume")
+
+    def _interrupt(self, task: asyncio.Task[None]) -> None:
+        """The first signal ends the run politely; the next one hurries the services."""
+        if self.status == "interrupted":
+            if self._supervisor:
+                self._supervisor.hurry()
+            return
+        self.status = "interrupted"
+        task.cancel()
+
+    @asynccontextmanager
+    async def _peers(self, config: Config | None, launcher: Launcher | None) -> AsyncIterator[Peers]:
+        """The services: started here, or those of a running head."""
+        async with AsyncExitStack() as stack:
+            urls, head_url, others = self.known.urls, self.known.head_url, self.known.others
+            token = token_of(head_url, Path.cwd()) if head_url else None
+            if config is not None:
+                self._supervisor = Supervisor(config, lambda state: self._on_state(state), launcher)
+                async with self._startup():
+                    await stack.enter_async_context(self._supervisor)
+                urls, head_url = self._supervisor.urls, self._supervisor.head_url
+                token, others = self._supervisor.run_token, config.others
+            peers = Peers(urls, head_url, token, owner="ng_collect_rollouts", others=others)
+            stack.push_async_callback(peers.close)
+            yield peers
+
+    @asynccontextmanager
+    async def _startup(self) -> AsyncIterator[None]:
+        if self.options.as_json:
+            self._on_state = self._say_state
+            yield
+            return
+        from ngym.supervise.display import display as startup_display
+
+        async with startup_display(False, lost=lambda: None) as show:
+            self._on_state = show.event
+            yield
+        self._on_state = lambda state: None
+
+    async def _run(self, store: Files, peers: Peers, task: asyncio.Task[None]) -> None:
+        run = store.run(peers, self.options.limits, self.gate)
+        plan = store.todo(self.options.max_attempts)
+        meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
+        async with display(meter, self.stream, lost=lambda: self._interrupt(task)) as show:
+            if self._supervisor:
+                self._on_state = lambda state: show.say(told(state))
+            ends = [asyncio.create_task(self._consume(run, plan, show))]
+            if self._supervisor:
+                ends.append(asyncio.create_task(self._supervisor.failure()))
+            beside = asyncio.create_task(_say_who_is_not_ready(store, peers, show))
+            began = time.monotonic()
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._seconds = time.monotonic() - began
+                self._on_state = lambda state: None
+                for each in (beside, *ends):
+                    each.cancel()
+                await asyncio.gather(beside, *ends, return_exceptions=True)
+            for end in done:
+                end.result()
+
+    async def _consume(self, run: Run, plan: AsyncIterator[PlannedRollout], show: Show) -> None:
+        """To the end of the plan; the first failure of each class is told at once."""
+        async with aclosing(run.outcomes(plan)) as outcomes:
+            async for outcome in outcomes:
+                self._outcomes += 1
+                if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in self._told:
+                    failure = outcome.failure
+                    self._told.add(failure["class"])
+                    show.say(
+                        f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"
+                    )
+
+    def _tell(self, store: Files) -> None:
+        """The tables, how it ended, and where the files are; nothing of a run that failed before its first outcome."""
+        total, aggregates = store.progress.total, store.aggregates
+        if self.status == "failed" and not self._outcomes:
+            return
+        if store.replaces:
+            self._echo(f"{self.status} before the first new row; {store.paths.output} is as it was")
+            return
+        if self.options.as_json:
+            click.echo(orjson.dumps(as_json(aggregates, store.paths, store.run_id, self.status, self._seconds, total)))
+            return
+        from rich.console import Console
+
+        console = Console(file=self.stream, highlight=False)
+        for table in tables(aggregates):
+            console.print(table)
+        more = "" if store.progress.complete else " or more"  # the input was not read to its end
+        self._echo(f"{self.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(self._seconds)}")
+        for line in first_failures(aggregates):
+            self._echo(f"  {harmless(line)}")
+        if aggregates.done + aggregates.given_up < total or more:
+            self._echo(
+                "to continue, run the same command with --resume instead of --overwrite"
+                if self.options.overwrite
+                else "to continue, run the same command with --resume"
+            )
+        if store.unwritten:
+            self._echo(f"{store.unwritten}; --resume writes it")
+        for line in files(store.paths, console.width - 2 if console.is_terminal else None):
+            self._echo(f"  {line}")
+
+    def _say_state(self, state: State) -> None:
+        self._echo(harmless(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip()))
+
+    def _echo(self, text: str, nl: bool = True) -> None:
+        click.echo(text, self.stream, nl=nl)
+
+
+async def _say_who_is_not_ready(store: Files, peers: Peers, show: Show) -> None:
+    """Until a first rollout has ended: a model may load for minutes, in which nothing else is to be seen."""
+    said = ""
+    while not (store.aggregates.done or store.aggregates.given_up):
+        waiting = [server for server in await peers.servers() if server.get("status", "ready") != "ready"]
+        names = ", ".join(f"{server['name']} ({server.get('detail') or server['status']})" for server in waiting)
+        if names and names != said:
+            show.say(f"not ready yet: {names}")
+        said = names
+        await asyncio.sleep(NOT_READY_S)

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, for clients and as a back end."""

@@ -1,0 +1,1 @@
+"""Chat Completions to Responses items, and back."""

@@ -1,0 +1,1 @@
+"""Reasoning in text, in signed blocks, and in the pieces of a stream."""

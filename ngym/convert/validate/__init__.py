@@ -1,0 +1,1 @@
+"""Validation of the fields and items of a request."""

@@ -1,0 +1,89 @@
+"""What a freshly forked child does: serve or check a service; by our own Python, or by that of the service's environment.
+
+For a service with packages of its own the child becomes another program (exec), which comes back here as
+`python -P -m ngym.supervise.service_process FD SOCKET...` and does the same from then on. Its pid, parent, session, signals, log and
+listening sockets stay as they were.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ngym.errors import UsageError
+from ngym.runtime.event_loop import leave
+
+RUNNER = "ngym.services.base.runner"  # a program that this one becomes, not a library that it uses
+EXIT_USAGE = 2  # of our commands
+OTHERS_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that lead to them
+
+
+@dataclass(frozen=True)
+class Job:
+    """request: `action` (run, check, or serve: run as a command does), `spec`, and `python` where the service has its own."""
+
+    request: dict[str, Any]
+    sockets: list[socket.socket]
+
+
+def perform(job: Job) -> NoReturn:
+    """Do it, here or in the job's own Python, and end this process with its exit code."""
+    if "python" in job.request:
+        _become(job.request.pop("python"), job)
+    runner = importlib.import_module(RUNNER)
+    spec, action = runner.spec_from(job.request["spec"]), job.request["action"]
+    code = _check(runner, spec) if action == "check" else runner.run(spec, job.sockets)
+    leave(EXIT_USAGE if action == "serve" and code == runner.EXIT_CONFIG else code)
+
+
+def _become(python: str, job: Job) -> NoReturn:
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(job.request).encode())
+        file.seek(0)
+        fds = [file.fileno(), *(sock.fileno() for sock in job.sockets)]
+        for fd in fds:
+            os.set_inheritable(fd, True)
+        try:
+            os.execve(python, [python, "-P", "-m", "ngym.supervise.service_process", *map(str, fds)], own_environment())
+        except OSError as error:
+            print(f"{python}: cannot be run ({error.strerror}); start again, it is then made anew", file=sys.stderr)
+            leave(int(importlib.import_module(RUNNER).EXIT_CONFIG))
+
+
+def own_environment() -> dict[str, str]:
+    """The environment variables of a Python that shall find its own packages and no others."""
+    return {key: value for key, value in os.environ.items() if key not in OTHERS_PACKAGES}
+
+
+def _check(runner: ModuleType, spec: Any) -> int:
+    """Load the service's file and its options, serve nothing; like `run`, an exit code after a line on stderr."""
+    try:
+        runner.check(spec, runner.load(Path(spec.app_file)))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return int(runner.EXIT_CONFIG)
+    return 0
+
+
+def main() -> NoReturn:
+    """In the service's own Python."""
+    described, *listening = map(int, sys.argv[1:])
+    with os.fdopen(described, "rb") as file:
+        request = json.load(file)
+    for fd in listening:
+        os.set_inheritable(fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    perform(Job(request, [socket.socket(fileno=fd) for fd in listening]))
+
+
+if __name__ == "__main__":
+    main()

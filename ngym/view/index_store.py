@@ -1,0 +1,177 @@
+"""Where does an index lie? In an SQLite file of the user's cache; where that cannot be written, in memory, and it says so."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+from ngym.view.file_reads import status
+from ngym.view.line_record import FIRST_TEXT, Record
+
+BUSY_S = 10.0
+KEPT_S = 30 * 86400.0  # since it was opened
+BROKEN = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+PLAIN, TEXTS = Record._fields[1:FIRST_TEXT], Record._fields[FIRST_TEXT:]
+
+SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS rows (seq INTEGER PRIMARY KEY, {", ".join(PLAIN)});
+CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, {", ".join(TEXTS)});
+CREATE TABLE IF NOT EXISTS groups (g INTEGER PRIMARY KEY, task_key, task, task_id, agent, n, scored, total, first);
+CREATE INDEX IF NOT EXISTS groups_of_task ON groups (task);
+CREATE TABLE IF NOT EXISTS parts (part INTEGER PRIMARY KEY, device, inode, head BLOB, tail BLOB, mtime, bytes, lines, rows,
+    bad);
+CREATE TABLE IF NOT EXISTS bad_lines (part, line, problem, PRIMARY KEY (part, line));
+CREATE TABLE IF NOT EXISTS fields (name TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS state (version INTEGER, epoch INTEGER, read INTEGER);
+INSERT INTO state SELECT random() & 0xffffffffff, random() & 0xffffffffff, -1 WHERE NOT EXISTS (SELECT 1 FROM state);
+COMMIT;
+"""
+# Made when the rows of a file are there: in one go it costs a third of what it would cost row by row.
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS rows_of_group ON rows (g)",
+    "CREATE INDEX IF NOT EXISTS rows_of_task ON rows (task_key)",
+)
+TABLES = ("rows", "texts", "groups", "parts", "bad_lines", "fields")
+
+
+class Store:
+    """One database. note: why it is not kept, for people; None: it is. writable: nobody else writes it now."""
+
+    def __init__(self, path: Path | None, note: str | None = None) -> None:
+        self.path = path
+        self.note = note
+        self._lock_fd: int | None = None
+        self._file: tuple[int, int] | None = None  # device and inode of what this process writes
+        self._writer: sqlite3.Connection | None = None  # kept open: the last one to close would write everything twice
+        self._memory = _connected(":memory:") if path is None else None
+        self._one_at_a_time = threading.RLock()
+        if self._memory is not None:
+            self._memory.executescript(SCHEMA)
+
+    def may_write(self) -> bool:
+        """Whether this process is the one that writes; the tables are there then.
+
+        Raises:
+            sqlite3.Error: it cannot be written at all.
+        """
+        if self.path is None or self._lock_fd is not None:
+            return True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            unusable = sqlite3.OperationalError(error.strerror or str(error))
+            unusable.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+            raise unusable from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._writer = _connected(str(self.path))
+            # By who writes alone: two connections that want to change it at once would both be refused.
+            self._writer.execute("PRAGMA journal_mode = WAL")
+            self._writer.executescript(SCHEMA)
+            os.utime(self.path)
+            self._file = _identity(self.path)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        except BaseException:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+        _remove_old(self.path.parent)
+        return True
+
+    def is_lost(self) -> bool:
+        """Whether somebody deleted the file that this process writes."""
+        return self.path is not None and self._lock_fd is not None and _identity(self.path) != self._file
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection whose statements see one state of the index."""
+        with self._connection() as database:
+            database.execute("BEGIN")
+            try:
+                yield database
+            finally:
+                database.rollback()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """The connection of who `may_write`; what is done stays if there is no exception."""
+        with self._one_at_a_time:
+            database = self._memory or self._writer
+            assert database is not None
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                yield database
+                database.commit()
+            finally:
+                if database.in_transaction:
+                    database.rollback()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        if self._memory is not None:
+            with self._one_at_a_time:
+                yield self._memory
+            return
+        database = _connected(str(self.path))
+        try:
+            yield database
+        finally:
+            database.close()
+
+    def remove(self) -> None:
+        """A database that is broken; it is written by this process."""
+        assert self.path is not None
+        _remove(self.path)
+
+    def close(self) -> None:
+        for database in (self._memory, self._writer):
+            if database is not None:
+                database.close()
+        self._writer = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def place(output: Path) -> Path:
+    """Where the index of this rollout file is kept: $XDG_CACHE_HOME/ngym/view, or ~/.cache/ngym/view."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    name = sha256(os.fsencode(output) + SCHEMA.encode()).hexdigest()[:24]
+    return Path(cache) / "ngym" / "view" / f"{name}.sqlite"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    found = status(path)
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
+def _remove_old(folder: Path) -> None:
+    """Indexes that nobody opened for long: their files may be gone."""
+    for path in folder.glob("*.sqlite"):
+        with contextlib.suppress(OSError):  # another viewer does the same
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                _remove(path)
+                path.with_suffix(".lock").unlink()
+
+
+def _remove(path: Path) -> None:
+    for ending in ("", "-wal", "-shm"):
+        path.with_name(path.name + ending).unlink(missing_ok=True)
+
+
+def _connected(name: str) -> sqlite3.Connection:
+    database = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.execute("PRAGMA temp_store = MEMORY")
+    return database
