@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Literal
 
 from ngym import Session, VerifyRequest
-from ngym.grading.answers import boxed, without_reasoning
+from ngym.grading.answers import move
 from ngym.schema import Json
 from ngym.services.gym.step_server import Step, step_server
 from ngym.stats.score_summary import means_by
@@ -44,7 +44,7 @@ async def reset(task: Task, session: Session) -> str:
 async def step(task: Task, session: Session) -> Step:
     game: Game = session["game"]
     try:
-        comment = game.play(move_in(task.text))
+        comment = game.play(normalized(move(task.text)))
     except IllegalMove as error:
         session["illegal"] += 1
         left = ILLEGAL_MOVES - session["illegal"]
@@ -57,11 +57,8 @@ async def step(task: Task, session: Session) -> Step:
     return Step(f"{shown}\nThe game is over.", reward=game.score, terminated=True)
 
 
-def move_in(text: str) -> str:
-    """What the last box holds, else the last line that is not empty."""
-    text = without_reasoning(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    said = boxed(text) or (lines[-1] if lines else "")
+def normalized(said: str) -> str:
+    """The move in lower case, with single spaces and without marks around it."""
     return " ".join(said.casefold().split()).strip(" .*`\"'")
 
 

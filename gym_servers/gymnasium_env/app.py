@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest
 from ngym.did_you_mean import did_you_mean
-from ngym.grading.answers import boxed, without_reasoning
+from ngym.grading.answers import move
 from ngym.services.gym.step_server import Step, step_server, turns_of
 
 from .spaces import NoAction, action_in, described, written
@@ -117,14 +117,7 @@ async def reset(task: Task, session: Session) -> str:
 
 
 async def step(task: Task, session: Session) -> Step:
-    return await asyncio.to_thread(session["episode"].say, said_in(task.text))
-
-
-def said_in(text: str) -> str:
-    """What the last box holds, else the last line that is not empty."""
-    text = without_reasoning(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return (boxed(text) or (lines[-1] if lines else "")).strip()
+    return await asyncio.to_thread(session["episode"].say, move(task.text).strip())
 
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:
@@ -141,7 +134,7 @@ async def replayed(task: Task) -> Episode:
     for turn in turns_of(task.response.get("output") or []):
         if not episode.over:
             said = task.model_copy(update={"response": {"output": turn}}).text
-            await asyncio.to_thread(episode.say, said_in(said))
+            await asyncio.to_thread(episode.say, move(said).strip())
     return episode
 
 

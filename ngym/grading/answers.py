@@ -16,6 +16,7 @@ from typing import Any
 
 from ngym.grading.text_match import visible
 
+TEXT_LIMIT = 1_000_000
 WINDOW = 2000
 BOX_WINDOW = 50_000
 RELATIVE_TOLERANCE = Decimal("1e-5")
@@ -58,14 +59,27 @@ _CLOSERS = " \t\n()[]{}.:;,!*$_`"
 
 
 def last_text(response: Mapping[str, Any]) -> str:
-    """The text of the last assistant message of a Responses-API response; "" if it has none."""
+    """The text of the last assistant message of a Responses-API response; "" if it has none.
+
+    Of a text longer than TEXT_LIMIT characters it is the end, so that no verifier holds the event loop of its service.
+    """
     for item in reversed(response.get("output") or []):
         if item.get("type", "message") == "message" and item.get("role") == "assistant":
             content = item.get("content") or ""
             if isinstance(content, str):
-                return content
-            return "".join(part.get("text") or "" for part in content if part.get("type") == "output_text")
+                return _end(content)
+            return _end("".join(part.get("text") or "" for part in content if part.get("type") == "output_text"))
     return ""
+
+
+def _end(text: str) -> str:
+    """The last TEXT_LIMIT characters. Reasoning that begins before them and does not end is marked as reasoning."""
+    cut = len(text) - TEXT_LIMIT
+    if cut <= 0:
+        return text
+    opened = text.rfind("<think>", 0, cut + len("<think>") - 1)
+    unclosed = opened >= 0 and text.find("</think>", opened) < 0
+    return "<think>" * unclosed + text[cut:]
 
 
 def without_reasoning(text: str) -> str:
@@ -106,7 +120,7 @@ def phrased(text: str) -> str | None:
 
 
 def fenced(text: str) -> str | None:
-    """What stands in the last closed code fence after the reasoning, without its info string; None if there is none."""
+    """The content of the last closed code fence after the reasoning, without its info string; None if there is none."""
     inside: list[str] | None = None
     found = None
     for line in without_reasoning(text).splitlines(keepends=True):
@@ -118,6 +132,12 @@ def fenced(text: str) -> str | None:
         else:
             found, inside = "".join(inside), None
     return found
+
+
+def move(text: str) -> str:
+    """A move of a game: the content of the last box after the reasoning, else the last line that is not empty."""
+    text = without_reasoning(text)
+    return boxed(text) or next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def short(text: str) -> str | None:

@@ -5,7 +5,17 @@ from time import process_time
 
 import pytest
 
-from ngym.grading.answers import boxed, formula, last_text, lettered, number, same_number, without_reasoning
+from ngym.grading.answers import (
+    TEXT_LIMIT,
+    boxed,
+    formula,
+    last_text,
+    lettered,
+    move,
+    number,
+    same_number,
+    without_reasoning,
+)
 
 OPTIONS = {"A": "Lima", "B": "Paris", "C": "Rome", "D": "5 km"}
 HOSTILE = {
@@ -157,3 +167,25 @@ def test_no_text_keeps_an_extraction_busy(name, find):
     started = process_time()
     find(HOSTILE[name])
     assert process_time() - started < 5  # milliseconds, or minutes where it is quadratic
+
+
+def test_of_a_text_that_is_too_long_the_end_counts_and_reasoning_stays_reasoning() -> None:
+    def read(text: str) -> str:
+        return last_text({"output": [{"role": "assistant", "content": text}]})
+
+    filler = "x" * TEXT_LIMIT
+    assert read(filler) == filler
+    assert read("5" + filler) == filler
+    assert read("5" + filler[:-2] + "\n4") == filler[:-2] + "\n4"
+    for opened in ("<think>", "a</think><think>", "<think>a"):
+        assert without_reasoning(read(opened + filler)) == ""
+    for cut in range(1, len("<think>")):  # the mark itself is cut
+        assert without_reasoning(read("<think>" + filler[cut:])) == ""
+    assert without_reasoning(read("<think>" + filler + "</think>4")) == "4"
+    assert without_reasoning(read("<think></think>" + filler)) == filler
+
+
+def test_a_move_is_the_last_box_or_else_the_last_line() -> None:
+    assert move("I go up.\nleft\n \n") == "left"
+    assert move("\\boxed{left}\nThat was it.") == "left"
+    assert move("<think>up</think>") == ""

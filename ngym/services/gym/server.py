@@ -62,7 +62,7 @@ class VerifyRequest(BaseModel):
 
     @property
     def text(self) -> str:
-        """The text of the last assistant message; empty when there is none."""
+        """The text of the last assistant message, its end if it is very long (`last_text`); empty when there is none."""
         return last_text(self.response)
 
 
