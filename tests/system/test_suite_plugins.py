@@ -31,17 +31,18 @@ def test_no_pytest_below_takes_itself_for_a_worker():
 
 
 @pytest.fixture
-def suite(pytester: pytest.Pytester, root: Path) -> pytest.Pytester:
+def suite(pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A suite of its own with the plugin; it is run in a process."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of a pytest that runs three tests
     pytester.makeconftest('pytest_plugins = ["parallel"]')
     support = root / "tests" / "support"
-    pytester.makeini(f"[pytest]\npythonpath = {support}\nasyncio_default_fixture_loop_scope = function")
+    pytester.makeini(f"[pytest]\npythonpath = {support}")
     return pytester
 
 
 def test_a_test_that_is_marked_alone_overlaps_with_no_other(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_one=ALONE, test_two=ALONE, test_three=ALONE)
-    options = ["-n", "3", "--dist", "loadfile", "-p", "no:schemathesis-xdist", "--strict-markers"]
+    options = ["-p", "xdist.plugin", "-n", "3", "--dist", "loadfile", "--strict-markers"]
     suite.runpytest_subprocess(*options).assert_outcomes(passed=15)
     running: list[str] = []
     for line in (suite.path / "log").read_text().splitlines():
