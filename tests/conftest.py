@@ -66,8 +66,8 @@ def no_process_is_left_behind() -> Iterator[None]:
     before = set(this.children(recursive=True))
     yield
     started = {process: _command(process) for process in this.children(recursive=True) if process not in before}
-    # multiprocessing keeps two helpers until the interpreter ends.
-    kept = {forked.server_pid()}
+    # multiprocessing keeps its helpers until the interpreter ends.
+    kept = forked.server_pids()
     ours = [
         process
         for process, command in started.items()

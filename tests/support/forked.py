@@ -1,43 +1,70 @@
-"""A command of ngym in a process that is forked from one that has imported PyTorch, Transformers and DeepSpeed.
+"""Processes that are forked from one that has already imported what they need.
 
-These imports are half of the CPU time of a short training run. The process is otherwise as new: its own working directory,
+The imports of PyTorch, Transformers and DeepSpeed are half of the CPU time of a short training run, and those of vLLM are
+most of the time until a model server is ready. A forked process is otherwise as new: its own working directory,
 environment, output and exit code.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from unittest import mock
 
-PRELOADED = (
-    "deepspeed.runtime.engine",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "ngym.cli.train",
+from paths import SUPPORT
+
+TRAINER = forkserver.ForkServer()
+TRAINER.set_forkserver_preload(
+    [
+        "deepspeed.runtime.engine",
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.qwen3.modeling_qwen3",
+        "ngym.cli.train",
+    ]
 )
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(list(PRELOADED))
+MODEL_SERVER = forkserver.ForkServer()
+MODEL_SERVER.set_forkserver_preload(["vllm_imported"])
+_starting = Lock()
 
 
 class Forked:
-    """`python -m ngym WORDS`, with as much of subprocess.Popen as the tests use; stdout and stderr are one text."""
+    """A function in a forked process, with as much of subprocess.Popen as the tests use.
 
-    def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
-        readable, writable = os.pipe()
-        self.stdout = os.fdopen(readable, encoding="utf-8")
-        self._said = ""
-        arguments = (list(map(str, words)), str(folder), dict(environment), DupFdAtStart(writable))
-        self._process = _context.Process(target=_main, args=arguments)
-        self._process.start()
-        os.close(writable)
+    output: the file descriptor of its stdout and stderr. Arguments: plain data, and FdAtStart.
+    """
+
+    def __init__(
+        self,
+        server: forkserver.ForkServer,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: int,
+    ) -> None:
+        whole = (function, arguments, str(folder), dict(environment), FdAtStart(output))
+        self._process = ForkServerProcess(target=_as_new, args=whole)
+        # multiprocessing has one such server for all its processes; here are two, with other imports.
+        with (
+            _starting,
+            mock.patch.dict(
+                os.environ, PYTHONPATH=str(SUPPORT)
+            ),  # for the server; the process gets its environment later
+            mock.patch.object(popen_forkserver.forkserver, "connect_to_new_process", server.connect_to_new_process),
+        ):
+            self._process.start()
 
     @property
     def pid(self) -> int:
@@ -53,8 +80,30 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
-        assert self._process.exitcode is not None, f"{self.pid} still runs after {timeout} s"
+        if self._process.exitcode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class ForkedCommand(Forked):
+    """`python -m ngym WORDS`, or `python WORDS` where the first is a file; stdout and stderr are one text."""
+
+    def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        readable, writable = os.pipe()
+        self.stdout = os.fdopen(readable, encoding="utf-8")
+        self._said = ""
+        super().__init__(TRAINER, _command, (list(map(str, words)),), folder, environment, writable)
+        os.close(writable)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """What it has said, once it has ended. timeout: seconds to wait for its end after its output has ended."""
@@ -64,14 +113,8 @@ class Forked:
         self.wait(timeout)
         return self._said, None
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self._process.kill()
-
-
-class DupFdAtStart:
+class FdAtStart:
     """A file descriptor that the new process gets as one of its own."""
 
     def __init__(self, fd: int) -> None:
@@ -85,7 +128,9 @@ def _detached(shared: Any) -> int:
     return int(shared.detach())
 
 
-def _main(words: list[str], folder: str, environment: dict[str, str], output: int) -> None:
+def _as_new(
+    function: Callable[..., None], arguments: tuple[Any, ...], folder: str, environment: dict[str, str], output: int
+) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -96,14 +141,20 @@ def _main(words: list[str], folder: str, environment: dict[str, str], output: in
     os.close(output)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    function(*arguments)
+
+
+def _command(words: list[str]) -> None:
+    if words[0].endswith(".py"):
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+        return
     sys.argv = ["ngym", *words]
     from ngym.cli.main import main
 
     main()
 
 
-def server_pid() -> int | None:
-    """The process that forks, if it runs."""
-    from multiprocessing.forkserver import _forkserver
-
-    return _forkserver._forkserver_pid  # type: ignore[attr-defined, no-any-return]
+def server_pids() -> set[int | None]:
+    """The processes that fork, of those that run."""
+    return {server._forkserver_pid for server in (TRAINER, MODEL_SERVER)}  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from forked import Forked
+from forked import ForkedCommand
 from stub_policy import Stub
 
 from ngym.cli.train import trainer
@@ -80,9 +80,16 @@ def arguments(folder: Path, policy: Path, stub: Stub, steps: int) -> list[str]:
     return ["grpo.yaml", *(f"{key}={value}" for key, value in overrides.items())]
 
 
-def train(folder: Path, words: list[str], **environment: str) -> Forked:
+def train(folder: Path, words: list[str], **environment: str) -> ForkedCommand:
     """`ng_train WORDS` in this folder."""
-    return Forked(["train", *words], folder, {**os.environ, **environment})
+    return ForkedCommand(["train", *words], folder, {**os.environ, **environment})
+
+
+def on_two_ranks(folder: Path, words: list[str]) -> list[ForkedCommand]:
+    """A command (see ForkedCommand) on each of two ranks, which no launcher watches."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [ForkedCommand(words, folder, {**os.environ, **meeting, **place}) for place in places]
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

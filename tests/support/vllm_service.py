@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+from forked import MODEL_SERVER, FdAtStart, Forked
 from machine import PATIENCE_S, wait_until
+
+from ngym.process import leave
+from ngym.services.runner import ServiceSpec, run
 
 CONTEXT = (
     32_768  # tokens. One answer of so many takes half a minute where tokens come fast: it ends when a test ends it
@@ -47,7 +52,7 @@ TEMPLATE = r"""{%- for m in messages -%}
 class Server:
     """A service process, what it answered on its way to ready, and how long that took."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     url: str
     log: Path
     while_loading: list[httpx.Response] = field(default_factory=list)
@@ -118,17 +123,32 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def start(folder: Path, root: Path, name: str, options: dict[str, Any], **more: Any) -> Server:
+def start(folder: Path, root: Path, name: str, options: dict[str, Any], *, fresh: bool = False, **more: Any) -> Server:
+    """A model server that loads.
+
+    fresh: a new Python, which imports vLLM itself: where the start is the subject, or the environment is another one than
+    that of the tests. Otherwise the process is forked from one that has imported vLLM: a quarter of the CPU time.
+    """
     app_file = root / "models" / "vllm" / "app.py"
     spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
     spec |= more
     log = folder / f"{name}.log"
+    process: subprocess.Popen[bytes] | Forked
     with socket.socket() as listener, log.open("wb") as output:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
-        command = [sys.executable, "-c", SERVE, str(listener.fileno()), json.dumps(spec)]
-        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=output, cwd=folder)
+        if fresh:
+            command = [sys.executable, "-c", SERVE, str(listener.fileno()), json.dumps(spec)]
+            process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=output, cwd=folder)
+        else:
+            arguments = (FdAtStart(listener.fileno()), spec)
+            process = Forked(MODEL_SERVER, _serve, arguments, folder, os.environ, output.fileno())
         return Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}", log)
+
+
+def _serve(listener: int, spec: dict[str, Any]) -> None:
+    """SERVE, in a forked process."""
+    leave(run(ServiceSpec(**spec), [socket.socket(fileno=listener)]))
 
 
 class Servers:

@@ -73,7 +73,7 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pa
     """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
     policy = {"model": str(checkpoint), "engine": {"max_model_len": CONTEXT}}
     thinker = {"model": str(checkpoint), "reasoning_parser": "qwen3"}
-    stanzas = {"policy": {"options": policy}, "thinker": {"options": thinker}}
+    stanzas = {"policy": {"options": policy, "fresh": True}, "thinker": {"options": thinker}}
     with Servers(tmp_path_factory.mktemp("services"), root, stanzas) as servers:
         yield servers
 

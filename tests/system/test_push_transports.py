@@ -91,7 +91,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Pat
     }
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(plugins))
-        running = start(tmp_path_factory.mktemp("service"), root, "policy", options, admin_token=TOKEN)
+        running = start(tmp_path_factory.mktemp("service"), root, "policy", options, fresh=True, admin_token=TOKEN)
     try:
         wait_until_ready(running)
         yield running

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forked
+from forked import ForkedCommand
 from stub_agents import scored
 from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
@@ -161,7 +161,7 @@ def policy(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_policy(root, tmp_path_factory.mktemp("policy"))
 
 
-def killed_when(process: Forked, due: Callable[[], bool]) -> None:
+def killed_when(process: ForkedCommand, due: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 600
     while not due():
         assert process.poll() is None, process.communicate()[0]
@@ -171,7 +171,7 @@ def killed_when(process: Forked, due: Callable[[], bool]) -> None:
     process.communicate()
 
 
-def finished(process: Forked) -> str:
+def finished(process: ForkedCommand) -> str:
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return said

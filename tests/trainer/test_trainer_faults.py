@@ -23,10 +23,10 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from forked import Forked
+from forked import ForkedCommand
 from machine import PATIENCE_S, wait_until
 from paths import SUPPORT
-from trainer_service import SHAPE, free_port, train
+from trainer_service import SHAPE, free_port, on_two_ranks, train
 from transformers import AutoTokenizer
 
 from ngym.cli.train import trainer
@@ -307,17 +307,7 @@ def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed
     script = root / "data" / "calculator" / "generate.py"
     subprocess.run([sys.executable, script, "demonstrations", "--output", data, "--count", "64"], check=True)
     program = SUPPORT / "faults_on_ranks.py"
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, data, tmp_path, *stages],
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = on_two_ranks(tmp_path, [str(program), str(data), str(tmp_path), *stages])
     said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], said
     assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends, too" in said[0]
@@ -464,12 +454,11 @@ def test_a_rollout_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> Non
 
 
 @contextmanager
-def two_ranks(root: Path, folder: Path) -> Iterator[list[Forked]]:
+def two_ranks(root: Path, folder: Path) -> Iterator[list[ForkedCommand]]:
     """A run on two ranks, without a launcher that would notice anything, in its fourth step or later."""
     words = [*sft_words(root), "optimizer.name=adamw", "engine.zero_stage=2", "checkpoint.every=100000"]
     words += ["max_steps=100000", "epochs=100000"]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [train(folder, words, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    ranks = on_two_ranks(folder, ["train", *words])
     try:
         wait_until(lambda: steps_of(folder) >= 3 or any(rank.poll() is not None for rank in ranks), 5 * PATIENCE_S)
         yield ranks
@@ -490,7 +479,7 @@ def steps_of(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def ends_naming(rank: Forked, other: int, how: str) -> None:
+def ends_naming(rank: ForkedCommand, other: int, how: str) -> None:
     said, _ = rank.communicate(timeout=PATIENCE_S)
     assert rank.returncode == 1, said[-3000:]
     assert f"rank {other} has {how}" in said and "go on with --resume" in said
@@ -507,7 +496,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(root: Path, tmp_path: Path) -> 
 @pytest.mark.soak
 def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path: Path) -> None:
     """As if it had been killed before the ranks have met; one run waits for rank 1, another for rank 0, a third finds a stranger there."""
-    came: list[tuple[int, Forked]] = []
+    came: list[tuple[int, ForkedCommand]] = []
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it says nothing
         ports = [(0, free_port()), (1, free_port()), (1, str(stranger.getsockname()[1]))]
         for number, (rank, port) in enumerate(ports):
@@ -518,7 +507,7 @@ def test_a_rank_that_never_comes_is_named_by_those_who_did(root: Path, tmp_path:
         _all_miss_the_other(came)
 
 
-def _all_miss_the_other(came: list[tuple[int, Forked]]) -> None:
+def _all_miss_the_other(came: list[tuple[int, ForkedCommand]]) -> None:
     for rank, process in came:
         said, _ = process.communicate(timeout=5 * PATIENCE_S)
         assert process.returncode == 1, said[-3000:]

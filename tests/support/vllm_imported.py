@@ -1,0 +1,25 @@
+"""What a model server imports before it loads its model, imported once for the servers that forked.py forks."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+from paths import ROOT
+
+from ngym.services.loader import load
+
+_name = load(ROOT / "models" / "vllm" / "app.py").__name__
+importlib.import_module(f"{_name}.environment").prepare_environment(1, local=True)  # torch and vLLM read it once
+for _module in (
+    f"{_name}.engine",
+    f"{_name}.routes",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+):
+    importlib.import_module(_module)
+gc.collect()
+gc.freeze()
