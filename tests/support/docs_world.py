@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import yaml
 from documents import ROOT
+from forked import ForkedCommand
 from machine import PATIENCE_S, wait_until
 
 from ngym.cli.init import project
@@ -173,7 +174,15 @@ def _collected(folder: Path, agent: str, name: str) -> None:
 
 
 def ended(command: Sequence[str], folder: Path, said: str | None = None, timeout_s: float = 300) -> str:
-    """What a command says. AssertionError where it fails."""
+    """What a command says. AssertionError where it fails.
+
+    `ng_train` runs in a process that is forked from one that has imported PyTorch.
+    """
+    if list(command[:4]) == ngym("train"):
+        process = ForkedCommand(list(command[3:]), folder, environment())
+        shown, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, f"{' '.join(command[-8:])}: exit code {process.returncode}\n{shown[-4000:]}"
+        return shown
     done = subprocess.run(
         command,
         cwd=folder,

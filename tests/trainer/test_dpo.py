@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from trainer_service import free_port
+from trainer_service import on_two_ranks
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main, trainer
@@ -340,18 +337,7 @@ def test_two_ranks_learn_what_one_learns(tokenizer: PreTrainedTokenizerBase, pai
         "optimizer.lr=1e-2",
         "optimizer.eps=1e-3",
     ]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ngym", "train", "dpo.yaml", *overrides],
-            cwd=tmp_path,
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = on_two_ranks(tmp_path, ["train", "dpo.yaml", *overrides])
     output = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], output
     assert "33 samples" in output[0] and "step 3/3" in output[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from trainer_service import free_port
+from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main, trainer
@@ -162,18 +161,7 @@ def test_ng_train_measures_the_same_on_two_ranks_as_on_one(
     overrides += ["batch_size=8", "micro_batch_tokens=600", "output=run", "engine.zero_stage=1"]
     overrides += ["optimizer.name=adamw", "optimizer.lr=1e-2"]
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ngym", "train", "sft.yaml", *overrides],
-            cwd=tmp_path,
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = on_two_ranks(tmp_path, ["train", "sft.yaml", *overrides])
     said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]

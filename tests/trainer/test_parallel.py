@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from click.testing import CliRunner
+from forked import ForkedCommand
 from paths import SUPPORT
 from safetensors.torch import load_file
 from steps_on_ranks import SHAPE
@@ -58,11 +59,11 @@ def data(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def taken(launcher: list[str], data: Path, folder: Path, every: list[Options]) -> list[Taken]:
-    program = str(SUPPORT / "steps_on_ranks.py")
-    words = [program, str(data), str(folder), *map(json.dumps, every), "--again"]
-    done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def words(data: Path, folder: Path, every: list[Options]) -> list[str]:
+    return [str(SUPPORT / "steps_on_ranks.py"), str(data), str(folder), *map(json.dumps, every), "--again"]
+
+
+def taken(folder: Path, every: list[Options]) -> list[Taken]:
     files = [folder / str(place) for place in range(len(every))]
     return [
         Taken(**json.loads(file.with_suffix(".json").read_text()), weights=load_file(file.with_suffix(".safetensors")))
@@ -72,13 +73,21 @@ def taken(launcher: list[str], data: Path, folder: Path, every: list[Options]) -
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
-    return taken([sys.executable], data, tmp_path_factory.mktemp("alone"), ALONE)
+    folder = tmp_path_factory.mktemp("alone")
+    process = ForkedCommand(words(data, folder, ALONE), folder, os.environ)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said[-3000:]
+    return taken(folder, ALONE)
 
 
 @pytest.fixture(scope="module")
 def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return taken(torchrun, data, tmp_path_factory.mktemp("together"), TOGETHER)
+    folder = tmp_path_factory.mktemp("together")
+    launched = [*torchrun, *words(data, folder, TOGETHER)]
+    done = subprocess.run(launched, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return taken(folder, TOGETHER)
 
 
 def same(one: Taken, other: Taken) -> None:

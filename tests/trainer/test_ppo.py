@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from trainer_service import free_port
+from trainer_service import on_two_ranks
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import trainer
@@ -361,18 +358,7 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
     overrides += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer", "algorithm.loss.entropy_coef=0.01"]
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     overrides += ["max_steps=3", "optimizer.lr=1e-3", "engine.activation_checkpointing=true"]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ngym", "train", "ppo.yaml", *overrides],
-            cwd=tmp_path,
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = on_two_ranks(tmp_path, ["train", "ppo.yaml", *overrides])
     said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from trainer_service import free_port
+from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main, trainer
@@ -291,19 +290,7 @@ def test_two_ranks_learn_what_one_learns(
     overrides += [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     lines = data.read_text("utf-8").splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:33]), "utf-8")
-    command = [sys.executable, "-m", "ngym", "train", "sft.yaml", *overrides]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = on_two_ranks(tmp_path, ["train", "sft.yaml", *overrides])
     said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     assert "33 samples" in said[0] and "step 3/3" in said[0] and "policy saved in run/policy" in said[0]
