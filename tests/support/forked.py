@@ -1,7 +1,7 @@
 """Processes that are forked from one that has already imported what they need.
 
-The imports of PyTorch, Transformers and DeepSpeed are half of the CPU time of a short training run, and those of vLLM are
-most of the time until a model server is ready. A forked process is otherwise as new: its own working directory,
+The imports of PyTorch, Transformers and DeepSpeed are half of the CPU time of a short training run, and those of vLLM
+are most of the time until a model server is ready. A forked process is otherwise as new: its own working directory,
 environment, output and exit code.
 """
 

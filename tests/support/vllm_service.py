@@ -126,8 +126,8 @@ def write_checkpoint(folder: Path) -> Path:
 def start(folder: Path, root: Path, name: str, options: dict[str, Any], *, fresh: bool = False, **more: Any) -> Server:
     """A model server that loads.
 
-    fresh: a new Python, which imports vLLM itself: where the start is the subject, or the environment is another one than
-    that of the tests. Otherwise the process is forked from one that has imported vLLM: a quarter of the CPU time.
+    fresh: a new Python, which imports vLLM itself: where the start is the subject, or the environment is not the tests'
+    own. Otherwise the process is forked from one that has imported vLLM: a quarter of the CPU time.
     """
     app_file = root / "models" / "vllm" / "app.py"
     spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
