@@ -127,7 +127,7 @@ def start(folder: Path, root: Path, name: str, options: dict[str, Any], *, fresh
     """A model server that loads.
 
     fresh: a new Python, which imports vLLM itself: where the start is the subject, or the environment is not the tests'
-    own. Otherwise the process is forked from one that has imported vLLM: a quarter of the CPU time.
+    own. Otherwise the process is forked from one that has imported vLLM: a seventh of the CPU time.
     """
     app_file = root / "models" / "vllm" / "app.py"
     spec = {"name": name, "kind": "model", "app_file": str(app_file), "options": options, "where": "", "key_where": {}}
