@@ -71,17 +71,17 @@ def train(
 
 def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, factor: float) -> Step:
     """One optimiser step. Every rank is given all samples and computes its share of them."""
-    weight = algorithm.weight(samples)
+    step_loss = algorithm.step_loss(samples)
     micro_batches = engine.micro_batches(samples, budget)
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for index, mine in enumerate(micro_batches):
         # A rank without work computes something and counts none of it: the ranks' collectives must match.
         counted = 1.0 if mine else 0.0
         packed = pack(mine or samples[:1], engine.device)
-        loss = algorithm.loss(engine.scores(packed, algorithm.asks), packed)
+        loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
         # A loss that is no number on one rank makes the gradient none on all, whatever its own gradient is.
         poison = 1.0 if loss.sum.isfinite() else math.nan
-        engine.backward(counted * poison * loss.sum, weight, last=index == len(micro_batches) - 1)
+        engine.backward(counted * poison * loss.sum, step_loss.divisor, last=index == len(micro_batches) - 1)
         for name, mean in loss.metrics.items():
             sums[name][0] += counted * mean.total
             sums[name][1] += counted * mean.count

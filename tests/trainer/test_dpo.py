@@ -155,7 +155,7 @@ def test_loss_and_gradients_are_those_of_the_formula_on_one_conversation_after_t
     dpo_ = algorithm(**options)
     loss = dpo_.loss(policy(packed), packed)
     loss.sum.backward()
-    assert dpo_.weight(batch) == 9  # the loop divides by the pairs of the whole batch
+    assert dpo_.step_loss(batch).divisor == 9  # the loop divides by the pairs of the whole batch
     gradients = [parameter.grad.clone() for parameter in policy.parameters()]
     policy.zero_grad()
 

@@ -235,9 +235,8 @@ def test_policy_and_critic_step_each_at_its_own_rate_and_are_clipped_each_on_its
         fresh = learner(tokenizer)
         algorithm = grpo.Grpo(options(**switches), None, None)
         prepared = algorithm.prepare(batch(), fresh, BUDGET)
-        algorithm.weight(prepared)
         packed = packing.pack(prepared, fresh.device)
-        algorithm.loss(fresh.policy(packed, algorithm.asks), packed).sum.backward()
+        algorithm.step_loss(prepared).loss(fresh.policy(packed, algorithm.asks), packed).sum.backward()
         of = fresh.policy.network.parameters(), fresh.policy.critic.parameters()
         return [p.grad for p in of[0]], [p.grad for p in of[1]]
 

@@ -206,8 +206,7 @@ def test_the_entropy_bonus_has_the_gradient_of_full_logits(tokenizer: PreTrained
     algorithm = grpo.Grpo(options(loss={"surrogate": "reinforce", "entropy_coef": coef}), None, None)
     batch = algorithm.prepare(read(rows()), trained, BUDGET)
     packed = packing.pack(batch, torch.device("cpu"))
-    algorithm.weight(batch)
-    loss = algorithm.loss(trained.policy(packed, algorithm.asks), packed)
+    loss = algorithm.step_loss(batch).loss(trained.policy(packed, algorithm.asks), packed)
     loss.sum.backward()
     gradients = [parameter.grad.clone() for parameter in trained.policy.parameters()]
     trained.policy.zero_grad()

@@ -1,14 +1,14 @@
-"""What the loop asks of an algorithm: rows to samples, and scores to a loss.
+"""The interface of an algorithm: rows to samples, and scores to a loss.
 
-The loss is a plain sum over a micro-batch: the loop divides it by the weight of the whole batch, so that cutting a batch
-into micro-batches and ranks changes nothing.
+The loss is a plain sum over a micro-batch. The loop divides it by the divisor of the whole optimiser step, so that cutting
+a batch into micro-batches and ranks changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..data.samples import Sample
 from ..losses.reduction import Loss, Mean
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..model.packing import Packed
 
-__all__ = ["Algorithm", "Loss", "Mean"]
+__all__ = ["Algorithm", "Loss", "Mean", "StepLoss"]
+
+
+class StepLoss(NamedTuple):
+    """The loss of one optimiser step.
+
+    divisor: of the sum over all micro-batches: the trained tokens, sequences or pairs.
+    loss: summed over a micro-batch of the step's samples.
+    """
+
+    divisor: float
+    loss: Callable[[Scores, Packed], Loss]
 
 
 class Algorithm(Protocol):
@@ -39,8 +50,5 @@ class Algorithm(Protocol):
         budget: tokens that a rank computes at once.
         """
 
-    def weight(self, samples: Sequence[Sample]) -> float:
-        """What a loss summed over these samples is divided by: their trained tokens, sequences or pairs."""
-
-    def loss(self, scores: Scores, packed: Packed) -> Loss:
-        """The loss summed over a micro-batch."""
+    def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
+        """The loss of one optimiser step on these samples, which are those of all ranks. It is used while they are kept."""

@@ -27,6 +27,7 @@ from ..losses.reduction import Loss, Rows, measured
 from ..model.outputs import Asks, Scores
 from ..model.packing import Packed
 from ..recipe.recipe import DpoOptions
+from . import StepLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,8 +64,8 @@ class Dpo:
         scores = score(pairs, engine.logprobs, engine, budget)
         return [_with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
 
-    def weight(self, samples: Sequence[Sample]) -> float:
-        return len(samples)
+    def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
+        return StepLoss(len(samples), self.loss)
 
     def loss(self, scores: Scores, packed: Packed) -> Loss:
         pairs = cast(Sequence[PairSample], packed.samples)

@@ -23,6 +23,7 @@ from ..losses.policy_loss import Tokens, Values, policy_loss, value_loss
 from ..losses.reduction import Loss, Mean, Rows, weigh
 from ..model.outputs import Asks, Scores
 from ..recipe.rl import GrpoOptions
+from . import StepLoss
 from .credit_assignment import credited, teaches
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ class Grpo:
         self._objective = options.objective
         self._updates = updates
         self._reference = reference
-        self._counted: dict[int, Counted] = {}
-        self._explained = 0.0  # of the returns' variance in this optimiser step, by the critic before it
 
     @property
     def asks(self) -> Asks:
@@ -82,8 +81,7 @@ class Grpo:
         dropped = self._options.shaping.drop_truncated
         return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
 
-    def weight(self, samples: Sequence[Sample]) -> float:
-        """The divisor of an optimiser step; from here to the next call, `loss` is asked about its samples."""
+    def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         rollouts = cast(Sequence[Rollout], samples)
         weights = weigh(
             self._objective.loss.aggregation,
@@ -91,19 +89,19 @@ class Grpo:
             fixed_length=self._objective.loss.fixed_length,
             tasks_B=[rollout.group for rollout in rollouts],
         )
-        self._counted = {
+        counted = {
             id(rollout): Counted(token, share)
             for rollout, token, share in zip(rollouts, weights.token_B, weights.share_B, strict=True)
         }
-        if self._objective.critic is not None:
-            said = [segment for rollout in rollouts for segment in rollout.segments]
-            values_N = torch.tensor([value for segment in said for value in segment.values or ()])
-            returns_N = torch.tensor([value for segment in said for value in segment.returns or ()])
-            self._explained = explained_variance(values_N, returns_N)
-        return weights.total
+        explained = 0.0 if self._objective.critic is None else _explained(rollouts)
 
-    def loss(self, scores: Scores, packed: Packed) -> Loss:
-        micro = _Micro(packed, [self._counted[id(sample)] for sample in packed.samples], scores.logprobs_N)
+        def loss(scores: Scores, packed: Packed) -> Loss:
+            micro = _MicroBatch(packed, [counted[id(sample)] for sample in packed.samples], scores.logprobs_N)
+            return self._loss(scores, micro, explained)
+
+        return StepLoss(weights.total, loss)
+
+    def _loss(self, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
         advantages_N = micro.said("advantages")
         assert advantages_N is not None, "the samples were not prepared"
         tokens = Tokens(
@@ -118,9 +116,9 @@ class Grpo:
             entropy_N=scores.entropy_N,
         )
         of_policy = policy_loss(self._objective, tokens)
-        return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro)
+        return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro, explained)
 
-    def _with_critic(self, of_policy: Loss, scores: Scores, micro: _Micro) -> Loss:
+    def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
         old_N, returns_N, critic = micro.said("values"), micro.said("returns"), self._objective.critic
         assert scores.values_N is not None and old_N is not None and returns_N is not None and critic is not None
         values = Values(
@@ -137,7 +135,7 @@ class Grpo:
             **of_policy.metrics,
             **of_critic.metrics,
             "loss": Mean(both, micro.share),
-            "explained_variance": Mean(self._explained * count, count),
+            "explained_variance": Mean(explained * count, count),
         }
         return Loss(of_policy.sum + critic.loss_coef * of_critic.sum, metrics)
 
@@ -160,7 +158,15 @@ class Grpo:
         return [rollout for group in groups for rollout in group]
 
 
-class _Micro:
+def _explained(rollouts: Sequence[Rollout]) -> float:
+    """The share of the returns' variance that the critic explained before this optimiser step."""
+    segments = [segment for rollout in rollouts for segment in rollout.segments]
+    values_N = torch.tensor([value for segment in segments for value in segment.values or ()])
+    returns_N = torch.tensor([value for segment in segments for value in segment.returns or ()])
+    return explained_variance(values_N, returns_N)
+
+
+class _MicroBatch:
     """The rollouts of a micro-batch, flat. like: a tensor of the device and dtype that is wanted."""
 
     def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:

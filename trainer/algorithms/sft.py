@@ -10,7 +10,7 @@ from ..data.chat_samples import read_demonstrations
 from ..data.samples import Sample
 from ..losses.policy_loss import nll_loss
 from ..model.outputs import Asks, Scores
-from . import Loss
+from . import Loss, StepLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +30,8 @@ class Sft:
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         return list(samples)
 
-    def weight(self, samples: Sequence[Sample]) -> float:
-        return sum(sample.trained for sample in samples)
+    def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
+        return StepLoss(sum(sample.trained for sample in samples), self.loss)
 
     def loss(self, scores: Scores, packed: Packed) -> Loss:
         return nll_loss(scores.logprobs_N)

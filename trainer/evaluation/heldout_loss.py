@@ -104,11 +104,11 @@ class HeldOutData:
 
     def _add(self, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]) -> None:
         engine, algorithm = self._engine, self._algorithm
-        algorithm.weight(samples)
+        step_loss = algorithm.step_loss(samples)
         for mine in engine.micro_batches(samples, self._budget):
             # a rank without work computes something and counts none of it: the ranks' collectives must match
             packed = pack(mine or samples[:1], engine.device)
-            loss = algorithm.loss(engine.scores(packed, algorithm.asks), packed)
+            loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
             for name, mean in loss.metrics.items():
                 sums[name] += mean.total if mine else 0.0
                 counts[name] += mean.count if mine else 0.0
