@@ -11,8 +11,8 @@ from ngym.schema import Json
 
 from .data import offline
 from .recipe import batch_sizes
+from .recipe.algorithms import PolicyGradientOptions
 from .recipe.recipe import DataOptions, Recipe, read_launch
-from .recipe.rl import GrpoOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ class LiveSource:
             self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
         for line in batch_sizes.of_live(recipe, read_launch()):
             say(line)
-        assert isinstance(recipe.algorithm, GrpoOptions)
+        assert isinstance(recipe.algorithm, PolicyGradientOptions)
         run = LiveRun(
             options=options,
             temperature=temperature(recipe),
@@ -209,9 +209,9 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
     sampled: by the policy as it is now. A run that goes on with a file has left the policy that sampled it, on purpose.
     """
     from . import sanity_checks
-    from .algorithms.policy_gradient import Grpo
+    from .algorithms.policy_gradient import PolicyGradient
 
-    if not isinstance(parts.algorithm, Grpo) or not isinstance(parts.recipe.algorithm, GrpoOptions):
+    if not isinstance(parts.algorithm, PolicyGradient) or not isinstance(parts.recipe.algorithm, PolicyGradientOptions):
         return batches
     bound = parts.recipe.algorithm.max_mismatch
     sampler_N = parts.algorithm.sampler_N if sampled else None
@@ -220,4 +220,4 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
 
 def temperature(recipe: Recipe) -> float:
     """Of the rollouts, which is what the logits are divided by."""
-    return recipe.algorithm.temperature if isinstance(recipe.algorithm, GrpoOptions) else 1.0
+    return recipe.algorithm.temperature if isinstance(recipe.algorithm, PolicyGradientOptions) else 1.0

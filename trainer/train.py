@@ -37,18 +37,13 @@ from .output_files import (
     set_aside,
 )
 from .recipe import batch_sizes
+from .recipe.algorithms import PolicyGradientOptions
 from .recipe.model import ModelOptions
-from .recipe.recipe import DpoOptions, Launch, Recipe, as_yaml, read_launch, read_recipe
-from .recipe.rl import GrpoOptions, RolloutOptions
+from .recipe.recipe import Launch, Recipe, as_yaml, read_launch, read_recipe
+from .recipe.rl import RolloutOptions
 from .reporting import sinks
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
-
-    from .algorithms import Algorithm
-    from .engine.engine import Engine
-    from .model.packing import Packed
     from .online.services import Services
     from .reporting.metrics import Metrics
 
@@ -110,6 +105,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
         from . import loop
+        from .algorithms import Setup
         from .batch_sources import FileSource, LiveSource, Parts, make_room, temperature
         from .checkpoints.resume import Saver
         from .engine import distributed, engine, optimizer
@@ -128,7 +124,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
 
         tokenizer = load_tokenizer(recipe.model)
         policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
-        if isinstance(recipe.algorithm, GrpoOptions):
+        if isinstance(recipe.algorithm, PolicyGradientOptions):
             if recipe.algorithm.critic is not None:
                 policy.critic = critic.CriticNetwork(policy.network, recipe.algorithm.critic.lr)
             policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
@@ -136,7 +132,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             make_room(recipe, services)
             distributed.wait_for_all()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
-        algorithm = _algorithm(recipe, learner, tokenizer)
+        algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
         shown = launch.rank == 0
@@ -196,26 +192,6 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             if idle := untrained.summary(metrics.history, learner.steps):
                 _say(idle)
     _say(f"policy saved in {recipe.output / POLICY}, metrics in {recipe.output / METRICS}")
-
-
-def _algorithm(recipe: Recipe, learner: Engine, tokenizer: PreTrainedTokenizerBase) -> Algorithm:
-    from .algorithms.dpo import Dpo
-    from .algorithms.policy_gradient import Grpo
-    from .algorithms.sft import Sft
-    from .model.policy import load_policy
-
-    options = recipe.algorithm
-    if isinstance(options, DpoOptions):
-        return Dpo(options)
-    if not isinstance(options, GrpoOptions):
-        return Sft()
-    reference: Callable[[Packed], Tensor] | None = None
-    if options.kl.coef > 0 and recipe.model.lora is not None:
-        reference = learner.base_logprobs
-    elif options.kl.coef > 0:
-        first = load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(learner.device)
-        reference = first.eval().requires_grad_(False).logprobs
-    return Grpo(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
 
 
 def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:

@@ -74,8 +74,12 @@ def _fields(model: Definition) -> dict[str, tuple[Path, ast.expr]]:
     assert isinstance(node, ast.ClassDef)
     bases = [found for base in node.bases if isinstance(base, ast.Name) and (found := _find(file, base.id))]
     fields = {name: field for base in bases for name, field in _fields(base).items()}
-    own = (each for each in node.body if isinstance(each, ast.AnnAssign))
+    own = (each for each in node.body if isinstance(each, ast.AnnAssign) and not _is_class_variable(each.annotation))
     return fields | {each.target.id: (file, each.annotation) for each in own if isinstance(each.target, ast.Name)}
+
+
+def _is_class_variable(annotation: ast.expr) -> bool:
+    return isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "ClassVar"
 
 
 def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
@@ -85,6 +89,8 @@ def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
             yield from _models(file, left)
             yield from _models(file, right)
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            yield from _models(file, kind)
+        case ast.Subscript(value=ast.Name(id="SerializeAsAny"), slice=kind):
             yield from _models(file, kind)
         case ast.Name(id=name) if found := _find(file, name):
             if isinstance(found.node, ast.ClassDef):

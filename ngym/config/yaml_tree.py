@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -49,8 +49,12 @@ class Tree:
         return self.default_where
 
 
-def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
-    """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved."""
+def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Collection[str] = ()) -> Tree:
+    """Read YAML files and `key=value` overrides into one tree, later ones winning, with `${...}` resolved.
+
+    named: top-level keys whose mapping has a `name`, such as `algorithm`. A later file or override with another name
+    replaces the mapping of the files before it, whose keys belong to the thing with the other name.
+    """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -58,6 +62,9 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
     merged: DictConfig = OmegaConf.create({})
     for path in paths:
         data, file_lines = _read_yaml(path)
+        for key in named:
+            part = data.get(key)
+            _rename(merged, lines, key, part.get("name") if isinstance(part, dict) else None)
         lines |= file_lines
         try:
             merged = cast(DictConfig, OmegaConf.merge(merged, data))
@@ -66,13 +73,16 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
             raise ConfigError(
                 f"{Tree({}, file_lines, default_where=str(path)).where(key)}: {key}: {_one_line(error)}"
             ) from None
-    for override in overrides:
+    names = {f"{key}.name": key for key in named}
+    for override in sorted(overrides, key=lambda each: each.lstrip("+").partition("=")[0] not in names):
         key, equals, value = override.partition("=")
         key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
         if not equals or not key:
             raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, such as policy.port=8000")
         try:
             parsed = yaml.safe_load(value) if value else None
+            if key in names:
+                _rename(merged, lines, names[key], parsed)
             OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
         except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
@@ -86,6 +96,16 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Tree:
         raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
     written = OmegaConf.to_container(merged, resolve=False)
     return Tree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
+
+
+def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
+    """Remove the mapping under `key` if it has another name than this one. name: None where none is given."""
+    earlier = merged.get(key)
+    if name is None or not hasattr(earlier, "get") or earlier.get("name", name) == name:
+        return
+    del merged[key]
+    for line in [line for line in lines if line == key or line.startswith(f"{key}.")]:
+        del lines[line]
 
 
 def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:

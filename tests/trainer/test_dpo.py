@@ -92,7 +92,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def algorithm(**options: Any) -> Any:
-    return dpo.Dpo(config.DpoOptions(name="dpo", **options))
+    return dpo.Dpo(trainer("recipe.algorithms").DpoOptions(name="dpo", **options))
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    algorithm = dpo.Dpo(config.DpoOptions(name="dpo"))
+    algorithm = dpo.Dpo(trainer("recipe.algorithms").DpoOptions(name="dpo"))
     pairs = algorithm.prepare(algorithm.samples(path, tokenizer), learner, 1000)
     held_out, noted = measuring(learner, pairs, algorithm, budget=100)
     list(held_out.evaluated([], 0))

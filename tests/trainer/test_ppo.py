@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import trainer
 
-checks, config, critic, engine, gae, grpo, loop, offline, model, packing, rl, rollouts, samples, scores = map(
+checks, config, critic, engine, gae, grpo, loop, offline, model, packing, algorithms, rollouts, samples, scores = map(
     trainer,
     (
         "sanity_checks",
@@ -29,7 +29,7 @@ checks, config, critic, engine, gae, grpo, loop, offline, model, packing, rl, ro
         "data.offline",
         "model.policy",
         "model.packing",
-        "recipe.rl",
+        "recipe.algorithms",
         "data.rollout_samples",
         "data.samples",
         "model.outputs",
@@ -63,7 +63,7 @@ def tokenizer(root: Path) -> PreTrainedTokenizerBase:
 
 
 def options(**switches: Any) -> Any:
-    return rl.GrpoOptions.model_validate({**PPO, **switches})
+    return algorithms.GrpoOptions.model_validate({**PPO, **switches})
 
 
 def learner(
@@ -131,7 +131,7 @@ def test_advantages_returns_and_value_loss_by_hand_across_a_tools_answer(tokeniz
     """Two tokens sampled, two of a tool, two sampled; reward 1; gamma 0.99, lambda 0.95."""
     said = [0.1, 0.2, 0.3, 0.4]
     trained = learner(tokenizer, network=Told(said), lr=1e-2)
-    algorithm = grpo.Grpo(options(critic={"value_clip": 0.15, "lr": 0.1}), None, None)
+    algorithm = grpo.PolicyGradient(options(critic={"value_clip": 0.15, "lr": 0.1}), None, None)
     one = rollout(0, 1.0, [(3, 5), (7, 9)], draw=random.Random(0))
     (prepared,) = algorithm.prepare([one], trained, BUDGET)
     (segment,) = prepared.segments
@@ -160,7 +160,7 @@ def test_advantages_returns_and_value_loss_by_hand_across_a_tools_answer(tokeniz
 
 def test_values_and_advantages_follow_time_through_all_segments(tokenizer: PreTrainedTokenizerBase) -> None:
     trained = learner(tokenizer)
-    prepared = grpo.Grpo(options(), None, None).prepare(batch(), trained, 120)
+    prepared = grpo.PolicyGradient(options(), None, None).prepare(batch(), trained, 120)
     for one in prepared:
         values = [value for segment in one.segments for value in segment.values]
         found = [value for segment in one.segments for value in segment.advantages]
@@ -181,7 +181,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_and_leave_the_returns_a
 ) -> None:
     trained = learner(tokenizer)
     plain, white = (
-        grpo.Grpo(options(advantage={**PPO["advantage"], "whiten": whiten}), None, None).prepare(
+        grpo.PolicyGradient(options(advantage={**PPO["advantage"], "whiten": whiten}), None, None).prepare(
             batch(), trained, BUDGET
         )
         for whiten in (False, True)
@@ -202,7 +202,7 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(tokenizer: PreTrainedTok
     found = []
     for budget in (BUDGET, 120, 1):
         trained = learner(tokenizer, critic_lr=3e-3)
-        algorithm = grpo.Grpo(chosen, None, None)
+        algorithm = grpo.PolicyGradient(chosen, None, None)
         prepared = algorithm.prepare(batch(), trained, budget)
         for _ in range(2):  # at the second update ratio and values have moved
             step = loop.take_step(trained, algorithm, prepared, budget, 1.0)
@@ -222,7 +222,7 @@ def test_policy_and_critic_step_each_at_its_own_rate_and_are_clipped_each_on_its
     """An optimiser whose step is the learning rate, wherever the gradient is not tiny: Adam's first."""
     trained = learner(tokenizer, critic_lr=1e-2, lr=1e-4, eps=1e-12, max_grad_norm=1e-3)
     before = everything(trained)
-    algorithm = grpo.Grpo(options(), None, None)
+    algorithm = grpo.PolicyGradient(options(), None, None)
     prepared = algorithm.prepare(batch(), trained, BUDGET)
     update = loop.take_step(trained, algorithm, prepared, BUDGET, 0.5).update
     moved = {name: (now - before[name]).abs().max().item() for name, now in everything(trained).items()}
@@ -233,7 +233,7 @@ def test_policy_and_critic_step_each_at_its_own_rate_and_are_clipped_each_on_its
 
     def gradients(**switches: Any) -> tuple[list[Tensor], list[Tensor]]:
         fresh = learner(tokenizer)
-        algorithm = grpo.Grpo(options(**switches), None, None)
+        algorithm = grpo.PolicyGradient(options(**switches), None, None)
         prepared = algorithm.prepare(batch(), fresh, BUDGET)
         packed = packing.pack(prepared, fresh.device)
         algorithm.step_loss(prepared).loss(fresh.policy(packed, algorithm.asks), packed).sum.backward()
@@ -254,7 +254,7 @@ def test_every_stage_takes_the_same_steps_where_nothing_is_clipped(
     found = []
     for zero_stage in (0, stage):
         trained = learner(tokenizer, zero_stage, max_grad_norm=None, critic_lr=3e-3)
-        algorithm = grpo.Grpo(options(), None, None)
+        algorithm = grpo.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, 120)
         steps = [loop.take_step(trained, algorithm, prepared, 120, 1.0) for _ in range(2)]
         values = algorithm.prepare(batch(), trained, BUDGET)
@@ -267,7 +267,7 @@ def test_every_stage_takes_the_same_steps_where_nothing_is_clipped(
 
 def test_a_critic_learns_the_returns_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
     trained = learner(tokenizer, lr=1e-4, critic_lr=3e-3, eps=1e-8)
-    algorithm = grpo.Grpo(options(advantage={"estimator": "gae"}, critic={"value_clip": None}), None, None)
+    algorithm = grpo.PolicyGradient(options(advantage={"estimator": "gae"}, critic={"value_clip": None}), None, None)
     losses, explained = [], []
     for _ in range(30):  # returns are the rewards: lambda is 1
         step = loop.take_step(trained, algorithm, algorithm.prepare(batch(), trained, BUDGET), BUDGET, 1.0)
@@ -315,7 +315,7 @@ def test_a_part_of_the_critic_without_a_gradient_is_noticed(tokenizer: PreTraine
         policy.critic = Idle(policy.network) if network is Idle else network(policy.network, None)
         launch = config.Launch(rank=0, local_rank=0, ranks=1)
         trained = engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-3))
-        algorithm = grpo.Grpo(options(), None, None)
+        algorithm = grpo.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, BUDGET)
         watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
         if not unused:
@@ -366,7 +366,9 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
     launch = config.Launch(rank=0, local_rank=0, ranks=1)
     one = engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-3, eps=1e-3))
     advantage = {"estimator": "gae", "lam": 0.95, "whiten": True}
-    algorithm = grpo.Grpo(options(advantage=advantage, loss={"anchor": "sampler", "entropy_coef": 0.01}), None, None)
+    algorithm = grpo.PolicyGradient(
+        options(advantage=advantage, loss={"anchor": "sampler", "entropy_coef": 0.01}), None, None
+    )
     steps = []
     for samples_ in offline.epochs(read, 6, 1, 0):
         steps.append(loop.take_step(one, algorithm, algorithm.prepare(samples_, one, BUDGET), BUDGET, 1.0))

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
 
-checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, samples, scoring, sources = map(
+checks, config, engine, grpo, loop, model, offline, packing, algorithms, rollouts, samples, scoring, sources = map(
     trainer,
     (
         "sanity_checks",
@@ -28,7 +28,7 @@ checks, config, engine, grpo, loop, model, offline, packing, rl, rollouts, sampl
         "model.policy",
         "data.offline",
         "model.packing",
-        "recipe.rl",
+        "recipe.algorithms",
         "data.rollout_samples",
         "data.samples",
         "engine.score_samples",
@@ -75,7 +75,7 @@ def largest_difference(one: Weights, other: Weights) -> float:
 
 
 def options(**switches: Any) -> Any:
-    return rl.GrpoOptions.model_validate({"name": "grpo", **switches})
+    return algorithms.GrpoOptions.model_validate({"name": "grpo", **switches})
 
 
 def row(task: int, index: int, reward: float | None, draw: random.Random, **fields: Any) -> Row:
@@ -165,7 +165,7 @@ def test_no_variant_depends_on_how_the_batch_is_cut(tokenizer: PreTrainedTokeniz
     found: list[tuple[Weights, Any]] = []
     for budget in (BUDGET, 120, 1):
         trained = learner(tokenizer)
-        algorithm = grpo.Grpo(chosen, None, reference)
+        algorithm = grpo.PolicyGradient(chosen, None, reference)
         batch = algorithm.prepare(own(read(rows()), trained), trained, budget)
         for _ in range(2):  # the ratio of the second update is not 1
             step = one_step(trained, algorithm, batch, budget)
@@ -181,7 +181,7 @@ def test_no_variant_depends_on_how_the_batch_is_cut(tokenizer: PreTrainedTokeniz
 def test_the_loss_is_that_of_the_formula(tokenizer: PreTrainedTokenizerBase) -> None:
     """DAPO's, by hand: the sum over all tokens of -min(r A, clip(r) A), divided by all tokens of the batch."""
     trained = learner(tokenizer)
-    algorithm = grpo.Grpo(options(**VARIANTS["dapo"]), None, None)
+    algorithm = grpo.PolicyGradient(options(**VARIANTS["dapo"]), None, None)
     batch = algorithm.prepare(read(rows()), trained, BUDGET)
     means = one_step(copy.copy(trained), algorithm, batch).means
     total = count = 0.0
@@ -203,7 +203,7 @@ def test_the_loss_is_that_of_the_formula(tokenizer: PreTrainedTokenizerBase) -> 
 def test_the_entropy_bonus_has_the_gradient_of_full_logits(tokenizer: PreTrainedTokenizerBase) -> None:
     """The sum over tokens of - A x log p - coef x entropy, where both count the same."""
     coef, trained = 0.3, learner(tokenizer)
-    algorithm = grpo.Grpo(options(loss={"surrogate": "reinforce", "entropy_coef": coef}), None, None)
+    algorithm = grpo.PolicyGradient(options(loss={"surrogate": "reinforce", "entropy_coef": coef}), None, None)
     batch = algorithm.prepare(read(rows()), trained, BUDGET)
     packed = packing.pack(batch, torch.device("cpu"))
     loss = algorithm.step_loss(batch).loss(trained.policy(packed, algorithm.asks), packed)
@@ -233,16 +233,16 @@ def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_teaches_where_parts_a
     lines += [row(1, index, 1.0, draw, reward_components={"right": 0.5, "short": 0.5}) for index in range(3)]
     trained = learner(tokenizer)
     by_part = options(advantage={"components": "normalise_then_sum"})
-    kept = grpo.Grpo(by_part, None, None).prepare(read(lines), trained, BUDGET)
+    kept = grpo.PolicyGradient(by_part, None, None).prepare(read(lines), trained, BUDGET)
     assert [rollout.group for rollout in kept] == ["t0 0"] * 3
-    assert grpo.Grpo(options(), None, None).prepare(read(lines), trained, BUDGET) == []
+    assert grpo.PolicyGradient(options(), None, None).prepare(read(lines), trained, BUDGET) == []
 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedTokenizerBase, skip: bool) -> None:
     trained = learner(tokenizer)
     before = weights_of(trained)
-    algorithm = grpo.Grpo(options(shaping={"skip_equal_groups": skip}), None, None)
+    algorithm = grpo.PolicyGradient(options(shaping={"skip_equal_groups": skip}), None, None)
     equal = [replace(rollout, reward=0.1 + 0.2 if index % 2 else 0.3) for index, rollout in enumerate(read(rows()))]
     batch = algorithm.prepare(equal, trained, BUDGET)
     assert bool(batch) is not skip
@@ -255,7 +255,7 @@ def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer:
     guard = trainer("engine.nan_guard").Guard(None, 3)
     reports: list[dict[str, float]] = []
     batches = checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
-    algorithm = grpo.Grpo(options(), None, None)
+    algorithm = grpo.PolicyGradient(options(), None, None)
     loop.train(None, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda step, values: reports.append(values))
     assert reports[0]["reward/mean"] == 1 and reports[0]["global_valid_seqs"] == 0 and "loss" not in reports[0]
 
@@ -271,7 +271,7 @@ def test_failures_and_rewards_of_null_are_left_out_of_their_group(
     path = write(tmp_path / "out.jsonl", lines)
     found = rollouts.read_rollouts(path, 1.0)
     assert (len(found.rollouts), found.unscored, found.failed) == (6, 1, 1)
-    algorithm = grpo.Grpo(options(advantage={"estimator": "group_mean"}), None, None)
+    algorithm = grpo.PolicyGradient(options(advantage={"estimator": "group_mean"}), None, None)
     batch = algorithm.prepare(algorithm.samples(path, tokenizer), learner(tokenizer), BUDGET)
     assert [rollout.segments[0].advantages[0] for rollout in batch] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
     for rollout in batch:  # every segment, every token
@@ -294,13 +294,15 @@ def test_overlong_rollouts_are_shaped_or_dropped(tokenizer: PreTrainedTokenizerB
     draw = random.Random(0)
     lines = [row(0, 1, 1.0, draw), row(0, 2, 0.0, draw), row(0, 4, 1.0, draw, status="truncated")]
     trained = learner(tokenizer)
-    dropping = grpo.Grpo(options(shaping={"drop_truncated": True}, advantage={"estimator": "group_mean"}), None, None)
+    dropping = grpo.PolicyGradient(
+        options(shaping={"drop_truncated": True}, advantage={"estimator": "group_mean"}), None, None
+    )
     kept = dropping.prepare(read(lines), trained, BUDGET)
     assert [rollout.segments[0].advantages[0] for rollout in kept] == pytest.approx([1 / 3, -2 / 3])
     lengths = [rollout.trained for rollout in read(lines)]
     limit = max(lengths)
     shaping = {"soft_overlong": {"limit": limit, "buffer": limit, "weight": 0.5}}
-    shaped = grpo.Grpo(options(shaping=shaping, advantage={"estimator": "group_mean"}), None, None)
+    shaped = grpo.PolicyGradient(options(shaping=shaping, advantage={"estimator": "group_mean"}), None, None)
     rewards = [reward - 0.5 * length / limit for reward, length in zip([1, 0, 1], lengths, strict=True)]
     expected = [reward - sum(rewards) / 3 for reward in rewards]
     batch = shaped.prepare(read(lines), trained, BUDGET)
@@ -371,7 +373,7 @@ def test_what_leaves_the_distribution_as_it_is_can_be_trained(params: Row) -> No
 def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer: PreTrainedTokenizerBase) -> None:
     trained = learner(tokenizer)
     before = weights_of(trained)
-    algorithm = grpo.Grpo(options(), None, None)
+    algorithm = grpo.PolicyGradient(options(), None, None)
 
     def run(batch: list[Any]) -> list[Any]:
         prepared = algorithm.prepare(batch, trained, BUDGET)
@@ -394,7 +396,7 @@ def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
     words += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer"]
     recipe, _ = config.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
     trained = learner(tokenizer)
-    algorithm = grpo.Grpo(recipe.algorithm, None, None)
+    algorithm = grpo.PolicyGradient(recipe.algorithm, None, None)
     parts = sources.Parts(recipe, trained, algorithm, tokenizer)
     source = sources.FileSource(parts, lambda text: None)
     with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
@@ -411,7 +413,7 @@ def test_parameters_that_do_not_learn_are_noticed_after_the_first_step(
     tokenizer: PreTrainedTokenizerBase, stage: int
 ) -> None:
     trained = learner(tokenizer, stage=stage)
-    algorithm = grpo.Grpo(options(), None, None)
+    algorithm = grpo.PolicyGradient(options(), None, None)
     batch = samples.Batch([algorithm.prepare(own(read(rows()), trained), trained, BUDGET)])
     for found in checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
         one_step(trained, algorithm, found.updates[0])
@@ -431,7 +433,7 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
     trained.policy.train()
-    algorithm = grpo.Grpo(options(), 1, None)
+    algorithm = grpo.PolicyGradient(options(), 1, None)
     batch = samples.Batch([algorithm.prepare(read(rows()), trained, BUDGET)])
     with pytest.raises(checks.CheckFailed, match="does not repeat its own logprobs"):
         next(checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
@@ -471,7 +473,9 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
     lines = rows() + [row(9, index, 1.0, random.Random(1)) for index in range(3)]
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
     said: list[str] = []
-    prepared = offline.prepared(data, grpo.Grpo(options(), None, None), tokenizer, learner(tokenizer), 200, said.append)
+    prepared = offline.prepared(
+        data, grpo.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
+    )
     assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples teach nothing: left out")
     recipe = config.Recipe.model_validate(
         {

@@ -19,8 +19,17 @@ if TYPE_CHECKING:
 
     from ..engine.engine import Engine
     from ..model.packing import Packed
+    from ..recipe.recipe import Recipe
 
-__all__ = ["Algorithm", "Loss", "Mean", "StepLoss"]
+__all__ = ["Algorithm", "Loss", "Mean", "Setup", "StepLoss"]
+
+
+class Setup(NamedTuple):
+    """What an algorithm is made from. The engine's policy has the weights with which training begins."""
+
+    recipe: Recipe
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
 
 
 class StepLoss(NamedTuple):

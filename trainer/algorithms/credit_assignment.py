@@ -17,10 +17,10 @@ from ..losses import kl
 from ..losses.advantages import advantages, component_advantages, less_kl
 from ..losses.gae import Moments, gae, returns_to_go, token_rewards, whiten
 from ..losses.group_filters import informative, informative_components, soft_overlong
-from ..recipe.rl import GrpoOptions
+from ..recipe.algorithms import PolicyGradientOptions
 
 
-def credited(options: GrpoOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
+def credited(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The rollouts with `advantages`; with estimator gae, which looks at their `values`, also with `returns`."""
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
@@ -46,14 +46,14 @@ def credited(options: GrpoOptions, rollouts: Sequence[Rollout]) -> list[Rollout]
     return filled(rollouts, "advantages", _by_segment(rollouts, advantages_N))
 
 
-def teaches(options: GrpoOptions, group: Sequence[Rollout]) -> bool:
+def teaches(options: PolicyGradientOptions, group: Sequence[Rollout]) -> bool:
     """Whether the rewards of a group, or its components where each is looked at on its own, are not all equal."""
     if options.advantage.components == "sum":
         return informative([rollout.reward for rollout in group])
     return informative_components([rollout.components for rollout in group])
 
 
-def _of_rollouts(options: GrpoOptions, rollouts: Sequence[Rollout], kl_N: Tensor, coef: float) -> list[float]:
+def _of_rollouts(options: PolicyGradientOptions, rollouts: Sequence[Rollout], kl_N: Tensor, coef: float) -> list[float]:
     """The advantage of each rollout, or its reward where that is still to be laid out over its tokens, [B]."""
     groups = [rollout.group for rollout in rollouts]
     if options.advantage.components == "normalise_then_sum":
@@ -67,7 +67,7 @@ def _of_rollouts(options: GrpoOptions, rollouts: Sequence[Rollout], kl_N: Tensor
     return advantages(options.advantage, rewards, groups)
 
 
-def _kl(options: GrpoOptions, rollouts: Sequence[Rollout]) -> Tensor:
+def _kl(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> Tensor:
     """The estimate on each token, rollout after rollout."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
@@ -75,7 +75,7 @@ def _kl(options: GrpoOptions, rollouts: Sequence[Rollout]) -> Tensor:
     return kl.estimate(said, reference, options.kl.estimator)
 
 
-def _shaped(options: GrpoOptions, rollout: Rollout) -> float:
+def _shaped(options: PolicyGradientOptions, rollout: Rollout) -> float:
     overlong = options.shaping.soft_overlong
     if overlong is None:
         return rollout.reward

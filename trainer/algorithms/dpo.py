@@ -26,8 +26,8 @@ from ..losses.preference_loss import preference_loss
 from ..losses.reduction import Loss, Rows, measured
 from ..model.outputs import Asks, Scores
 from ..model.packing import Packed
-from ..recipe.recipe import DpoOptions
-from . import StepLoss
+from ..recipe.algorithms import DpoOptions
+from . import Setup, StepLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,12 @@ class Dpo:
             "logps/rejected": (sums_R[1::2].sum(), count),
         }
         return Loss(total, preference.metrics | measured(metrics))
+
+
+def create(setup: Setup) -> Dpo:
+    """DPO with the options of a recipe."""
+    assert isinstance(setup.recipe.algorithm, DpoOptions)
+    return Dpo(setup.recipe.algorithm)
 
 
 def rows_of(packed: Packed) -> Rows:

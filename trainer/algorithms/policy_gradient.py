@@ -22,8 +22,9 @@ from ..losses.gae import explained_variance
 from ..losses.policy_loss import Tokens, Values, policy_loss, value_loss
 from ..losses.reduction import Loss, Mean, Rows, weigh
 from ..model.outputs import Asks, Scores
-from ..recipe.rl import GrpoOptions
-from . import StepLoss
+from ..model.policy import load_policy
+from ..recipe.algorithms import PolicyGradientOptions
+from . import Setup, StepLoss
 from .credit_assignment import credited, teaches
 
 if TYPE_CHECKING:
@@ -33,6 +34,20 @@ if TYPE_CHECKING:
     from ..model.packing import Packed
 
 
+def create(setup: Setup) -> PolicyGradient:
+    """The policy gradient of a recipe, with its reference policy if its KL needs one."""
+    recipe, engine, tokenizer = setup
+    options = recipe.algorithm
+    assert isinstance(options, PolicyGradientOptions)
+    reference: Callable[[Packed], Tensor] | None = None
+    if options.kl.coef > 0 and recipe.model.lora is not None:
+        reference = engine.base_logprobs
+    elif options.kl.coef > 0:
+        first = load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(engine.device)
+        reference = first.eval().requires_grad_(False).logprobs
+    return PolicyGradient(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
+
+
 class Counted(NamedTuple):
     """What a rollout counts in the optimiser step: each of its tokens, and its part of the divisor."""
 
@@ -40,8 +55,8 @@ class Counted(NamedTuple):
     share: float
 
 
-class Grpo:
-    """One for a run.
+class PolicyGradient:
+    """GRPO and its family, as the options say.
 
     Args:
         updates: optimiser steps on one batch of rollouts, if that is known. At the first, the trainer's logprobs are those
@@ -49,7 +64,9 @@ class Grpo:
         reference: logprobs [N] of a micro-batch under the policy that KL pulls to; needed only with kl.coef above 0.
     """
 
-    def __init__(self, options: GrpoOptions, updates: int | None, reference: Callable[[Packed], Tensor] | None) -> None:
+    def __init__(
+        self, options: PolicyGradientOptions, updates: int | None, reference: Callable[[Packed], Tensor] | None
+    ) -> None:
         self._options = options
         self._objective = options.objective
         self._updates = updates

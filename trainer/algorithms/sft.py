@@ -10,7 +10,7 @@ from ..data.chat_samples import read_demonstrations
 from ..data.samples import Sample
 from ..losses.policy_loss import nll_loss
 from ..model.outputs import Asks, Scores
-from . import Loss, StepLoss
+from . import Loss, Setup, StepLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,3 +35,8 @@ class Sft:
 
     def loss(self, scores: Scores, packed: Packed) -> Loss:
         return nll_loss(scores.logprobs_N)
+
+
+def create(setup: Setup) -> Sft:
+    """Supervised fine-tuning, which has no options."""
+    return Sft()

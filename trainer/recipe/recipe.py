@@ -10,24 +10,24 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from ngym.config.shipped_files import shipped
 from ngym.config.yaml_tree import Tree, load_tree, parse
-from ngym.did_you_mean import did_you_mean, near_file, nearest
+from ngym.did_you_mean import near_file, nearest
 from ngym.errors import ConfigError
 from ngym.telemetry.redact import redacted
 
+from .algorithms import AnyAlgorithm, PolicyGradientOptions, corrected
 from .base import Positive, Record, Share, Word, existing, find
 from .checkpoint import CheckpointOptions
 from .engine import EngineOptions
 from .logging import LoggingOptions
 from .model import ModelOptions
-from .objective import Preference
-from .rl import EvaluationOptions, GrpoOptions, RolloutOptions, corrected, evaluation_problem
+from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
 from .validation import refusals
 
 
@@ -42,38 +42,6 @@ class DataOptions(Record):
     @classmethod
     def _script_exists(cls, made_by: tuple[str, ...]) -> tuple[str, ...]:
         return (existing(made_by[0]), *made_by[1:]) if made_by else made_by
-
-
-class SftOptions(Record):
-    """Demonstrations: what was said becomes likelier."""
-
-    name: Literal["sft"]
-
-
-class DpoOptions(Preference):
-    """What each pair costs."""
-
-    name: Literal["dpo"]
-    sft_weight: float = Field(default=0.0, ge=0, description="Of the negative log-likelihood of what was chosen.")
-
-
-ALGORITHMS: dict[str, type[BaseModel]] = {"dpo": DpoOptions, "grpo": GrpoOptions, "sft": SftOptions}
-
-
-def _of_its_name(value: object) -> object:
-    """The options of the algorithm that is named: a mistake in them is one line, not one for each algorithm."""
-    if not isinstance(value, dict):
-        return value
-    name = str(value.get("name", ""))
-    if name not in ALGORITHMS:
-        said = f"there is no algorithm {name!r}" if name else "it needs a name"
-        raise ValueError(said + did_you_mean(name, ALGORITHMS))
-    return ALGORITHMS[name].model_validate(value)
-
-
-AlgorithmOptions = Annotated[
-    SftOptions | DpoOptions | GrpoOptions, BeforeValidator(_of_its_name), Field(discriminator="name")
-]
 
 
 class OptimizerOptions(Record):
@@ -129,7 +97,7 @@ class Recipe(Record):
     seed: of new weights, orders and draws. max_steps: the run ends after so many; null: with its file.
     """
 
-    algorithm: AlgorithmOptions
+    algorithm: AnyAlgorithm
     output: Path = Field(description="The run's folder: recipe.yaml, metrics.jsonl, policy/.")
     seed: int = 0
     model: ModelOptions
@@ -159,7 +127,7 @@ class Recipe(Record):
     def _of_a_file(cls, value: int | None, info: ValidationInfo) -> int | None:
         """A live run has other words for the same, and would not look at these."""
         algorithm = info.data.get("algorithm")
-        live = algorithm is not None and algorithm.name == "grpo" and info.data.get("data", ...) is None
+        live = isinstance(algorithm, PolicyGradientOptions) and info.data.get("data", ...) is None
         assert info.field_name is not None
         default, instead = OF_A_FILE[info.field_name]
         if not live:
@@ -174,12 +142,13 @@ class Recipe(Record):
         algorithm = info.data.get("algorithm")
         if algorithm is None or "data" not in info.data:
             return value  # they have an error of their own
-        if value is not None and algorithm.name != "grpo":
+        of_rollouts = isinstance(algorithm, PolicyGradientOptions)
+        if value is not None and not of_rollouts:
             raise ValueError(f"{algorithm.name} learns from a file; remove rollouts, and name data.path")
         if info.data["data"] is None and value is None:
             raise ValueError(
                 "nothing to learn from; name a file with data.path"
-                + (", or give rollouts an agent and tasks" if algorithm.name == "grpo" else "")
+                + (", or give rollouts an agent and tasks" if of_rollouts else "")
             )
         if info.data["data"] is None and info.data.get("max_steps") is None:
             raise ValueError("live rollouts have no end; set max_steps")
@@ -192,7 +161,9 @@ class Recipe(Record):
         if value is None or not {"algorithm", "data", "rollouts"} <= known.keys():
             return value  # they have an error of their own
         live = known["rollouts"] if known["data"] is None else None
-        if problem := evaluation_problem(value, live, known["algorithm"].name):
+        algorithm = known["algorithm"]
+        of_rollouts = isinstance(algorithm, PolicyGradientOptions)
+        if problem := evaluation_problem(value, live, algorithm.name, learns_from_rollouts=of_rollouts):
             raise ValueError(problem)
         return value if live is None else value.following(live)
 
@@ -229,12 +200,12 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
     Raises:
         ConfigError: one line for each mistake.
     """
-    tree = load_tree([_recipe_file(name) for name in files], overrides)
+    tree = load_tree([_recipe_file(name) for name in files], overrides, named=("algorithm",))
     recipe = parse(Recipe, tree)
     refused = [f"{tree.where(key)}: {key}: {reason}" for key, reason in refusals(recipe)]
     if refused:
         raise ConfigError("\n".join(refused))
-    if isinstance(recipe.algorithm, GrpoOptions) and recipe.live and recipe.live.max_lag:
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.live and recipe.live.max_lag:
         recipe = recipe.model_copy(update={"algorithm": corrected(recipe.algorithm)})
     return recipe, tree
 

@@ -8,56 +8,8 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from .base import ExistingPath, Positive, Record, Share
-from .objective import UNCOMPARED, Advantage, Correction, Critic, Kl, Objective, PolicyLoss, Refusal, refusals
 
 HELD_OUT = "validation.jsonl"
-
-
-class SoftOverlong(Record):
-    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
-
-    limit: sampled tokens of a rollout. buffer: tokens over which the penalty grows. weight: the penalty at the limit.
-    """
-
-    limit: Positive
-    buffer: Positive
-    weight: float = Field(default=1.0, gt=0)
-
-
-class Shaping(Record):
-    """DAPO's ways with what teaches nothing or runs too long.
-
-    skip_equal_groups: leave out groups whose rewards are all equal, instead of counting their tokens.
-    drop_truncated: what was cut off counts in its group's statistics, and is not trained.
-    """
-
-    skip_equal_groups: bool = True
-    drop_truncated: bool = False
-    soft_overlong: SoftOverlong | None = None
-
-
-class GrpoOptions(Record):
-    """The whole family; objective.py says which switches make which member.
-
-    temperature: that of the rollouts; the trainer's logits are divided by it.
-    max_mismatch: bound on token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
-    """
-
-    name: Literal["grpo"]
-    advantage: Advantage = Advantage()
-    loss: PolicyLoss = PolicyLoss()
-    kl: Kl = Kl()
-    correction: Correction = Correction()
-    critic: Critic | None = None
-    shaping: Shaping = Shaping()
-    temperature: float = Field(default=1.0, gt=0)
-    max_mismatch: float = Field(default=1.05, gt=1)
-
-    @property
-    def objective(self) -> Objective:
-        return Objective(
-            advantage=self.advantage, loss=self.loss, kl=self.kl, correction=self.correction, critic=self.critic
-        )
 
 
 class HeldOutOptions(Record):
@@ -234,37 +186,19 @@ def _distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
     return environments
 
 
-def evaluation_problem(options: EvaluationOptions, live: RolloutOptions | None, algorithm: str) -> str | None:
+def evaluation_problem(
+    options: EvaluationOptions, live: RolloutOptions | None, name: str, *, learns_from_rollouts: bool
+) -> str | None:
     """Why this run cannot be evaluated like that, or None.
 
-    live: None for a run that learns from a file.
+    name: of the algorithm. live: None for a run that learns from a file.
     """
     if live is None:
-        if options.data is not None and algorithm == "grpo":
-            return "nothing of grpo can be measured on a finished file; remove evaluation.data"
-        if options.data is None and algorithm != "grpo":
-            return f"{algorithm} learns from a file and is evaluated on one; name evaluation.data"
+        if options.data is not None and learns_from_rollouts:
+            return f"nothing of {name} can be measured on a finished file; remove evaluation.data"
+        if options.data is None and not learns_from_rollouts:
+            return f"{name} learns from a file and is evaluated on one; name evaluation.data"
         return None
     if options.tasks is not None and len(live.sources) > 1:
         return "which of the agents attempts evaluation.tasks? Use evaluation.environments, with an agent for each"
     return None
-
-
-def corrected(options: GrpoOptions) -> GrpoOptions:
-    """With importance weights for rollouts of older weights, where nothing was said of it and no ratio has them in it."""
-    if "correction" in options.model_fields_set or options.loss.anchor == "sampler":
-        return options
-    return options.model_copy(update={"correction": Correction(kind="token")})
-
-
-def grpo_refusals(options: GrpoOptions) -> list[Refusal]:
-    """Every combination that makes no sense, with its reason."""
-    estimator = options.advantage.estimator
-    found = refusals(options.objective)
-    if options.shaping.skip_equal_groups and estimator in UNCOMPARED:
-        reason = f"estimator {estimator} learns from groups of equal rewards, too; set it to false"
-        found.append(Refusal("shaping.skip_equal_groups", reason))
-    if options.shaping.soft_overlong is not None and options.advantage.components != "sum":
-        reason = "normalise_then_sum looks at the components of the reward, which have no length penalty; use sum"
-        found.append(Refusal("advantage.components", reason))
-    return found

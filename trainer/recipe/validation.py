@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .objective import UNCOMPARED, Preference, Refusal, preference_refusals
-from .rl import GrpoOptions, grpo_refusals
+from .algorithms import PolicyGradientOptions
+from .objective import UNCOMPARED, Refusal
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -13,18 +13,12 @@ if TYPE_CHECKING:
 
 def refusals(recipe: Recipe) -> list[Refusal]:
     """All of them."""
-    options = recipe.algorithm
-    found: list[Refusal] = []
-    if isinstance(options, Preference):
-        found = preference_refusals(options)
-    elif isinstance(options, GrpoOptions):
-        found = grpo_refusals(options)
-    found = [Refusal(f"algorithm.{key}", reason) for key, reason in found]
+    found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
     return [*found, *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
 
 
 def _of_single_attempts(recipe: Recipe) -> list[Refusal]:
-    if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, GrpoOptions):
+    if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
         return []
     estimator = recipe.algorithm.advantage.estimator
     if estimator not in UNCOMPARED:
@@ -44,7 +38,8 @@ def _of_adapters(recipe: Recipe) -> list[Refusal]:
         found.append(
             Refusal("rollouts.transport", "lora sends an adapter, and none is trained; set model.lora, or http")
         )
-    if recipe.model.lora is not None and recipe.model.lora.dropout > 0 and recipe.algorithm.name == "grpo":
+    of_rollouts = isinstance(recipe.algorithm, PolicyGradientOptions)
+    if recipe.model.lora is not None and recipe.model.lora.dropout > 0 and of_rollouts:
         reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
         found.append(Refusal("model.lora.dropout", reason))
     if recipe.model.lora is not None and recipe.engine.tensor_parallel > 1:
@@ -64,7 +59,11 @@ def _of_shared_gpus(recipe: Recipe) -> list[Refusal]:
     if recipe.engine.offload.optimizer is not None:
         reason = "rollouts.colocated moves the states for the time of sampling; keep one of the two"
         found.append(Refusal("engine.offload.optimizer", reason))
-    if isinstance(recipe.algorithm, GrpoOptions) and recipe.algorithm.kl.coef > 0 and recipe.model.lora is None:
+    if (
+        isinstance(recipe.algorithm, PolicyGradientOptions)
+        and recipe.algorithm.kl.coef > 0
+        and recipe.model.lora is None
+    ):
         reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
         found.append(Refusal("algorithm.kl.coef", reason))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import yaml
 from pydantic import BaseModel
 
 from ngym.cli.train import trainer
@@ -27,7 +28,9 @@ def text(specimen: Specimen) -> str:
     for name, field in recipe.model_fields.items():
         model = _model(field.annotation)
         if name == "algorithm":
-            sections += [_algorithm(key, options) for key, options in config.ALGORITHMS.items()]
+            algorithms = trainer("recipe.algorithms")
+            base = algorithms.GrpoOptions
+            sections += [_algorithm(key, options, base) for key, options in algorithms.ALGORITHMS.items()]
         elif model is None:
             plain.append(next(key for key in keys(recipe) if key.name == name))
         else:
@@ -40,9 +43,22 @@ def _model(kind: object) -> type[BaseModel] | None:
     return inside[0] if len(inside) == 1 else None
 
 
-def _algorithm(name: str, options: type[BaseModel]) -> str:
+def _algorithm(name: str, options: type[BaseModel], base: type[BaseModel]) -> str:
+    """base: the options whose keys others have, too, with defaults of their own."""
+    if options is not base and issubclass(options, base.__bases__[0]):
+        return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{_setting(options, base)}"
     found = [key if key.name != "algorithm.name" else _named(key, name) for key in keys(options, "algorithm.")]
     return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{keys_table(found)}"
+
+
+def _setting(options: type[BaseModel], base: type[BaseModel]) -> str:
+    own = {
+        name: field.default.model_dump(exclude_unset=True)
+        for name, field in options.model_fields.items()
+        if name != "name" and field.default != base.model_fields[name].default
+    }
+    shown = fence("yaml", yaml.safe_dump({"algorithm": own}, sort_keys=False))
+    return f"The keys are those of [grpo](#grpo). Its own defaults:\n\n{shown}"
 
 
 def _named(key: Key, name: str) -> Key:

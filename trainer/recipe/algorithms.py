@@ -1,0 +1,323 @@
+"""The options of every algorithm, by name. A name stands for a published setting; each of its keys can be overridden.
+
+| name | paper | setting |
+|---|---|---|
+| sft | - | negative log-likelihood of demonstrations |
+| dpo | 2305.18290 | preference pairs; also IPO and hinge |
+| grpo | 2402.03300 | advantage group_std; its aggregation is DAPO's (token), and it has no reference |
+| dr_grpo | 2503.20783 | group_mean, aggregation fixed (needs loss.fixed_length) |
+| dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
+| gspo | 2507.18071 | one ratio for a sequence, narrow bounds |
+| cispo | 2506.13585 | a clipped weight instead of a clipped objective |
+| rloo | 2402.14740 | leave_one_out, one ratio for a rollout, KL in the reward |
+| reinforce_pp | 2501.03262 | the whitened reward itself, KL in the reward |
+| reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
+| gdpo | 2601.05242 | each component of the reward normalised on its own |
+| ppo | 1707.06347 | GAE with a critic |
+
+`name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is an algorithm of the user's: a subclass of one of
+these classes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
+
+from ngym.did_you_mean import did_you_mean
+
+from .base import Positive, Record
+from .objective import (
+    UNCOMPARED,
+    Advantage,
+    Correction,
+    Critic,
+    Kl,
+    Objective,
+    PolicyLoss,
+    Preference,
+    Refusal,
+    preference_refusals,
+    refusals,
+)
+
+if TYPE_CHECKING:
+    from ..algorithms import Algorithm, Setup
+
+
+class AlgorithmOptions(Record):
+    """The base class of every algorithm's options.
+
+    implementation: the module of trainer.algorithms whose `create(setup)` returns the algorithm.
+    """
+
+    implementation: ClassVar[str]
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, given: Any) -> Any:
+        """A group of keys replaces those keys of this algorithm's setting, and leaves the others as they are."""
+        if not isinstance(given, dict):
+            return given
+        defaults = {key: field.default for key, field in cls.model_fields.items()}
+        return {key: _merged(defaults.get(key), value) for key, value in given.items()}
+
+    def create(self, setup: Setup) -> Algorithm:
+        """The algorithm with these options. Override it for an algorithm of your own."""
+        module = importlib.import_module(f"..algorithms.{self.implementation}", __package__)
+        return cast("Algorithm", module.create(setup))
+
+    def refusals(self) -> list[Refusal]:
+        """Every combination that makes no sense, with its key below `algorithm` and the reason."""
+        return []
+
+
+def _merged(default: Any, given: Any) -> Any:
+    if isinstance(default, BaseModel) and isinstance(given, dict):
+        return default.model_dump(exclude_unset=True) | given
+    return given
+
+
+class SftOptions(AlgorithmOptions):
+    """Supervised fine-tuning on demonstrations: what the assistant says becomes likelier."""
+
+    implementation = "sft"
+    name: Literal["sft"] = "sft"
+
+
+class DpoOptions(Preference, AlgorithmOptions):
+    """Direct preference optimisation (arXiv 2305.18290) on pairs."""
+
+    implementation = "dpo"
+    name: Literal["dpo"] = "dpo"
+    sft_weight: float = Field(default=0.0, ge=0, description="Of the negative log-likelihood of what was chosen.")
+
+    def refusals(self) -> list[Refusal]:
+        return preference_refusals(self)
+
+
+class SoftOverlong(Record):
+    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
+
+    limit: sampled tokens of a rollout. buffer: tokens over which the penalty grows. weight: the penalty at the limit.
+    """
+
+    limit: Positive
+    buffer: Positive
+    weight: float = Field(default=1.0, gt=0)
+
+
+class Shaping(Record):
+    """DAPO's treatment of groups without a learning signal and of rollouts that are too long.
+
+    skip_equal_groups: leave out groups whose rewards are all equal, instead of counting their tokens.
+    drop_truncated: what was cut off counts in its group's statistics, and is not trained.
+    """
+
+    skip_equal_groups: bool = True
+    drop_truncated: bool = False
+    soft_overlong: SoftOverlong | None = None
+
+
+class PolicyGradientOptions(AlgorithmOptions):
+    """An algorithm that learns from scored rollouts. Its formulas are in docs/algorithms.md.
+
+    temperature: that of the rollouts; the trainer's logits are divided by it.
+    max_mismatch: bound on token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
+    """
+
+    implementation = "policy_gradient"
+    advantage: Advantage = Advantage()
+    loss: PolicyLoss = PolicyLoss()
+    kl: Kl = Kl()
+    correction: Correction = Correction()
+    critic: Critic | None = None
+    shaping: Shaping = Shaping()
+    temperature: float = Field(default=1.0, gt=0)
+    max_mismatch: float = Field(default=1.05, gt=1)
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(
+            advantage=self.advantage, loss=self.loss, kl=self.kl, correction=self.correction, critic=self.critic
+        )
+
+    def refusals(self) -> list[Refusal]:
+        estimator = self.advantage.estimator
+        found = refusals(self.objective)
+        if self.shaping.skip_equal_groups and estimator in UNCOMPARED:
+            reason = f"estimator {estimator} learns from groups of equal rewards, too; set it to false"
+            found.append(Refusal("shaping.skip_equal_groups", reason))
+        if self.shaping.soft_overlong is not None and self.advantage.components != "sum":
+            reason = "normalise_then_sum looks at the components of the reward, which have no length penalty; use sum"
+            found.append(Refusal("advantage.components", reason))
+        return found
+
+
+class GrpoOptions(PolicyGradientOptions):
+    """Group relative policy optimisation (arXiv 2402.03300, section 4.1), averaged over tokens and without a reference.
+
+    The paper's own: loss.aggregation sequence, kl.coef 0.04, kl.gradient pathwise.
+    """
+
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGrpoOptions(PolicyGradientOptions):
+    """Dr. GRPO (arXiv 2503.20783, section 3.2): not divided by deviations or lengths. Needs loss.fixed_length."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    advantage: Advantage = Advantage(estimator="group_mean")
+    loss: PolicyLoss = PolicyLoss(aggregation="fixed")
+
+
+class DapoOptions(PolicyGradientOptions):
+    """DAPO (arXiv 2503.14476). Its other parts are rollouts.dynamic_sampling and shaping.soft_overlong."""
+
+    name: Literal["dapo"] = "dapo"
+    loss: PolicyLoss = PolicyLoss(aggregation="token", clip_low=0.2, clip_high=0.28)
+    shaping: Shaping = Shaping(skip_equal_groups=True, drop_truncated=True)
+
+
+class GspoOptions(PolicyGradientOptions):
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1)."""
+
+    name: Literal["gspo"] = "gspo"
+    loss: PolicyLoss = PolicyLoss(ratio="sequence", aggregation="sequence", clip_low=3e-4, clip_high=4e-4)
+
+
+class CispoOptions(PolicyGradientOptions):
+    """CISPO of MiniMax-M1 (arXiv 2506.13585, section 3.1): the weight is at most 5."""
+
+    name: Literal["cispo"] = "cispo"
+    loss: PolicyLoss = PolicyLoss(surrogate="cispo", aggregation="token", clip_low=1.0, clip_high=4.0)
+
+
+class RlooOptions(PolicyGradientOptions):
+    """REINFORCE leave-one-out (arXiv 2402.14740)."""
+
+    name: Literal["rloo"] = "rloo"
+    advantage: Advantage = Advantage(estimator="leave_one_out")
+    loss: PolicyLoss = PolicyLoss(ratio="product", aggregation="sequence")
+    kl: Kl = Kl(coef=0.05, where="reward", estimator="k1")
+
+
+class ReinforcePpOptions(PolicyGradientOptions):
+    """REINFORCE++ (arXiv 2501.03262): the baseline is the mean over the whole step."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    advantage: Advantage = Advantage(estimator="reward", whiten=True)
+    kl: Kl = Kl(coef=1e-3, where="reward", estimator="k1")
+    shaping: Shaping = Shaping(skip_equal_groups=False)
+
+
+class ReinforcePpBaselineOptions(PolicyGradientOptions):
+    """REINFORCE++-baseline (arXiv 2501.03262): less the group's mean, then whitened over the step."""
+
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    advantage: Advantage = Advantage(estimator="group_mean", whiten=True)
+    kl: Kl = Kl(coef=1e-3, where="loss", estimator="k2")
+
+
+class GdpoOptions(PolicyGradientOptions):
+    """GDPO (arXiv 2601.05242): each component of the reward is normalised within its group."""
+
+    name: Literal["gdpo"] = "gdpo"
+    advantage: Advantage = Advantage(estimator="group_std", components="normalise_then_sum")
+
+
+class PpoOptions(PolicyGradientOptions):
+    """Proximal policy optimisation (arXiv 1707.06347, eq. 7) with GAE (arXiv 1506.02438, eq. 16) and a critic."""
+
+    name: Literal["ppo"] = "ppo"
+    advantage: Advantage = Advantage(estimator="gae", gamma=1.0, lam=0.95, whiten=True)
+    critic: Critic | None = Critic()
+    shaping: Shaping = Shaping(skip_equal_groups=False)
+
+
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {
+    options.model_fields["name"].default: options
+    for options in (
+        SftOptions, DpoOptions, GrpoOptions, DrGrpoOptions, DapoOptions, GspoOptions, CispoOptions, RlooOptions, ReinforcePpOptions, ReinforcePpBaselineOptions, GdpoOptions, PpoOptions,
+    )
+}  # fmt: skip
+
+
+def options_class(name: str) -> type[AlgorithmOptions]:
+    """The options of the algorithm with this name, or of the user's own at `module:Class` or `file.py:Class`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if ":" not in name:
+        if name not in ALGORITHMS:
+            said = f"there is no algorithm {name!r}" if name else "it needs a name"
+            raise ValueError(said + did_you_mean(name, ALGORITHMS))
+        return ALGORITHMS[name]
+    place, _, attribute = name.rpartition(":")
+    try:
+        found = getattr(_module(place), attribute, None)
+    except (ImportError, OSError) as error:
+        raise ValueError(f"{place} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, AlgorithmOptions)):
+        raise ValueError(f"{place} has no subclass of AlgorithmOptions called {attribute!r}")  # noqa: TRY004 - pydantic wants a ValueError
+    return found
+
+
+def _module(place: str) -> Any:
+    """A module by its import path, or of a file."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    name = f"ngym_algorithm_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _parsed(value: object) -> object:
+    """The options of the algorithm that is named: a mistake in them is one line, not one for each algorithm."""
+    if not isinstance(value, dict):
+        return value
+    return options_class(str(value.get("name", ""))).model_validate(value)
+
+
+AnyAlgorithm = Annotated[
+    SerializeAsAny[
+        SftOptions
+        | DpoOptions
+        | GrpoOptions
+        | DrGrpoOptions
+        | DapoOptions
+        | GspoOptions
+        | CispoOptions
+        | RlooOptions
+        | ReinforcePpOptions
+        | ReinforcePpBaselineOptions
+        | GdpoOptions
+        | PpoOptions
+        | AlgorithmOptions
+    ],
+    BeforeValidator(_parsed),
+]
+
+
+def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:
+    """With importance weights for rollouts of older weights, where the recipe has no correction and no ratio includes them."""
+    if "correction" in options.model_fields_set or options.loss.anchor == "sampler":
+        return options
+    return options.model_copy(update={"correction": Correction(kind="token")})
