@@ -20,8 +20,8 @@ import httpx
 from forked import MODEL_SERVER, FdAtStart, Forked
 from machine import PATIENCE_S, wait_until
 
-from ngym.process import leave
-from ngym.services.runner import ServiceSpec, run
+from ngym.runtime.event_loop import leave
+from ngym.services.base.runner import ServiceSpec, run
 
 CONTEXT = (
     32_768  # tokens. One answer of so many takes half a minute where tokens come fast: it ends when a test ends it
