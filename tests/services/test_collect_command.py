@@ -43,16 +43,16 @@ def tasks(tmp_path: Path) -> Path:
 
 SIGNALLED = """
 import os, sys
-from ngym.cli import collecting
+from ngym.cli import collect_run
 
-number, echo = int(sys.argv.pop(1)), collecting.Session._echo
+number, echo = int(sys.argv.pop(1)), collect_run.Session._echo
 
 def signalled(self, text, nl=True):
     echo(self, text, nl)
     if text.startswith("resumed run"):
         os.kill(os.getpid(), number)
 
-collecting.Session._echo = signalled
+collect_run.Session._echo = signalled
 from ngym.cli.main import main
 main(prog_name="ng")
 """

@@ -67,6 +67,35 @@ def _leads_somewhere(target: Path, fragment: str, reference: dict[str, str]) -> 
     return not fragment or (target.suffix == ".md" and fragment in anchors(target.read_text(encoding="utf-8")))
 
 
+def test_functions_that_the_architecture_names_are_defined_in_the_linked_files() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    linked = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", page.read_text())
+    assert len(linked) > 30
+    wrong = [f"{name} is not in {path}" for name, path in linked if name not in _defined(page.parent / path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_is_described_in_the_architecture() -> None:
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "architecture.md").read_text()))
+    packages = {file.parent.name for top in ("ngym", "trainer") for file in (ROOT / top).glob("*/__init__.py")}
+    assert packages <= named
+
+
+def _defined(file: Path) -> set[str]:
+    """The functions and classes of a file, and `Class.method`."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {
+                f"{node.name}.{each.name}"
+                for each in node.body
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
+    return names
+
+
 def test_nothing_on_the_site_comes_from_another_server(site: Path) -> None:
     fetched = re.compile(
         r"""<(?:script|img|iframe|link rel="(?:stylesheet|preload|preconnect)")[^>]*(?:src|href)="(https?:)?//"""
