@@ -36,7 +36,7 @@ check: install ## Lint, format, types, floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONPATH=. $(BIN)/lint-imports
+	$(BIN)/lint-imports
 
 bench: install ## All measurements, into docs/benchmarks.md (ten minutes); shorter, elsewhere: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -7,7 +7,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Programs and data, not packages: under `ngym` they travel with it and add no import name.
-SHIPPED = ("agents", "bridges.yaml", "data", "global_config.yaml", "gym_servers", "models", "trainer")
+SHIPPED = ("agents", "bridges.yaml", "data", "global_config.yaml", "gym_servers", "models")
 
 
 class ShippedServices(BuildHookInterface):

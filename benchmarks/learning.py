@@ -21,7 +21,7 @@ import orjson
 from lessons.problem import Lesson, Problem
 
 from ngym.cli.walkthrough import Walk
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import RECIPES, shipped
 from ngym.files.jsonl import read, write_whole
 from ngym.schema import Json
 
@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()  # overrides may stand behind options
     lesson: Lesson = import_module(f"lessons.{options.lesson}").lesson
     folder = options.folder / f"{options.lesson}-{options.seed}"
-    recipes = shipped() / "trainer" / "recipes"
+    recipes = RECIPES
 
     walk = Walk(of=3)
     walk.step(f"tasks, and demonstrations by a beginner: {lesson.habit}")

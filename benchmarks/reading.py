@@ -88,7 +88,9 @@ class Recorder:
         lines: dict[str, set[int]] = {}
         for line in (self._folder / "ran").read_text().splitlines():
             file, first, last = line.split("\t")
-            lines.setdefault(str(Path(file).relative_to(ROOT)), set()).update(range(int(first), int(last) + 1))
+            lines.setdefault(str(Path(file).resolve().relative_to(ROOT)), set()).update(
+                range(int(first), int(last) + 1)
+            )
         return lines
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import Tree
@@ -44,6 +44,7 @@ from .recipe.rl import RolloutOptions
 from .reporting import sinks
 
 if TYPE_CHECKING:
+    from .data.samples import Batch
     from .online.services import Services
     from .reporting.metrics import Metrics
 
@@ -168,7 +169,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
                 saver.after(step)
 
             try:
-                with closing(batches):
+                with closing(cast("Generator[Batch]", batches)):
                     loop.train(
                         learner,
                         algorithm,

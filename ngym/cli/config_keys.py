@@ -22,7 +22,7 @@ class Definition(NamedTuple):
 
 def of_recipe() -> Iterator[str]:
     """Every key of a training recipe."""
-    return of_model(shipped() / "trainer" / "recipe" / "recipe.py", "Recipe")
+    return of_model(PACKAGE / "trainer" / "recipe" / "recipe.py", "Recipe")
 
 
 def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ import click
 from ngym.cli.exit_status import writing
 from ngym.cli.main import command
 from ngym.cli.walkthrough import Walk
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import RECIPES, shipped
 
 QUICKSTART = Path("runs/quickstart/sft/policy")
 CONFIG = """\
@@ -73,7 +73,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     )
     walk.step("direct preference optimisation")
     what = (f"model.path={policy}", f"data.path={pairs}", f"output={folder / 'dpo'}", f"seed={seed}")
-    walk.ng("train", str(shipped() / "trainer" / "recipes" / "dpo.yaml"), *what, "--overwrite")
+    walk.ng("train", str(RECIPES / "dpo.yaml"), *what, "--overwrite")
     walk.step("how good it is now")
     collect(held_out, after, "--repeats", str(HELD_OUT_REPEATS), "policy.model=dpo/policy")
 
@@ -89,9 +89,7 @@ def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
         return QUICKSTART
 
     output = folder / "sft"
-    walk.ng(
-        "train", str(shipped() / "trainer" / "recipes" / "sft.yaml"), f"output={output}", f"seed={seed}", "--overwrite"
-    )
+    walk.ng("train", str(RECIPES / "sft.yaml"), f"output={output}", f"seed={seed}", "--overwrite")
     return output / "policy"
 
 

@@ -15,7 +15,7 @@ import click
 from ngym.cli.exit_status import writing
 from ngym.cli.main import command
 from ngym.cli.walkthrough import Walk
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import RECIPES, shipped
 from ngym.schema import Json
 
 CONFIG = """\
@@ -99,7 +99,7 @@ class Places(NamedTuple):
 
 
 def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
-    recipes, folder = shipped() / "trainer" / "recipes", places.folder
+    recipes, folder = RECIPES, places.folder
     if not walk.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
         with writing(places.config):

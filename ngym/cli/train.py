@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ from click.shell_completion import CompletionItem
 
 from ngym.cli.completion_names import is_value, keys
 from ngym.cli.main import command
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import RECIPES
 from ngym.errors import UsageError
-
-PACKAGE = "_ngym_trainer"
 
 EXIT_CODES = """\
 Exit codes: 0    the policy is saved (with --sweep: each run's is)
@@ -33,7 +30,7 @@ def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list
     from ngym.cli.config_keys import of_recipe
 
     known = list(of_recipe())
-    names = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
+    names = sorted(path.name for path in RECIPES.glob("*.yaml"))
     found = [CompletionItem(name) for name in names if name.startswith(begun)]
     if is_value(known, ctx, parameter):
         found = []
@@ -107,15 +104,5 @@ def _all_to_stderr() -> Iterator[None]:
 
 
 def trainer(module: str) -> ModuleType:
-    """A module of the trainer: a package under a private name, so that `trainer` never becomes an import name."""
-    if PACKAGE not in sys.modules:
-        folder = shipped() / "trainer"
-        spec = importlib.util.spec_from_file_location(
-            PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        if spec is None or spec.loader is None or not folder.is_dir():
-            raise UsageError(f"{folder}: the trainer is not there; install ngym again")
-        package = importlib.util.module_from_spec(spec)
-        sys.modules[PACKAGE] = package
-        spec.loader.exec_module(package)
-    return importlib.import_module(f"{PACKAGE}.{module}")
+    """A module of ngym.trainer, imported when it is needed: some import PyTorch."""
+    return importlib.import_module(f"ngym.trainer.{module}")

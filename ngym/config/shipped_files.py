@@ -8,6 +8,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+RECIPES = PACKAGE / "trainer" / "recipes"
 
 
 def shipped() -> Path:

@@ -159,7 +159,10 @@ class Servers:
 
     def __init__(self, folder: Path, root: Path, stanzas: dict[str, dict[str, Any]]) -> None:
         self._start = lambda name: start(folder, root, name, **stanzas[name])
-        self._running = {name: self._start(name) for name in stanzas}
+        # Fresh ones last: the first forked one waits for vLLM's imports, and a fresh one would load unobserved meanwhile.
+        order = sorted(stanzas, key=lambda name: bool(stanzas[name].get("fresh")))
+        started = {name: self._start(name) for name in order}
+        self._running = {name: started[name] for name in stanzas}
 
     def __enter__(self) -> Self:
         try:

@@ -223,7 +223,7 @@ def test_an_evaluation_that_the_run_cannot_make_is_refused(
     environments = [{"agent": f"agent_{n}", "tasks": tasks} for n in range(live or 0)]
     rollouts = rl.RolloutOptions(environments=environments) if live else None
     asked = rl.EvaluationOptions(**{key: tasks for key in options})
-    problem = rl.evaluation_problem(asked, rollouts, algorithm)
+    problem = rl.evaluation_problem(asked, rollouts, algorithm, learns_from_rollouts=algorithm == "grpo")
     assert problem is None if reason is None else problem is not None and reason in problem
 
 

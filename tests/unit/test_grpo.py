@@ -125,6 +125,21 @@ def read(lines: list[Row]) -> list[Any]:
     return found.rollouts
 
 
+def test_the_algorithm_of_the_documentation_trains_on_the_rewarded_rollouts_alone(
+    root: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    page = (root / "docs" / "algorithms.md").read_text()
+    file = tmp_path / "rejection_sampling.py"
+    file.write_text(page.partition("```python\n")[2].partition("```")[0])
+    name = f"{file}:RejectionSampling"
+    chosen = algorithms.options_class(name).model_validate({"name": name, "threshold": 0.5})
+    algorithm, trained = chosen.create(None), learner(tokenizer)
+    batch = algorithm.prepare(read(rows()), trained, BUDGET)
+    assert batch == [rollout for rollout in read(rows()) if rollout.reward == 1] and 0 < len(batch) < len(rows())
+    first, second = (loop.take_step(trained, algorithm, batch, BUDGET, 1.0).means["loss"] for _ in range(2))
+    assert second < first
+
+
 def own(batch: list[Any], learner: Any) -> list[Any]:
     """The rollouts as if this policy had sampled them."""
     return [
@@ -455,7 +470,7 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         ),
         (["rollouts=null"], "nothing to learn from; name a file with data.path, or give rollouts an agent and tasks"),
         (["max_steps=null"], "live rollouts have no end; set max_steps"),
-        (["algorithm.name=sft"], "unknown key"),
+        (["algorithm.name=sft"], "sft learns from a file; remove rollouts"),
         (["data.path=none.jsonl"], "command line: data.path: there is no none.jsonl"),
     ],
 )

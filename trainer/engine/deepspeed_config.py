@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..recipe.recipe import EngineOptions, OptimizerOptions
+from ..recipe.engine import EngineOptions
+from ..recipe.recipe import OptimizerOptions
 from . import tensor_parallel
 
 

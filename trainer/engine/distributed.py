@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..recipe.recipe import Launch
 from .heartbeat import watched
@@ -32,9 +33,7 @@ def joined(launch: Launch) -> Iterator[None]:
             if launch.launched:
                 distributed.init_process_group(backend, timeout=PATIENCE)
             else:
-                distributed.init_process_group(
-                    backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=PATIENCE
-                )
+                distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=PATIENCE)
             yield
     finally:
         _leave()

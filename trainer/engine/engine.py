@@ -31,8 +31,9 @@ from ..model.packing import Packed, plan
 from ..model.policy import Policy
 from ..model.sequence_parallel import Group
 from ..model.torch_compile import compile_layers
+from ..recipe.engine import EngineOptions
 from ..recipe.model import LoraOptions
-from ..recipe.recipe import EngineOptions, Launch, OptimizerOptions
+from ..recipe.recipe import Launch, OptimizerOptions
 from . import deepspeed_config, optimizer, optimizer_state, rng_state, tensor_parallel
 from .distributed import wait_for_all
 from .offload import Offloaded

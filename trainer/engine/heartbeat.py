@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
-from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ngym.errors import NgymError
 
@@ -64,13 +64,13 @@ class Company:
         self._watch.start()
         self._talk.start()
 
-    def _meet(self) -> distributed.TCPStore:
+    def _meet(self) -> TCPStore:
         """The store, once each rank's first sign is there."""
         host, port = _address()
         has_it = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
             store = _in_time(
-                lambda: distributed.TCPStore(
+                lambda: TCPStore(
                     host,
                     port,
                     is_master=has_it,
@@ -88,7 +88,7 @@ class Company:
                 ) from error
             raise RankGone(self._alone([0])) from error
         try:
-            store.set(_key(self._rank), FIRST)
+            store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes, too
             _in_time(lambda: store.wait(list(map(_key, self._others)), timedelta(seconds=MEET_S)), MEET_S)
             store.set_timeout(timedelta(seconds=STORE_S))
         except RuntimeError as error:
@@ -130,7 +130,7 @@ class Company:
                 os._exit(1)
 
     def _exchange(self) -> None:
-        store: distributed.TCPStore | None = self._store
+        store: TCPStore | None = self._store
         while not self._parted.wait(LOOK_S):
             try:
                 store = store or _met_again()
@@ -146,7 +146,7 @@ class Company:
                     self._seen[other] = Seen(sign, self._looks)
         if store is not None:
             with suppress(RuntimeError):
-                store.set(_key(self._rank), self._last)
+                store.set(_key(self._rank), self._last)  # type: ignore[arg-type]
 
     def _missing(self, looks: int) -> str | None:
         working = {rank: seen for rank, seen in self._seen.items() if seen.sign != DONE}
@@ -182,11 +182,9 @@ def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
         raise RuntimeError("nothing answers there") from None
 
 
-def _met_again() -> distributed.TCPStore:
+def _met_again() -> TCPStore:
     """A new connection to the store. RuntimeError: nobody is there."""
-    store = distributed.TCPStore(
-        *_address(), is_master=False, timeout=timedelta(seconds=LOOK_S), wait_for_workers=False
-    )
+    store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=LOOK_S), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
 

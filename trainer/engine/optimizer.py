@@ -123,4 +123,5 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         if left:
             gram = polynomial @ gram @ polynomial
     assert product is not None
-    return (product @ x).to(matrices.dtype)
+    whitened: Tensor = (product @ x).to(matrices.dtype)
+    return whitened

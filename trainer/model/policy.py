@@ -143,7 +143,7 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def _has_tokenizer(name: str) -> bool:
     """transformers makes an empty one for a model without."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     try:
         return cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False) is not None
@@ -182,7 +182,7 @@ def load_policy(
     if options.from_scratch is not None:
         return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how), temperature)
     try:
-        network = AutoModelForCausalLM.from_pretrained(options.path, **how, **SAFE)
+        network = AutoModelForCausalLM.from_pretrained(str(options.path), **how, **SAFE)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
     if options.lora is not None:

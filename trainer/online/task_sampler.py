@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
     """Which task a number is."""
 
     environment: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name
 
 
 class TaskSource:

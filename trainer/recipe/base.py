@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import PACKAGE, shipped
 
 
 class Record(BaseModel):
@@ -21,7 +21,7 @@ Word = Annotated[str, BeforeValidator(str)]  # a number in YAML is a word in a c
 
 def find(path: str) -> Path | None:
     """A file or folder in the working directory, else among the shipped ones."""
-    return next((found for found in (Path(path), shipped() / path) if found.exists()), None)
+    return next((found for found in (Path(path), shipped() / path, PACKAGE / path) if found.exists()), None)
 
 
 def existing(path: str) -> str:

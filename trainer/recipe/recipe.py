@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, ValidationInfo, field_validator
 
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import Tree, load_tree, parse
 from ngym.did_you_mean import near_file, nearest
 from ngym.errors import ConfigError
@@ -229,9 +229,9 @@ def _put(values: Any, path: Sequence[str], text: str) -> None:
 
 
 def _recipe_file(name: str) -> Path:
-    found = find(name) or find(f"trainer/recipes/{name}")
+    found = find(name) or find(f"{RECIPES}/{name}")
     if found is None:
-        known = sorted(path.name for path in (shipped() / "trainer" / "recipes").glob("*.yaml"))
+        known = sorted(path.name for path in RECIPES.glob("*.yaml"))
         near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
         remedy = f"give a YAML file, or one that travels with ngym: {', '.join(known)}"
         raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
