@@ -11,8 +11,6 @@ from types import FrameType
 
 import click
 
-from ngym.runtime.signals import put_off
-
 
 @dataclass
 class Walk:
@@ -52,45 +50,40 @@ class Walk:
         """A step's own words say what went wrong, so a failure only ends this command with the same exit code."""
         if self.dry_run:
             return
-        before = signal.signal(signal.SIGTERM, _terminated)
-        try:
-            code = _ended(arguments, sys.stderr.fileno() if self.err else None)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        code = _exit_code(arguments, sys.stderr.fileno() if self.err else None)
         if code:
             click.echo(f"{name} ended with exit code {code}; its message is above", err=True)
             sys.exit(code if code > 0 else 128 - code)
 
 
-def _terminated(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)
+def _exit_code(arguments: list[str], stdout: int | None) -> int:
+    """The exit code of a step. A step is never left running: it stops what it has started, and this waits for it.
 
-
-def _ended(arguments: list[str], stdout: int | None) -> int:
-    """The exit code of a step, which is never left alone: what it has started, it stops itself.
-
-    Of a Ctrl-C it hears from the terminal; of one as it starts, of SIGTERM, and of every Ctrl-C but the first, from us.
+    A terminal sends Ctrl-C to the step, too. SIGTERM, a Ctrl-C while the step starts, and every Ctrl-C after the first
+    are passed on as SIGTERM. The handlers raise nothing: an exception within Popen.wait can leave its lock taken, and
+    the next wait would not return.
 
     Raises:
-        KeyboardInterrupt, SystemExit: what came first, once the step has ended.
+        KeyboardInterrupt, SystemExit: for the first signal, once the step has ended.
     """
+    came: list[int] = []
     process: subprocess.Popen[bytes] | None = None
-    stopped: BaseException | None = None
-    hears = False
-    while True:
-        try:
-            if process is None:
-                with put_off():
-                    process = subprocess.Popen(arguments, stdout=stdout)
-            hears = True
-            code = process.wait()
-            break
-        except (KeyboardInterrupt, SystemExit) as error:
-            if process is None:
-                raise
-            if not hears or stopped is not None or isinstance(error, SystemExit):
-                process.terminate()
-            stopped = stopped or error
-    if stopped is not None:
-        raise stopped
+
+    def handle(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        if process is not None and (number == signal.SIGTERM or len(came) > 1):
+            process.terminate()
+
+    heard = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
+    try:
+        process = subprocess.Popen(arguments, stdout=stdout)
+        if came:
+            process.terminate()
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
     return code

@@ -24,7 +24,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from machine import PATIENCE_S
+from machine import PATIENCE_S, wait_until
 
 from ngym.cli import exit_status
 from ngym.cli.init import _write, project
@@ -313,6 +313,8 @@ try:
     print("begun", flush=True)
     time.sleep(600)
 finally:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     print("stopping", flush=True)
     time.sleep(float(sys.argv[1]))
     Path("stopped").touch()
@@ -356,6 +358,11 @@ def _read_until(process: subprocess.Popen[str], word: str) -> None:
         assert process.poll() is None
 
 
+def _waits_without_a_signal(pid: int) -> bool:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return status["State"].split()[0] == "S" and not int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+
+
 def test_ctrl_c_lets_a_step_of_a_walk_stop_what_it_has_started(tmp_path: Path) -> None:
     with walking(tmp_path, stops_for_s=1) as process:
         os.killpg(process.pid, signal.SIGINT)
@@ -366,6 +373,7 @@ def test_a_second_ctrl_c_ends_a_step_of_a_walk_that_stops_for_long(tmp_path: Pat
     with walking(tmp_path, stops_for_s=600) as process:
         os.killpg(process.pid, signal.SIGINT)
         _read_until(process, "stopping")
+        wait_until(lambda: _waits_without_a_signal(process.pid))  # two pending signals would be one
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait() == 130 and not (tmp_path / "stopped").exists()
 
