@@ -52,7 +52,7 @@ class OnAll(Protocol):
     def __call__(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]: ...
 
 
-class Weights(WeightSource):
+class Weights(WeightSource):  # type: ignore[misc]  # mypy does not read vLLM
     """What vLLM's engine sends: the tensors of the push that is under way, on the trainer's device."""
 
     def __init__(self) -> None:
