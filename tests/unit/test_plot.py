@@ -29,6 +29,12 @@ Entry = dict[str, Any]
 Written = Callable[..., Path]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def the_list_of_fonts() -> None:
+    """matplotlib runs fc-list at the first import for a user, which no test of this folder may do."""
+    import matplotlib.font_manager  # noqa: F401
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
     """A run's folder with these entries and this recipe."""
