@@ -78,7 +78,7 @@ class Read:
 def read(kind: str, recipe: Any, tokenizer: Any, learner: Any) -> Read:
     path, budget = Path(recipe.data.path), recipe.micro_batch_tokens
     if kind == "grpo":
-        algorithm = trainer("algorithms.policy_gradient").Grpo(recipe.algorithm, 1, None)
+        algorithm = trainer("algorithms.policy_gradient").PolicyGradient(recipe.algorithm, 1, None)
         return Read(algorithm, algorithm.samples(path, tokenizer), True)
     if kind == "sft":
         algorithm = trainer("algorithms.sft").Sft()

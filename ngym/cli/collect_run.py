@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -33,7 +32,7 @@ from ngym.files.row_log import DiskFull
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.live_region import clock, harmless, is_live
-from ngym.runtime.signals import as_ctrl_c
+from ngym.runtime.signals import as_ctrl_c, calls_on_interrupt
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.redacted_config import shown_config
@@ -44,7 +43,6 @@ from ngym.telemetry import tracing
 
 FLUSH_S = 4.0
 NOT_READY_S = 2.0  # how often the head is asked who is not ready
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def collect_into_files(options: Options) -> int:
@@ -158,9 +156,12 @@ class Session:
     async def _collect(self, store: Files, config: Config | None, launcher: Launcher | None) -> None:
         task = asyncio.current_task()
         assert task is not None
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
-                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, task)
+        with calls_on_interrupt(lambda: self._interrupt(task)):
+            await self._collect_all(store, config, launcher, task)
+
+    async def _collect_all(
+        self, store: Files, config: Config | None, launcher: Launcher | None, task: asyncio.Task[None]
+    ) -> None:
         try:
             needed = config and config.only(store.progress.agents)
             async with self._peers(needed, launcher) as peers:

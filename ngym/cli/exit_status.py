@@ -15,11 +15,24 @@ from pathlib import Path
 import click
 
 from ngym.errors import NgymError, UsageError
+from ngym.runtime.signals import ignore_interrupts
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DELETED = "the folder that this shell is in was deleted; cd to another one"
 MISTAKES = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)  # of whoever named the file
+
+
+def exit_code(run: Callable[[], object], name: str) -> int:
+    """As `ended`, for a process that ends with this code: once it is interrupted, no further signal changes the code."""
+    try:
+        code = ended(run, name)
+        if code != EXIT_INTERRUPTED:
+            return code
+    except KeyboardInterrupt:
+        pass
+    ignore_interrupts()
+    return EXIT_INTERRUPTED
 
 
 def ended(run: Callable[[], object], name: str) -> int:

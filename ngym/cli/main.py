@@ -15,7 +15,7 @@ import click
 
 from ngym import __version__
 from ngym.cli.completion_names import overrides
-from ngym.cli.exit_status import ended
+from ngym.cli.exit_status import ended, exit_code
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -81,7 +81,8 @@ class Command(click.Command):
         run = partial(super().main, *args, standalone_mode=False, **extra)
         if not standalone_mode:
             return run()
-        sys.exit(ended(run, self.name or "ng"))
+        is_process = not args and extra.get("args") is None  # not a test's runner
+        sys.exit(exit_code(run, self.name or "ng") if is_process else ended(run, self.name or "ng"))
 
 
 class CommandList(Command, click.Group):

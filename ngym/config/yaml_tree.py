@@ -73,7 +73,7 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
             raise ConfigError(
                 f"{Tree({}, file_lines, default_where=str(path)).where(key)}: {key}: {_one_line(error)}"
             ) from None
-    names = {f"{key}.name": key for key in named}
+    names = {f"{key}.name": key for key in named} | {key: key for key in named}
     for override in sorted(overrides, key=lambda each: each.lstrip("+").partition("=")[0] not in names):
         key, equals, value = override.partition("=")
         key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
@@ -82,7 +82,7 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
         try:
             parsed = yaml.safe_load(value) if value else None
             if key in names:
-                _rename(merged, lines, names[key], parsed)
+                _rename(merged, lines, names[key], parsed.get("name") if isinstance(parsed, dict) else parsed)
             OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
         except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
@@ -100,8 +100,10 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
 
 def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
     """Remove the mapping under `key` if it has another name than this one. name: None where none is given."""
-    earlier = merged.get(key)
-    if name is None or not hasattr(earlier, "get") or earlier.get("name", name) == name:
+    from omegaconf import OmegaConf
+
+    earlier = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False)).get(key)
+    if name is None or not isinstance(earlier, dict) or earlier.get("name", name) == name:
         return
     del merged[key]
     for line in [line for line in lines if line == key or line.startswith(f"{key}.")]:

@@ -21,7 +21,7 @@ MAX_DEPTH = 250
 ORJSON_WRITES = 254
 BULK_WEIGHT = 4_000_000  # of many rows in one request
 NODE_WEIGHT = 8  # of an object, a list, and a member of an object; any other value has the weight 1
-BYTES_OF_WEIGHT = 32  # outside of strings, as in long numbers, are one more
+BYTES_OF_WEIGHT = 16  # outside of strings, as in long numbers, are one more
 LOOP_BYTES = 256 << 10  # smaller JSON is handled on the event loop, within some milliseconds
 
 _threads = ThreadPoolExecutor(2, thread_name_prefix="json")

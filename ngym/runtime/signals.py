@@ -1,10 +1,14 @@
-"""When may a signal's handler run? Not between a process's start and the moment from which somebody would end it."""
+"""Signal handlers that raise: where they are installed, where they are put off, and how to wait for a process beside them."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -16,6 +20,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def as_ctrl_c() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, as SIGINT does; those that are ignored stay so.
 
+    They still do after a block that was interrupted: the process is about to end, and a second signal must not kill it.
     An event loop's own handlers take their place while it runs. In a thread it does nothing.
     """
 
@@ -28,9 +33,38 @@ def as_ctrl_c() -> Iterator[None]:
         signal.signal(number, interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        numbers = []
+        raise
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+    """The running event loop calls back for each SIGINT, SIGTERM and SIGHUP in this block; those that are ignored stay so.
+
+    Unlike `loop.add_signal_handler`, the handlers of before are back at its end: a loop that closes leaves the signals to
+    kill the process.
+    """
+    loop = asyncio.get_running_loop()
+    before = {
+        number: handler for number in NUMBERS if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+    }
+    try:
+        for number in before:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_interrupts() -> None:
+    """SIGINT, SIGTERM and SIGHUP have no effect from now on."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -58,3 +92,27 @@ def put_off() -> Iterator[None]:
             signal.signal(number, handler)
         for each in came:
             signal.raise_signal(each)
+
+
+def await_exit(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
+    """The exit code of a process once it ended. A signal handler that raises can interrupt it at any time.
+
+    Interrupted in Popen.wait(), a handler's exception can leave the lock in it held, and the next wait() hangs.
+
+    Raises:
+        subprocess.TimeoutExpired: it still runs after timeout_s seconds.
+    """
+    ends = None if timeout_s is None else time.monotonic() + timeout_s
+    while process.returncode is None:
+        flags = os.WEXITED | os.WNOWAIT | (0 if ends is None else os.WNOHANG)
+        try:
+            ended = os.waitid(os.P_PID, process.pid, flags) is not None
+        except ChildProcessError:  # reaped elsewhere
+            ended = True
+        if ended:
+            with put_off():
+                return process.wait()
+        if ends is not None and time.monotonic() > ends:
+            raise subprocess.TimeoutExpired(process.args, timeout_s or 0.0)
+        time.sleep(0.02)
+    return process.returncode

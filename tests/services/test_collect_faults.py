@@ -191,7 +191,9 @@ async def test_a_place_where_nothing_can_be_written_is_one_line(tasks: Path, tmp
 # Signals and the clock
 
 
-async def interrupted(folder: Path, tasks: Path, numbers_sent: list[signal.Signals], pause: float = 0) -> None:
+async def interrupted(
+    folder: Path, tasks: Path, numbers_sent: list[signal.Signals], pause: float = 0, **more: Any
+) -> None:
     async def answer(row: Json) -> Json:
         if row["n"] >= 5:
             await asyncio.sleep(3600)
@@ -200,7 +202,7 @@ async def interrupted(folder: Path, tasks: Path, numbers_sent: list[signal.Signa
     out = folder / "out.jsonl"
     async with head(answer) as url:
         run = [*COLLECT, "--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl"]
-        process = await begun(run, folder)
+        process = await begun(run, folder, **more)
         await until(lambda: out.exists() and out.read_bytes().count(b"\n") == 5)
         for number in numbers_sent:
             if process.returncode is None:
@@ -216,6 +218,20 @@ async def test_whoever_asks_twice_for_an_end_loses_no_row_either(
     tasks: Path, tmp_path: Path, sent: list[signal.Signals]
 ) -> None:
     await interrupted(tmp_path, tasks, sent)
+
+
+SIGNAL_AT_EXIT = """
+import atexit, os, signal
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    atexit.register(os.kill, os.getpid(), number)
+"""
+
+
+async def test_signals_during_the_exit_of_an_interrupted_command_do_not_change_its_code(
+    tasks: Path, tmp_path: Path
+) -> None:
+    await interrupted(tmp_path, tasks, [signal.SIGTERM], **customised(tmp_path, SIGNAL_AT_EXIT))
 
 
 @pytest.mark.soak

@@ -89,6 +89,8 @@ def test_another_name_drops_the_keys_of_the_earlier_algorithm(tmp_path: Path) ->
     assert recipe().algorithm.loss.anchor == "sampler"
     assert recipe("algorithm.name=gspo").algorithm == algorithms.GspoOptions()
     assert recipe("algorithm.kl.coef=0.1", "algorithm.name=gspo").algorithm.kl.coef == 0.1
+    assert recipe("algorithm={name: gspo}").algorithm == algorithms.GspoOptions()
+    assert recipe("algorithm={name: grpo}").algorithm.loss.anchor == "sampler"
     file = tmp_path / "mine.yaml"
     file.write_text("algorithm: {name: cispo, temperature: 0.7}\n")
     options = recipe(files=("grpo.yaml", str(file))).algorithm
@@ -96,6 +98,10 @@ def test_another_name_drops_the_keys_of_the_earlier_algorithm(tmp_path: Path) ->
     file.write_text("algorithm: {name: grpo, temperature: 0.7}\n")
     options = recipe(files=("grpo.yaml", str(file))).algorithm
     assert (options.loss.anchor, options.temperature) == ("sampler", 0.7)
+    file.write_text("algorithm: {name: gspo, temperature: '${lr}'}\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml:1: algorithm.temperature: .*lr"):
+        recipe(files=("grpo.yaml", str(file)))
+    assert recipe("algorithm.name=cispo", files=("grpo.yaml", str(file))).algorithm == algorithms.CispoOptions()
 
 
 OWN = '''
@@ -127,7 +133,10 @@ def test_an_algorithm_of_the_users_own_is_named_by_its_file(tmp_path: Path) -> N
     assert (options.loss.clip_high, options.sharpness, options.loss.anchor) == (0.5, 3.0, "trainer")
     assert options.create("setup") == ("made", "setup", 3.0)
     assert recipe(f"algorithm.name={file}:Mine").model_dump(mode="json")["algorithm"]["sharpness"] == 2.0
+    broken = tmp_path / "broken.py"
+    broken.write_text("class Mine(\n")
     for name, said in [
+        (f"{broken}:Mine", "broken.py:1: '(' was never closed: class Mine("),
         (f"{file}:Other", "has no subclass of AlgorithmOptions called 'Other'"),
         (f"{tmp_path}/none.py:Mine", "cannot be imported"),
         ("no_such_module:Mine", "no_such_module cannot be imported: No module named 'no_such_module'"),

@@ -27,7 +27,7 @@ from ngym.errors import NgymError
 from ngym.schema import Json
 
 from ..recipe.base import Record
-from ..recipe.checkpoint import CheckpointOptions
+from ..recipe.recipe import CheckpointOptions
 from .atomic_folder import committed
 
 FOLDER = "checkpoints"

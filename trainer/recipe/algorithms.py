@@ -22,14 +22,14 @@ these classes. Imports no torch.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from ngym.did_you_mean import did_you_mean
+from ngym.errors import ConfigError
+from ngym.services.base.loader import load_file
 
 from .base import Positive, Record
 from .objective import (
@@ -263,7 +263,7 @@ def options_class(name: str) -> type[AlgorithmOptions]:
     place, _, attribute = name.rpartition(":")
     try:
         found = getattr(_module(place), attribute, None)
-    except (ImportError, OSError) as error:
+    except (ConfigError, ImportError, OSError, SyntaxError) as error:
         raise ValueError(f"{place} cannot be imported: {error}") from None
     if not (isinstance(found, type) and issubclass(found, AlgorithmOptions)):
         raise ValueError(f"{place} has no subclass of AlgorithmOptions called {attribute!r}")  # noqa: TRY004 - pydantic wants a ValueError
@@ -272,21 +272,7 @@ def options_class(name: str) -> type[AlgorithmOptions]:
 
 def _module(place: str) -> Any:
     """A module by its import path, or of a file."""
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).resolve()
-    name = f"ngym_algorithm_{path.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
 
 
 def _parsed(value: object) -> object:

@@ -23,7 +23,6 @@ from ngym.telemetry.redact import redacted
 
 from .algorithms import AnyAlgorithm, PolicyGradientOptions, corrected
 from .base import Positive, Record, Share, Word, existing, find
-from .checkpoint import CheckpointOptions
 from .engine import EngineOptions
 from .logging import LoggingOptions
 from .model import ModelOptions
@@ -82,6 +81,18 @@ class ScheduleOptions(Record):
     def warmup(self, steps: int) -> int:
         """The steps of the warm-up, in a run of so many."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
+
+
+class CheckpointOptions(Record):
+    """every: steps from one to the next; there is always one of the last step. keep: the newest so many.
+
+    best: a metric; the checkpoint of the step where it was best is kept, too. mode: which values of it are better.
+    """
+
+    every: Positive = 50
+    keep: Positive = 2
+    best: str | None = None
+    mode: str = Field(default="max", pattern="^(max|min)$")
 
 
 # key -> its default for a file, and what a live run has instead

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ngym.runtime.signals import put_off
+from ngym.runtime.signals import await_exit, put_off
 
 ENDING_S = 60  # for what it started to stop, and for its last words to arrive
 
@@ -37,7 +37,7 @@ def run(command: Sequence[str], log: Path) -> Ended:
             assert process.stdout is not None
             reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
             reader.start()
-        code = process.wait()
+        code = await_exit(process)
     except BaseException:
         if process is not None:
             _end(process)
@@ -53,17 +53,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
     Where Ctrl-C is ignored, as behind a script's `&`, it ignores it, too, and is terminated.
     """
-    if process.poll() is not None:
-        return
+    with put_off():
+        if process.poll() is not None:
+            return
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     os.killpg(process.pid, signal.SIGTERM if ignored else signal.SIGINT)
     try:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING_S)
+            await_exit(process, ENDING_S)
     finally:
-        if process.poll() is None:
+        with put_off():
+            running = process.poll() is None
+        if running:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            await_exit(process)
 
 
 def _copy(stream: IO[bytes], log: Path, last: list[str]) -> None:

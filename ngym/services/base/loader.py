@@ -1,4 +1,4 @@
-"""A service's file -> its module, under a private name: services are programs, and nothing of theirs goes on sys.path."""
+"""Imports a service or an algorithm from its file, under a private name; nothing of theirs goes on sys.path."""
 
 from __future__ import annotations
 
@@ -12,10 +12,25 @@ from ngym.errors import ConfigError
 
 
 def load(file: Path) -> ModuleType:
-    """The module in this file. `app.py` is the face of its folder: relative imports reach the files beside it.
+    """The service in this file.
 
     Raises:
-        ConfigError: the file cannot be imported, or is no service.
+        ConfigError: the file cannot be imported, or defines no service.
+    """
+    module = load_file(file)
+    if not hasattr(module, "app") and not hasattr(module, "serve"):
+        del sys.modules[module.__name__]
+        raise ConfigError(
+            f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`"
+        )
+    return module
+
+
+def load_file(file: Path) -> ModuleType:
+    """The module in this file, imported once. The relative imports of an `app.py` reach the files beside it.
+
+    Raises:
+        ConfigError: the file cannot be imported.
     """
     file = file.resolve()
     name = f"_ngym_{file.parent.name if file.name == 'app.py' else file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
@@ -36,8 +51,4 @@ def load(file: Path) -> ModuleType:
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         raise
-    if not hasattr(module, "app") and not hasattr(module, "serve"):
-        raise ConfigError(
-            f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`"
-        )
     return module

@@ -37,7 +37,7 @@ class ServiceOptions(BaseModel):
     max_json_weight: int | None = Field(
         default=None,
         ge=1000,
-        description="The values in a request's JSON: 8 for each object, list and member of an object, 1 for any other value and for 32 bytes outside of strings. "
+        description="The values in a request's JSON: 8 for each object, list and member of an object, 1 for any other value and for 16 bytes outside of strings. "
         "null: "
         "200,000 for tools, 4,000,000 for many rows, 2,000,000 for rows, conversations and all else. Parsing 1,000,000 takes 0.1 s, in which "
         "the service answers nobody.",
