@@ -27,6 +27,7 @@ import yaml
 
 from ngym.config.service_config import load_config
 from ngym.runtime.event_loop import run
+from ngym.schema import SESSION_HEADER
 from ngym.supervise.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -211,7 +212,10 @@ async def one(client: httpx.AsyncClient, name: str, path: str, label: str, body:
     headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
     longest.value, began = 0.0, time.perf_counter()
     try:
-        status = (await client.post(path, content=body, headers=headers)).status_code
+        answer = await client.post(path, content=body, headers=headers)
+        status = answer.status_code
+        if SESSION_HEADER in answer.headers:
+            await client.delete("/session", headers={SESSION_HEADER: answer.headers[SESSION_HEADER]})
     except httpx.HTTPError:
         status = 0
     seconds = time.perf_counter() - began

@@ -119,6 +119,21 @@ def test_ids_that_nobody_chose_are_all_different_and_long() -> None:
     assert not any(guess in store for guess in guesses)
 
 
+def test_rows_of_live_sessions_are_bounded_together() -> None:
+    store = SessionStore(task_bytes=100)
+    first, second = store.start(), store.start()
+    store.set_task(first, {"n": 1}, 60)
+    store.set_task(first, {"n": 2}, 70)
+    with pytest.raises(Overloaded, match="end some"):
+        store.set_task(second, {}, 40)
+    assert second.id not in store and store.get(first.id)["task"] == {"n": 2}
+    store.end(first.id)
+    alone = store.start()
+    store.set_task(alone, {}, 1000)  # a single row is bounded by its body
+    store.end(alone.id)
+    store.set_task(store.start(), {}, 100)
+
+
 def test_sessions_that_nobody_uses_end_and_there_are_never_more_than_the_limit() -> None:
     closed: list[str] = []
     store = SessionStore(ttl_s=3600, limit=3)

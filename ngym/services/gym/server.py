@@ -27,7 +27,16 @@ from ngym.services.base.request_bodies import json_body, off_loop, valid_body
 from ngym.services.gym.aggregate_metrics import ComputeMetrics, aggregated
 from ngym.services.gym.idempotency import Repeats
 from ngym.services.gym.mcp import McpRoute
-from ngym.services.gym.sessions import TASK, Session, SessionStore, TellsSession, begun, session_for, session_id_of
+from ngym.services.gym.sessions import (
+    TASK,
+    Session,
+    SessionStore,
+    TellsSession,
+    begun,
+    session_for,
+    session_id_of,
+    set_task,
+)
 from ngym.services.gym.tools import Author, inspected, of_function, offer
 from ngym.stats.score_summary import ANSWER
 
@@ -120,7 +129,7 @@ def gym_server(
         row = await json_body(request)
         await valid_body(request, app.state.verifier.body, {**row, "response": EMPTY_RESPONSE}, _row_name(row))
         session = begun(store, request, request.headers.get(SESSION_HEADER))
-        session[TASK] = row
+        await set_task(store, session, row, request)
         seeded = {"tools": app.state.tools} if app.state.tools else {}
         return JsonResponse(seeded | over_mcp.seeded(app, session))
 

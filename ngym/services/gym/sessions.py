@@ -15,12 +15,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
-from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER
+from ngym.process_memory import parsed_bytes
+from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, Json
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
 REPEATABLE_S = 60  # for so long a call under an idempotency key may be made again
 Result = TypeVar("Result")
 
+TASK_BYTES = 4 << 30
 TASK = "task"  # in a session: the row that it was begun with
 BEGUN = "ngym.session"  # in a request's scope: the id of the session that it began
 
@@ -35,6 +37,7 @@ class Session(dict[str, Any]):
         super().__init__()
         self.id = session_id
         self.failure: ServiceError | None = None
+        self.task_bytes = 0
         self._closing: list[Callable[[], object]] = []
 
     def __missing__(self, key: str) -> Any:
@@ -64,9 +67,11 @@ class Session(dict[str, Any]):
 class SessionStore:
     """Sessions by id. They end after /verify, on DELETE /session, or when nobody used them for `ttl_s` seconds."""
 
-    def __init__(self, ttl_s: float = 3600, limit: int = 10_000) -> None:
+    def __init__(self, ttl_s: float = 3600, limit: int = 10_000, task_bytes: int = TASK_BYTES) -> None:
         self.ttl_s = ttl_s
         self.limit = limit
+        self.task_bytes = task_bytes
+        self._held_bytes = 0
         self._sessions: OrderedDict[str, tuple[float, Session]] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -91,6 +96,22 @@ class SessionStore:
         self._sessions[session.id] = (time.monotonic(), session)
         return session
 
+    def set_task(self, session: Session, row: Json, size: int) -> None:
+        """Begin the session with this row.
+
+        Args:
+            size: bytes that the row takes in memory.
+
+        Raises:
+            Overloaded: the rows of live sessions would take more than `task_bytes`. The session has ended.
+        """
+        kept = self._held_bytes - session.task_bytes
+        if kept and kept + size > self.task_bytes:
+            self.end(session.id)
+            raise Overloaded(f"live sessions hold rows of {kept >> 20:,} MiB; end some with /verify or DELETE /session")
+        self._held_bytes, session.task_bytes = kept + size, size
+        session[TASK] = row
+
     def get(self, session_id: str) -> Session:
         """The session of this id. NotFound when it has ended or never began: state is never silently started afresh."""
         self._expire()
@@ -107,6 +128,8 @@ class SessionStore:
         _, session = self._sessions.pop(session_id, (0.0, None))
         if session is None:
             return False
+        self._held_bytes -= session.task_bytes
+        session.task_bytes = 0
         session.over()
         return True
 
@@ -140,6 +163,11 @@ def begun(store: SessionStore, request: Request, session_id: str | None = None) 
     session = store.start(session_id)
     request.scope[BEGUN] = session.id
     return session
+
+
+async def set_task(store: SessionStore, session: Session, row: Json, request: Request) -> None:
+    """Begin the session with the row that this request's body holds. Overloaded where sessions hold too much."""
+    store.set_task(session, row, parsed_bytes(await request.body()))
 
 
 class TellsSession:

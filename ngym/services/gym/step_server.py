@@ -20,7 +20,7 @@ from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
 from ngym.services.gym.aggregate_metrics import ComputeMetrics
 from ngym.services.gym.server import EMPTY_RESPONSE, VerifyRequest, gym_server
-from ngym.services.gym.sessions import TASK, Session, session_for
+from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
 
 
@@ -78,7 +78,7 @@ def step_server(
         row = await json_body(request)
         begun = await valid_body(request, task, {**row, "response": EMPTY_RESPONSE}, "the row")
         session = session_for(app.state.sessions, request, start=True)
-        session[TASK] = row
+        await set_task(app.state.sessions, session, row, request)
         observation = await _begin(begun, session, reset)
         return JsonResponse({"observation": observation, "info": {}})
 
