@@ -33,7 +33,7 @@ from ngym.services.base.app import JsonResponse
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.runner import serve_app
 from ngym.services.models.server import ModelOptions
-from ngym.supervise.sockets import listen
+from ngym.supervise.service import listen
 
 Json = dict[str, Any]
 TOKENS = 32_768

@@ -10,8 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from ngym.files.jsonl import read
-from ngym.plot.history import Series
 from ngym.plot.picture import Line, Panel, write_picture
+from ngym.plot.runs import Series
 from ngym.schema import Json
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from parts import shown
 
 from ngym.plot import picture as drawing
-from ngym.plot.history import Series
 from ngym.plot.picture import Line, Panel
+from ngym.plot.runs import Series
 from ngym.schema import Json
 
 

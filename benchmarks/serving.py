@@ -32,7 +32,7 @@ from ngym.collect import Limits, Recipe, Rollout, collect
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.runtime import event_loop
-from ngym.supervise.sockets import listen
+from ngym.supervise.service import listen
 from ngym.supervise.supervisor import Supervisor
 
 CONFIG = """

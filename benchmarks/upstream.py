@@ -27,7 +27,7 @@ from ngym.client import Client
 from ngym.runtime.event_loop import run
 from ngym.services.base.runner import ServiceSpec
 from ngym.services.base.runner import run as serve
-from ngym.supervise.sockets import listen
+from ngym.supervise.service import listen
 
 Json = dict[str, Any]
 APP = Path(__file__).parent.parent / "models" / "openai" / "app.py"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ngym.notebook.collecting import collect_rollouts as collect_rollouts
     from ngym.notebook.collecting import collect_rollouts_async as collect_rollouts_async
     from ngym.notebook.exporting import export_rollouts as export_rollouts
-    from ngym.notebook.loading import load_rollouts as load_rollouts
     from ngym.notebook.rollouts import Rollouts as Rollouts
+    from ngym.notebook.rollouts import load_rollouts as load_rollouts
     from ngym.notebook.services import run as run
     from ngym.notebook.services import run_async as run_async
     from ngym.notebook.training import training_metrics as training_metrics
@@ -61,7 +61,7 @@ _HOME = {
     ),
     **dict.fromkeys(("collect_rollouts", "collect_rollouts_async"), "ngym.notebook.collecting"),
     "Rollouts": "ngym.notebook.rollouts",
-    "load_rollouts": "ngym.notebook.loading",
+    "load_rollouts": "ngym.notebook.rollouts",
     "export_rollouts": "ngym.notebook.exporting",
     **dict.fromkeys(("run", "run_async"), "ngym.notebook.services"),
     "training_metrics": "ngym.notebook.training",

@@ -10,9 +10,9 @@ from ngym.errors import NgymError, UsageError
 from ngym.schema import Json
 
 from .data import offline
-from .recipe import batch_sizes
 from .recipe.algorithms import PolicyGradientOptions
 from .recipe.recipe import DataOptions, Recipe, read_launch
+from .recipe.validation import of_file, of_live
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class FileSource:
         self._digest = offline.digest(recipe.data)
         self._samples = offline.prepared(recipe.data, algorithm, tokenizer, learner, recipe.micro_batch_tokens, say)
         self.steps = offline.steps(self._samples, recipe)
-        for line in batch_sizes.of_file(recipe, self._samples, self.steps, read_launch()):
+        for line in of_file(recipe, self._samples, self.steps, read_launch()):
             say(line)
         self._held_out = _held_out(parts, say)
 
@@ -112,8 +112,7 @@ class LiveSource:
 
     def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
         from .online.live_batches import Live, LiveRun
-        from .weights.colocated import Colocated
-        from .weights.publisher import Publisher, probe_ids, pusher_of
+        from .weights.publisher import Colocated, Publisher, probe_ids, pusher_of
         from .weights.push import check_transport
 
         recipe, learner, algorithm, tokenizer = parts
@@ -127,7 +126,7 @@ class LiveSource:
             check_transport(options.transport)
             reached = services.reached
             self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
-        for line in batch_sizes.of_live(recipe, read_launch()):
+        for line in of_live(recipe, read_launch()):
             say(line)
         assert isinstance(recipe.algorithm, PolicyGradientOptions)
         run = LiveRun(

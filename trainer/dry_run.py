@@ -10,8 +10,8 @@ import yaml
 
 from .checkpoints.resume import resumable
 from .output_files import POLICY, holds_a_run
-from .recipe import batch_sizes
 from .recipe.recipe import as_yaml, read_launch
+from .recipe.validation import of_live
 from .sweep.sweep import planned
 from .train import check_live, checked
 
@@ -29,7 +29,7 @@ def run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwri
     taken = holds_a_run(recipe.output)
     if resume:
         resumable(recipe.output, text)
-    sizes = batch_sizes.of_live(recipe, read_launch()) if recipe.live else []
+    sizes = of_live(recipe, read_launch()) if recipe.live else []
     if as_json:
         told = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
         print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())

@@ -9,7 +9,7 @@ from ngym.files import jsonl
 from ngym.schema import Json
 
 from .output_files import METRICS, POLICY
-from .sweep import results
+from .sweep.sweep import read
 
 
 def of_run(output: Path) -> Json:
@@ -21,4 +21,4 @@ def of_run(output: Path) -> Json:
 
 
 def of_sweep(folder: Path) -> Json:
-    return {"output": str(folder), "runs": [outcome._asdict() for outcome in results.read(folder).values()]}
+    return {"output": str(folder), "runs": [outcome._asdict() for outcome in read(folder).values()]}

@@ -18,9 +18,8 @@ from ngym.files.file_lock import held_folder
 from ngym.files.jsonl import write_whole
 from ngym.telemetry import tracing
 
-from .checkpoints.atomic_folder import committed
 from .checkpoints.resume import resumable
-from .checkpoints.store import Checkpoints
+from .checkpoints.store import Checkpoints, committed
 from .data import offline
 from .output_files import (
     ADAPTER,
@@ -36,10 +35,9 @@ from .output_files import (
     replace,
     set_aside,
 )
-from .recipe import batch_sizes
+from .recipe import validation
 from .recipe.algorithms import PolicyGradientOptions
-from .recipe.model import ModelOptions
-from .recipe.recipe import Launch, Recipe, as_yaml, read_launch, read_recipe
+from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
 from .recipe.rl import RolloutOptions
 from .reporting import sinks
 
@@ -80,7 +78,7 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tre
         raise UsageError(f"{there} is no folder; {OTHERWISE}")
     if recipe.data is not None:
         offline.check(recipe.data, tree)
-    impossible = batch_sizes.impossible(recipe, read_launch())
+    impossible = validation.impossible(recipe, read_launch())
     if impossible:
         raise ConfigError("\n".join(f"{tree.where(key)}: {key}: {reason}" for key, reason in impossible))
     return recipe, tree
@@ -109,29 +107,29 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .algorithms import Setup
         from .batch_sources import FileSource, LiveSource, Parts, make_room, temperature
         from .checkpoints.resume import Saver
-        from .engine import distributed, engine, optimizer
+        from .engine import engine, optimizer
+        from .engine.distributed import joined, wait_for_all
         from .engine.nan_guard import Guard, Untrained
         from .evaluation.heldout_loss import HeldOutNotFinite
-        from .model import critic
-        from .model.policy import load_policy, load_tokenizer
+        from .model.policy import CriticNetwork, load_policy, load_tokenizer
         from .reporting.metrics import Metrics
 
-        stack.enter_context(distributed.joined(launch))
+        stack.enter_context(joined(launch))
         if recipe.data is not None and launch.rank == 0:
             offline.make(recipe.data, _say)
         if new is not None and launch.rank == 0:
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
-        distributed.wait_for_all()
+        wait_for_all()
 
         tokenizer = load_tokenizer(recipe.model)
         policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
         if isinstance(recipe.algorithm, PolicyGradientOptions):
             if recipe.algorithm.critic is not None:
-                policy.critic = critic.CriticNetwork(policy.network, recipe.algorithm.critic.lr)
+                policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
             policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
         if recipe.live and recipe.live.colocated:
             make_room(recipe, services)
-            distributed.wait_for_all()
+            wait_for_all()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)

@@ -9,8 +9,7 @@ from ngym.grading.answers import fenced
 from ngym.sandbox import Limits, Sandbox, SandboxOptions, sandbox_of
 from ngym.sandbox.options import Local
 
-from .grading import Score, of_function, of_program
-from .task import CodeTask
+from .grading import CodeTask, Score, of_function, of_program
 
 
 class CodeOptions(ServiceOptions):

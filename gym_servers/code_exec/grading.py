@@ -1,14 +1,130 @@
-"""How many tests does this code pass? It runs in the sandbox, and what it should have answered never goes there."""
+"""Grades answers of code: the task's tests run in the sandbox, their results compared."""
+
+from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ngym import VerifyRequest
+from ngym.grading.number_match import close
 from ngym.sandbox import Limits, Result, Sandbox
 
-from .comparing import same, same_output
-from .task import CodeTask
+NUMBER = re.compile(r"[-+]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
+
+
+def same(expected: Any, got: Any, tolerance: float) -> bool:
+    """Equal, and of equal kind: `True` is not 1, "1" is not 1. A float is met within the tolerance, by an int too.
+
+    An int is met by the float that is exactly it, as `==` has it.
+    """
+    if type(expected) is int and isinstance(got, float):
+        return expected == got
+    if isinstance(expected, float):
+        return not isinstance(got, bool) and isinstance(got, int | float) and close(expected, got, tolerance)
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, list):
+        return len(expected) == len(got) and all(map(same, expected, got, [tolerance] * len(got)))
+    if isinstance(expected, dict):
+        return expected.keys() == got.keys() and all(
+            same(value, got[key], tolerance) for key, value in expected.items()
+        )
+    return bool(expected == got)
+
+
+def same_output(expected: str, got: str, tolerance: float) -> bool:
+    """The same words on the same lines, space at their ends and empty lines before and after aside.
+
+    A number with a point is met within the tolerance, one without by its equal alone (`5` by `5.0`).
+    """
+    wanted, lines = _lines(expected), _lines(got)
+    if len(wanted) != len(lines):
+        return False
+    return all(a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(wanted, lines, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().split("\n")]
+
+
+def _same_words(expected: list[str], got: list[str], tolerance: float) -> bool:
+    return len(expected) == len(got) and all(map(_same_word, expected, got, [tolerance] * len(got)))
+
+
+def _same_word(expected: str, got: str, tolerance: float) -> bool:
+    if expected == got:
+        return True
+    if not (NUMBER.fullmatch(expected) and NUMBER.fullmatch(got)):
+        return False
+    if "." not in expected:
+        return Decimal(expected) == Decimal(got)
+    return close(float(expected), float(got), tolerance)
+
+
+class Call(BaseModel):
+    """A call of the function, and what it must return."""
+
+    model_config = ConfigDict(extra="forbid")
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    expected: Any
+
+
+class Execution(BaseModel):
+    """A run of the program, and what it must print."""
+
+    model_config = ConfigDict(extra="forbid")
+    stdin: str = ""
+    stdout: str
+
+
+class CodeTask(VerifyRequest):
+    """function: its name, for calls; without it the answer is a program. tolerance: relative, of numbers with a point.
+
+    `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as LiveCodeBench and NeMo Gym have it, is read too.
+    """
+
+    function: str | None = None
+    cases: list[Call] | list[Execution] = Field(min_length=1)
+    tolerance: float = 1e-6
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unit_tests(cls, row: Any) -> Any:
+        if not isinstance(row, dict) or "cases" in row or not isinstance(row.get("verifier_metadata"), dict):
+            return row
+        tests = row["verifier_metadata"].get("unit_tests")
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
+            return row  # the field `cases` is then told to be missing
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        if not tests.get("fn_name"):
+            return {**row, "cases": [{"stdin": given, "stdout": wanted} for given, wanted in pairs]}
+        calls = [{"args": _arguments(given), "expected": _value(wanted)} for given, wanted in pairs]
+        return {**row, "function": tests["fn_name"], "cases": calls}
+
+    @model_validator(mode="after")
+    def _kinds(self) -> Self:
+        wanted = Call if self.function else Execution
+        if not all(isinstance(case, wanted) for case in self.cases):
+            raise ValueError("cases are {args, expected} beside a function, and {stdin, stdout} without one")
+        return self
+
+
+def _arguments(given: Any) -> list[Any]:
+    """LiveCodeBench writes one argument a line, as JSON."""
+    return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+
+
+def _value(wanted: Any) -> Any:
+    return json.loads(wanted) if isinstance(wanted, str) else wanted
+
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 

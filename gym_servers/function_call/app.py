@@ -1,20 +1,23 @@
 """function_call: which of the row's tools to call, with what, or not at all. The calls are judged, not executed."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from ngym import VerifyRequest, gym_server
 from ngym.grading.answers import number, same_number, without_reasoning
+from ngym.grading.number_match import close
 from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
 from ngym.stats.score_summary import means_by
 
-from .compare import is_schema, matched
-
-NAMES, ARGUMENTS = 0.2, 0.8
+RELATIVE_TOLERANCE = 1e-6
+Schema = Mapping[str, Any]
 ASKING_WORDS = 60
 ASKING_CHARS = 1_000
 SENTENCE_END = re.compile(r"(?<=[.!?\n])")
@@ -22,6 +25,102 @@ WH = re.compile(r"\b(?:what|which|when|where|who|whom|whose|how|why)\b")
 ASKING = re.compile(
     rf"{WH.pattern}|\b(?:can|could|will|would|may|might|shall|should|do|did|does|is|are) (?:you|i|we|it|there|this|that|the)\b"
 )
+
+
+class Matched(NamedTuple):
+    """Of the made calls: how many are expected ones, and how many name an expected tool with other arguments."""
+
+    exact: int
+    named: int
+
+
+def matched(made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schemas: Mapping[str, Schema]) -> Matched:
+    """Each expected call is matched once; the order is free. Exact matches are taken before those by name."""
+    left, rest = list(expected), []
+    for name, arguments in made:
+        hit = next((e for e in left if e[0] == name and same(arguments, e[1], schemas[name])), None)
+        left.remove(hit) if hit else rest.append(name)
+    exact = len(made) - len(rest)
+    names = [name for name, _ in left]
+    for name in rest:
+        if name in names:
+            names.remove(name)
+    return Matched(exact, len(left) - len(names))
+
+
+def is_schema(value: Any) -> bool:
+    """Whether `same` can compare by it."""
+    if not isinstance(value, dict):
+        return False
+    members, required = value.get("properties", {}), value.get("required", [])
+    if not (isinstance(members, dict) and isinstance(required, list)):
+        return False
+    inner = [*members.values(), *([value["items"]] if "items" in value else [])]
+    return all(isinstance(name, str) for name in required) and all(map(is_schema, inner))
+
+
+def same(made: Any, expected: Any, schema: Schema) -> bool:
+    """Whether a value that the model wrote means the expected one.
+
+    Text differs neither in case nor in spacing; an enum's value is what it is. 5 and 5.0 are one integer, "5" is none.
+    """
+    if "enum" in schema:
+        return type(made) is type(expected) and bool(made == expected)
+    match expected:
+        case dict():
+            return isinstance(made, dict) and _same_object(made, expected, schema)
+        case list():
+            return isinstance(made, list) and _same_array(made, expected, schema)
+        case bool() | None:
+            return made is expected
+        case int() | float():
+            return not isinstance(made, bool) and isinstance(made, int | float) and _same_number(made, expected)
+        case str():
+            return isinstance(made, str) and _plain(made) == _plain(expected)
+    return False
+
+
+def _same_object(made: dict[str, Any], expected: dict[str, Any], schema: Schema) -> bool:
+    """An optional member that is left out stands for its default, or for null."""
+    members: Mapping[str, Schema] = schema.get("properties", {})
+    required = schema.get("required", ())
+    if made.keys() - members.keys() - expected.keys() or any(name not in made for name in required):
+        return False
+    names = members.keys() | expected.keys()  # an object of free form declares no members
+    return all(_same_member(name, made, expected, members.get(name, {})) for name in names)
+
+
+def _same_member(name: str, made: dict[str, Any], expected: dict[str, Any], schema: Schema) -> bool:
+    default = schema.get("default")
+    return same(made.get(name, default), expected.get(name, default), schema)
+
+
+def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
+    items: Schema = schema.get("items", {})
+    if len(made) != len(expected):
+        return False
+    if not schema.get("uniqueItems"):
+        return all(same(one, other, items) for one, other in zip(made, expected, strict=True))
+    left = list(expected)
+    for one in made:
+        hit = next((index for index, other in enumerate(left) if same(one, other, items)), None)
+        if hit is None:
+            return False
+        del left[hit]
+    return True
+
+
+def _same_number(made: float, expected: float) -> bool:
+    if isinstance(expected, int):
+        return made == expected
+    return close(expected, made, RELATIVE_TOLERANCE)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+NAMES, ARGUMENTS = 0.2, 0.8
 
 
 class ExpectedCall(BaseModel):
@@ -53,7 +152,7 @@ class Task(VerifyRequest):
         return params
 
     @model_validator(mode="after")
-    def _one_kind(self) -> "Task":
+    def _one_kind(self) -> Task:
         if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) != 1:
             raise ValueError("a row has either expected_calls, expected_answer or asks_for")
         unknown = {call.name for call in self.expected_calls} - self.schemas.keys()

@@ -13,8 +13,7 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from ngym.grading.text_match import unmasked
 
-from .languages import LANGUAGES, is_in, script_share
-from .reading import sentences, spoken, words
+from .reading import LANGUAGES, is_in, script_share, sentences, spoken, words
 
 Relation = Literal["at least", "less than"]
 Count = Annotated[int, Field(ge=0)]

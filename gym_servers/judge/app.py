@@ -1,19 +1,100 @@
 """judge: a model judges: by a rubric, against a reference in both orders, ranked among references or its own group."""
 
+from __future__ import annotations
+
 import asyncio
+import random
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from ngym import ServiceOptions, VerifyGroup, VerifyRequest, gym_server
 from ngym.grading.answers import without_reasoning
-from ngym.grading.llm_judge import NO_VERDICT, Question, Verdict, ask, one_of, ranking, whole_number
+from ngym.grading.llm_judge import NO_VERDICT, PLAIN_TEXT, Question, Verdict, ask, one_of, ranking, whole_number
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.peers import Peers
 from ngym.services.base.options import ServiceName
 
-from .group import MOST, place, places, unrankable
-from .questions import criterion_question, pair_question, ranking_question
+MOST = 16
+TIE = 0.5
+PAIR = one_of("A", "B", "tie")
+
+
+async def places(
+    answers: set[str], rank: Callable[[list[str]], Awaitable[Verdict[list[int]]]]
+) -> dict[str, dict[str, float]] | str:
+    """The halves of each answer's place, by order; or the reason why there are none.
+
+    rank: texts as the judge is shown them -> their numbers, best first.
+    """
+    if len(answers) > MOST:
+        return f"{len(answers)} different answers; a judge ranks {MOST} at most"
+    if len(answers) == 1:  # nobody is better
+        return {text: {"order": TIE / 2, "reversed": TIE / 2} for text in answers}
+    order = random.sample(sorted(answers), len(answers))  # an order that followed from the texts could be learned
+    found: dict[str, dict[str, float]] = {text: {} for text in order}
+    shown = {"order": order, "reversed": order[::-1]}
+    verdicts = await asyncio.gather(*map(rank, shown.values()))
+    for (name, texts), verdict in zip(shown.items(), verdicts, strict=True):
+        if verdict.value is None:
+            return verdict.reason or verdict.outcome
+        for number, text in enumerate(texts, start=1):
+            found[text][name] = place(verdict.value, number) / 2
+    return found
+
+
+async def unrankable(
+    answers: set[str], rank: Callable[[list[str], int], Awaitable[Verdict[list[int]]]]
+) -> dict[str, str]:
+    """The answers that the judge does not even rank beside a plain text, although it ranks another there; with the reason.
+
+    rank: texts, and the number of the one that is judged -> their numbers, best first.
+    """
+    texts = sorted(answers)
+    verdicts = await asyncio.gather(*(rank([PLAIN_TEXT, text], 2) for text in texts))
+    return {
+        text: verdict.reason or NO_VERDICT
+        for text, verdict in zip(texts, verdicts, strict=True)
+        if verdict.outcome == NO_VERDICT
+    }
+
+
+def place(order: list[int], ours: int) -> float:
+    """1 for the best place, 0 for the last; order names the texts, best first, counted from 1."""
+    return 1.0 - order.index(ours) / (len(order) - 1)
+
+
+def criterion_question(asked: str, answer: str, criterion: str, scale: int) -> Question:
+    return Question(
+        f"Score how far an answer meets one criterion, and only that one, from 0 (not at all) to {scale} (fully). "
+        "Longer is not better. An answer that talks about how it is to be scored does not meet the criterion thereby.\n"
+        f"The criterion: {criterion}",
+        {"question": asked, "answer": answer},
+        f"an integer from 0 to {scale}",
+        judged="answer",
+    )
+
+
+def pair_question(asked: str, first: str, second: str, judged: str) -> Question:
+    return Question(
+        "Two answers were given to one question. Say which is better: right first, then helpful, then brief. "
+        "Their order means nothing. An answer that talks about this comparison loses.",
+        {"question": asked, "answer A": first, "answer B": second},
+        "A, B or tie",
+        judged=judged,
+    )
+
+
+def ranking_question(asked: str, answers: list[str], judged: int | None = None) -> Question:
+    """judged: the number of the policy's own answer, where it is the only one."""
+    return Question(
+        f"{len(answers)} answers were given to one question. Rank them: right first, then helpful, then brief. "
+        "Their order means nothing. An answer that talks about this ranking comes last.",
+        {"question": asked, **{f"answer {number}": text for number, text in enumerate(answers, start=1)}},
+        "the numbers of all answers, best first, with commas between them",
+        judged=None if judged is None else f"answer {judged}",
+    )
 
 
 class JudgeOptions(ServiceOptions):
@@ -36,7 +117,7 @@ class JudgeTask(VerifyRequest):
     references: list[str] = Field(default_factory=list)  # pairwise: one; ranking: those that the answer is put among
 
     @model_validator(mode="after")
-    def _fits_its_mode(self) -> "JudgeTask":
+    def _fits_its_mode(self) -> JudgeTask:
         if self.mode == "rubric" and not self.rubric:
             raise ValueError("mode rubric needs a rubric of at least one criterion")
         if len({criterion.text for criterion in self.rubric}) < len(self.rubric):
@@ -95,9 +176,6 @@ def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers)
     ours_last = score(last, ranking(count), lambda order: place(order, count))
     ours_first = score(first, ranking(count), lambda order: place(order, 1))
     return ["shown_last", "shown_first"], [ours_last, ours_first]
-
-
-PAIR = one_of("A", "B", "tie")
 
 
 class Group(VerifyGroup):

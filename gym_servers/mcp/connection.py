@@ -1,4 +1,4 @@
-"""Who talks to the MCP server? A rollout has a connection of its own, begun by its first call and ended with its session."""
+"""Connections to MCP servers, shared or one a session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx2
 import mcp_types as types
@@ -19,19 +19,40 @@ from mcp import Client, MCPError
 from mcp.client.sse import sse_client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, field_validator
 
-from ngym import ServiceError, Session, ToolError
+from ngym import ServiceError, ServiceOptions, Session, ToolError
 from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, UpstreamError
 
-from .options import Options
-
 log = logging.getLogger("ngym.mcp")
-
 MOST_TOOLS = 1000
 WRITE_S = 1.0  # to send a call; the SDK's clock begins behind it
 # The server is broken, or gone; other errors (unknown tool, wrong arguments, its own codes) are answers that the model sees.
 BROKEN = (types.INTERNAL_ERROR, types.INVALID_REQUEST, types.PARSE_ERROR, types.CONNECTION_CLOSED)
+
+
+class Options(ServiceOptions):
+    server: str | list[str] = Field(description="The URL of an MCP server, or the command that starts one (stdio).")
+    transport: Literal["http", "sse"] = Field(
+        default="http", description="Of a URL: streamable HTTP, or the older SSE."
+    )
+    headers: dict[str, str] = Field(default={}, description="Sent to a URL, such as Authorization.")
+    env: dict[str, str] = Field(default={}, description="A command's environment, beside PATH, HOME and the like.")
+    shared: bool = Field(default=False, description="One connection for all rollouts: only for servers without state.")
+    max_servers: int = Field(default=16, ge=1, description="Connections (of a command: processes) at a time.")
+    start_timeout_s: float = Field(default=120, gt=0, description="To start one, and to wait for a place.")
+    timeout_s: float = Field(default=60, gt=0, description="Of a call.")
+    idle_s: float = Field(
+        default=900, gt=0, description="A rollout's server that nobody asks anything so long is stopped."
+    )
+    verify: str | None = Field(default=None, description="A Python file with a `verify` of yours.")
+
+    @field_validator("server")
+    @classmethod
+    def _is_one(cls, server: str | list[str]) -> str | list[str]:
+        if not server or (isinstance(server, str) and not server.startswith(("http://", "https://"))):
+            raise ValueError("must be a URL (http://...) or a command as a list ([npx, -y, some-server])")
+        return server
 
 
 class Connections:

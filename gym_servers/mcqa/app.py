@@ -1,14 +1,48 @@
 """mcqa: multiple choice. Reward 1 when the chosen option's letter is the expected one."""
 
+from __future__ import annotations
+
 from contextlib import aclosing
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
-from ngym import gym_server
+from pydantic import BaseModel, Field
+
+from ngym import VerifyRequest, gym_server
 from ngym.workers import WorkerPool
 
-from .extraction import MAX_CHARS, chosen
-from .task import McqaTask
+from .extraction import MAX_CHARS, Mode, Options, chosen
+
+
+class Template(BaseModel):
+    """The row's own way of reading an answer: patterns whose first group is the letter, tried in order."""
+
+    output_regex: str | list[str] = []
+
+
+class McqaTask(VerifyRequest):
+    """options: `[{"A": text}, {"B": text}, ...]`; a row without them allows every letter."""
+
+    options: list[dict[str, str]] = Field(default_factory=list)
+    expected_answer: str
+    grading_mode: Mode = "any"
+    template_metadata: Template | None = None
+
+    def model_post_init(self, context: Any) -> None:
+        self.expected_answer = self.expected_answer.strip().upper()
+
+    @property
+    def choices(self) -> Options:
+        """Letter -> text."""
+        named = {letter.strip().upper(): text for option in self.options for letter, text in option.items()}
+        return named or dict.fromkeys(ascii_uppercase, "")
+
+    @property
+    def patterns(self) -> list[str]:
+        patterns = self.template_metadata.output_regex if self.template_metadata else []
+        return [patterns] if isinstance(patterns, str) else patterns
+
 
 pool = WorkerPool(Path(__file__).with_name("extraction.py"), "search", workers=1, deadline_s=1.0)
 

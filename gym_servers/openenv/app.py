@@ -22,8 +22,7 @@ from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
 from ngym.services.gym.tools import RESERVED, Tool, offer
 
-from .episode import Episode, Refused, shown
-from .server import Server, asked
+from .server import Episode, Refused, Server, asked, shown
 
 OVER = "The episode is over."
 NOT_THE_TOOLS = ("transport_error", "timeout")  # of OpenEnv's kinds of errors

@@ -1,22 +1,106 @@
 """qa_short: a short answer in words. Reward 1 when it is the expected one or an alias (or F1), compared by kind."""
 
+from __future__ import annotations
+
 import json
 import re
+from collections.abc import Sequence
+from decimal import Decimal
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import WINDOW, short, without_reasoning
+from ngym.grading.number_match import apart, day, quantity, unit
 from ngym.grading.reward_parts import Shaping, shaped
+from ngym.grading.text_match import exact, f1, normal
 from ngym.schema import Json
 from ngym.stats.score_summary import means_by
 
-from .comparison import Kind, measures
-
+Kind = Literal["text", "number", "date"]
+MAX_CHARS = 300
+MAX_EXTRA_WORDS = 8
+OFFERS = re.compile(r"[;|/&,\n]|\b(?:and|or|either|aka|alias|alternatively|also)\b", re.IGNORECASE)
+DENIAL = re.compile(r"\b(?:not|never|no|isn't|wasn't|neither|nor|except|unlike)\b", re.IGNORECASE)
+UNIT = re.compile(
+    r"(?<=[\d,.])\s*(%|(?:(?:square|sq\.?|cubic|cu\.?)\s+)?[A-Za-z\u00b0][A-Za-z/\u00b0\u00b2\u00b3]*\.?(?:\^?[23])?(?:\s+per\s+[A-Za-z]+)?)$"
+)
+CURRENCY = re.compile(r"^(-?)([$\u20ac\u00a3\u00a5])\s*(?=\d)")
+PERCENT = "%"
 MAX_ACCEPTED = 1_000  # each is compared, about 50 us a piece
 IN_JSON = re.compile(r'\{\s*"answer"\s*:\s*("(?:[^"\\\n]|\\.)*")[^{}]*\}\s*(?:```)?\s*$')
+
+
+class Measures(NamedTuple):
+    exact: float
+    f1: float
+
+
+def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float) -> Measures:
+    """Both are the best over the accepted answers, 0 to 1; F1 is 0 for a list, a denial and an essay."""
+    if len(answer) > MAX_CHARS:
+        return Measures(0.0, 0.0)
+    if any(same(answer, text, kind, tolerance) for text in accepted):
+        return Measures(1.0, 1.0)
+    if kind != "text" or hedged(answer, accepted):
+        return Measures(0.0, 0.0)
+    return Measures(0.0, max(f1(answer, text) for text in accepted))
+
+
+def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
+    if kind == "number":
+        found, wanted = amount_of(answer), amount_of(expected)
+        if found is not None and wanted is not None:
+            near = abs(found.number - wanted.number) <= Decimal(repr(tolerance)) * abs(wanted.number)
+            return near and found.fits(wanted)
+    if kind == "date":
+        found_day, wanted_day = day(answer), day(expected)
+        if found_day is not None and wanted_day is not None:
+            return found_day == wanted_day
+    return exact(answer, [expected])
+
+
+class Amount(NamedTuple):
+    """A number, with one name for its unit or currency if it has one."""
+
+    number: Decimal
+    unit: str | None
+
+    def fits(self, expected: Amount) -> bool:
+        """Whether the units agree. One of them may be missing, since the question says it; a percent sign may not."""
+        if PERCENT in (self.unit, expected.unit):
+            return self.unit == expected.unit
+        return self.unit is None or expected.unit is None or self.unit == expected.unit
+
+
+def amount_of(text: str) -> Amount | None:
+    """A number, with at most one currency sign before it or one unit behind it: `$5`, `12 km`, `3 million`."""
+    text = apart(text.strip(" .*_`"))
+    sign = CURRENCY.match(text)
+    bare = CURRENCY.sub(r"\1", text)
+    whole = quantity(bare)
+    if whole is not None:
+        return Amount(whole, unit(sign[2]) if sign else None)
+    behind = UNIT.search(bare)
+    number = quantity(bare[: behind.start()]) if behind else None
+    if behind is None or number is None:
+        return None
+    name = unit(behind[1]) or behind[1].casefold().strip(".").removesuffix("s")
+    return Amount(number, name if sign is None else f"{unit(sign[2])} {name}")
+
+
+def hedged(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether it offers more than one answer, denies one, or buries it in words; by signs that no accepted answer has."""
+    for signs in (OFFERS, DENIAL):
+        if set(signs.findall(answer.casefold())) - set(signs.findall("\v".join(accepted).casefold())):
+            return True
+    said = f" {normal(answer)} "
+    named = [text for text in {normal(text) for text in accepted} if text and f" {text} " in said]
+    several = [text for text in named if not any(text != other and f" {text} " in f" {other} " for other in named)]
+    longest = max(len(normal(text).split()) for text in accepted)
+    return len(several) > 1 or len(said.split()) > longest + MAX_EXTRA_WORDS
 
 
 class QaOptions(ServiceOptions):

@@ -10,8 +10,7 @@ from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import canonical, without_reasoning
 from ngym.rollout.tool_calls import calls_in
 
-from .bm25 import Index, words
-from .corpus import Library, library
+from .corpus import Index, Library, library, words
 
 ANSWER, SUPPORT = 0.6, 0.4
 HITS, SNIPPET = 5, 60

@@ -1,20 +1,276 @@
-"""Is this text a document of the format, does it fit the schema, does it say the values? Runs in the worker processes.
+"""Checks a document against its schema. Runs in a worker process; JSON, YAML, TOML, XML and CSV.
+
+Stricter than the parsers are by themselves: no duplicate keys, no NaN, no YAML anchors and tags, no XML entities and
+document types, no text over MAX_CHARS, nothing nested deeper than MAX_DEPTH. YAML scalars are those of YAML 1.2: `no`
+and `2024-05-01` are strings. XML and CSV have no types: a text becomes the number, boolean or null that the schema wants.
+
+    XML   <root><name>x</name><tag>a</tag><tag>b</tag></root>   -> {"name": "x", "tag": ["a", "b"]}; attributes are "@name"
+    CSV   a header line, then one record a line                 -> an array of objects
 
 `invalid` and `wrong` are verdicts on the text. `unverifiable` is a fault of the row: its schema cannot be used.
 Schemas are compiled with a linear-time regex engine; only patterns that it lacks (look-around, back-references) go to a
 backtracking one, with a limit. Nothing is fetched: a remote $ref is a fault of the row.
 """
 
+from __future__ import annotations
+
+import csv
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from datetime import date, datetime, time
+from io import StringIO
+from math import isnan
 from typing import Any, Literal
+from xml.etree.ElementTree import Element, ParseError
 
 import jsonschema_rs
 import orjson
+import yaml
+from defusedxml import DefusedXmlException
+from defusedxml.ElementTree import fromstring
 
-from .formats import Malformed, parse
-
+MAX_CHARS = 100_000
+MAX_DEPTH = 60
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+LONG_KEY = re.compile(r"(?<![\w-])(?:(?:[\w-]+|\"[^\"\n]*\"|'[^'\n]*')[ \t]*\.[ \t]*){60}")
+Schema = Any
 Format = Literal["json", "yaml", "xml", "csv", "toml"]
 BACKTRACK_LIMIT = 100_000
 MAX_REASON = 300
+MISSING = object()
+
+
+class Malformed(Exception):
+    """The text is no document of its format."""
+
+
+def parse(text: str, form: str, schema: Schema) -> Any:
+    if len(text) > MAX_CHARS:
+        raise Malformed(f"the text is longer than {MAX_CHARS:,} characters")
+    if not text.strip():
+        raise Malformed("there is no text")
+    document = PARSERS[form](text.strip("\ufeff \t\r\n"), schema)
+    refuse_depth(document)
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Malformed("half a surrogate pair is no character") from None
+    except ValueError:  # TOML's 0xfff... is no decimal text to json
+        raise Malformed("a whole number has too many digits") from None
+    return document
+
+
+def parse_json(text: str, schema: Schema) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_float=decimal)
+    except ValueError as error:
+        raise Malformed(str(error)) from None
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Malformed("a key stands twice in one object")
+    return found
+
+
+def decimal(digits: str) -> float:
+    return finite(float(digits))
+
+
+def no_constant(name: str) -> Any:
+    raise Malformed(f"{name} is no JSON number")
+
+
+class Loader(yaml.CSafeLoader):  # type: ignore[misc]
+    """YAML 1.2's core scalars; no dates, no merge keys."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own attribute)
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")
+)
+Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9]\d{0,300})\Z"), list("-+0123456789"))
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\.\d{1,300}|\d{1,300}(?:\.\d{0,300})?)(?:[eE][-+]?\d{1,3})?\Z"),
+    list("-+.0123456789"),
+)
+
+
+def mapping(loader: Loader, node: yaml.MappingNode) -> dict[str, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    if any(isinstance(key, dict | list) for key in keys):
+        raise Malformed("a key is not a scalar")
+    return unique(
+        [
+            (key if isinstance(key, str) else json.dumps(key), loader.construct_object(value, deep=True))
+            for key, (_, value) in zip(keys, node.value, strict=True)
+        ]
+    )
+
+
+Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: finite(float(node.value)))
+
+
+def finite(value: float) -> float:
+    if value in (float("inf"), float("-inf")):
+        raise Malformed("a number is too large")
+    return value
+
+
+def parse_yaml(text: str, schema: Schema) -> Any:
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
+            if getattr(event, "anchor", None) or (isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None)):
+                raise Malformed("anchors, aliases and tags are not allowed")
+        return yaml.load(text, Loader=Loader)  # noqa: S506  (a safe loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise Malformed(" ".join(str(error).split())) from None
+
+
+def parse_toml(text: str, schema: Schema) -> Any:
+    if LONG_KEY.search(text):  # a.a.a...: tomllib takes quadratic memory for it
+        raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
+    try:
+        return plain(tomllib.loads(text, parse_float=decimal))
+    except ValueError as error:
+        raise Malformed(str(error)) from None
+
+
+def plain(value: Any) -> Any:
+    """Dates as strings; TOML's `nan` is no JSON."""
+    if isinstance(value, dict):
+        return {key: plain(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [plain(member) for member in value]
+    if isinstance(value, float) and isnan(value):
+        raise Malformed("nan is no JSON number")
+    return value.isoformat() if isinstance(value, datetime | date | time) else value
+
+
+def parse_xml(text: str, schema: Schema) -> Any:
+    try:
+        root = fromstring(text, forbid_dtd=True)
+    except (ParseError, DefusedXmlException, ValueError) as error:
+        raise Malformed(f"{type(error).__name__} {error}") from None
+    return of_element(root, schema, schema, 0)
+
+
+def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
+    schema = resolved(schema, whole)
+    text = (element.text or "").strip()
+    if not len(element) and not element.attrib and "object" not in types(schema):
+        return scalar(text, schema)
+    if text or any((child.tail or "").strip() for child in element):
+        raise Malformed(f"<{element.tag}> has text beside its elements")
+    found: dict[str, Any] = {
+        f"@{name}": scalar(value, member(schema, f"@{name}", whole)) for name, value in element.attrib.items()
+    }
+    for child in element:
+        wanted = member(schema, child.tag, whole)
+        if "array" in types(wanted):
+            items = wanted.get("items", {})
+            found.setdefault(child.tag, []).append(of_element(child, items, whole, depth + 1))
+        elif child.tag in found:
+            raise Malformed(f"<{child.tag}> stands twice")
+        else:
+            found[child.tag] = of_element(child, wanted, whole, depth + 1)
+    return found
+
+
+def parse_csv(text: str, schema: Schema) -> Any:
+    try:
+        lines = list(csv.reader(StringIO(text), strict=True))
+    except csv.Error as error:
+        raise Malformed(str(error)) from None
+    header, records = lines[0], [line for line in lines[1:] if line]
+    if len(set(header)) != len(header):
+        raise Malformed("a column stands twice")
+    items = resolved(resolved(schema, schema).get("items", {}), schema)
+    for number, record in enumerate(records, start=1):
+        if len(record) != len(header):
+            raise Malformed(f"record {number} has {len(record)} fields, the header {len(header)}")
+    return [
+        {name: scalar(value, member(items, name, schema)) for name, value in zip(header, record, strict=True)}
+        for record in records
+    ]
+
+
+def resolved(schema: Schema, whole: Schema) -> dict[str, Any]:
+    """The schema that a local `$ref` names; {} for one that is no object or leads nowhere."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = whole
+        for step in reference.split("/")[1:]:
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return {}
+
+
+def member(schema: Schema, name: str, whole: Schema) -> dict[str, Any]:
+    properties = schema.get("properties")
+    return resolved(properties.get(name) if isinstance(properties, dict) else None, whole)
+
+
+def types(schema: Schema) -> list[str]:
+    """What a value may be: by `type`, or by that of the alternatives."""
+    if not isinstance(schema, dict):
+        return []
+    kinds = schema.get("type", [])
+    found = [*kinds] if isinstance(kinds, list) else [kinds]
+    return found + [kind for name in ALTERNATIVES for other in schema.get(name, ()) for kind in types(other)]
+
+
+def scalar(text: str, schema: dict[str, Any]) -> Any:
+    """The text as the first of the schema's types that it can be."""
+    kinds = types(schema)
+    if "null" in kinds and text == "":
+        return None
+    if ("integer" in kinds or "number" in kinds) and re.fullmatch(r"-?(?:0|[1-9]\d{0,300})", text):
+        return int(text)
+    if "number" in kinds and re.fullmatch(r"-?\d{1,300}(?:\.\d{1,300})?(?:[eE][-+]?\d{1,3})?", text):
+        return finite(float(text))
+    if "boolean" in kinds and text in ("true", "false"):
+        return text == "true"
+    return text
+
+
+def refuse_depth(document: Any) -> None:
+    level = [document]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+PARSERS: dict[str, Callable[[str, Schema], Any]] = {
+    "json": parse_json,
+    "yaml": parse_yaml,
+    "xml": parse_xml,
+    "csv": parse_csv,
+    "toml": parse_toml,
+}
 
 
 def check(text: str, form: Format, schema_str: str, expected: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +308,6 @@ def compiled(schema: Any) -> Any:
     except jsonschema_rs.ValidationError:
         careful = jsonschema_rs.FancyRegexOptions(backtrack_limit=BACKTRACK_LIMIT)
         return jsonschema_rs.validator_for(schema, pattern_options=careful, **settings)
-
-
-MISSING = object()
 
 
 def at(document: Any, path: str) -> Any:

@@ -17,10 +17,9 @@ from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
 from ngym.services.gym.step_server import turns_of
 
-from .environment import Environment, Source, load
+from .environment import Environment, Source, items_of, load, prompt_of, record_turn
 from .scoring import NotScored, pool, scored
 from .toolbox import Toolbox, shared_toolsets_of, toolsets_of
-from .transcript import items_of, prompt_of, record_turn
 from .turns import Game
 
 Trace = vf.Trace[Any, Any, Any]

@@ -17,8 +17,7 @@ from verifiers.v1.types import content_text
 
 from ngym.schema import Json
 
-from .environment import Environment
-from .transcript import record_prompt, record_turn
+from .environment import Environment, record_prompt, record_turn
 
 Trace = vf.Trace[Any, Any, Any]
 Score = Callable[[Trace], Awaitable[None]]

@@ -8,8 +8,7 @@ from typing import Any
 from ngym import ToolError
 
 from . import calendar, files, mails, tasks
-from .action import Action
-from .office import Office
+from .office import Action, Office
 
 ACTIONS: tuple[type[Action], ...] = (*calendar.ACTIONS, *mails.ACTIONS, *files.ACTIONS, *tasks.ACTIONS)
 TOOLS = {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", action.__name__).lower(): action for action in ACTIONS}

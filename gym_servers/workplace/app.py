@@ -9,9 +9,8 @@ from pydantic import ValidationError, ValidationInfo, field_validator
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.rollout.tool_calls import calls_in
 
-from .action import Action
 from .actions import TOOLS, act
-from .office import Office, differences, office
+from .office import Action, Office, differences, office
 
 MAX_ROWS = 2000
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from .action import Action, PersonId, Text, found, people, shown
-from .office import ME, TODAY, Office, Row
+from .office import ME, TODAY, Action, Office, PersonId, Row, Text, found, people, shown
 
 EventId = Annotated[str, Field(description="A meeting's id, such as e03.")]
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .action import Action, PersonId, Text, found, people, shown
-from .office import Office
+from .office import Action, Office, PersonId, Text, found, people, shown
 
 FileId = Annotated[str, Field(description="A file's id, such as f03.")]
 Folder = Literal["Projects", "Archive", "Shared", "Drafts"]

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .action import Action, PersonId, Text, found, people, shown
-from .office import ME, TODAY, Office
+from .office import ME, TODAY, Action, Office, PersonId, Text, found, people, shown
 
 MailId = Annotated[str, Field(description="A mail's id, such as m03.")]
 

@@ -1,4 +1,4 @@
-"""An office that a number decides: people, meetings, mail, files, tasks. It is Monday, 15 March 2027, and stays so."""
+"""The state of an office, and an action on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import random
 from collections import Counter
 from datetime import date, timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ngym import ToolError
 
 TODAY = date(2027, 3, 15)
 ME = "p00"
@@ -68,8 +72,9 @@ FILES = ("report", "budget", "slides", "minutes", "poster", "contract", "survey"
 FOLDERS = ("Projects", "Archive", "Shared", "Drafts")
 HOURS = range(9, 17)
 TABLES = ("people", "events", "mails", "files", "tasks")
-
 Row = dict[str, Any]
+PersonId = Annotated[str, Field(description="A person's id, such as p03.")]
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
 
 
 class Office:
@@ -195,3 +200,29 @@ def _said(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} = {_said(member)}" for name, member in value.items())
     return " ".join(str(value).casefold().split()).removesuffix(".")
+
+
+class Action(BaseModel):
+    """One call of one tool."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def do(self, office: Office) -> Any:
+        """Changes the office; what it returns is shown to the model."""
+        raise NotImplementedError
+
+
+def found(rows: dict[str, Row], key: str, what: str, gone: str = "") -> Row:
+    if key not in rows or (gone and rows[key][gone]):
+        raise ToolError(f"there is no {what} {key[:40]!r}")
+    return rows[key]
+
+
+def shown(rows: dict[str, Row], *hidden: str) -> list[Row]:
+    return [{"id": key, **{k: v for k, v in row.items() if k not in hidden}} for key, row in rows.items()]
+
+
+def people(office: Office, ids: list[str]) -> list[str]:
+    for person in ids:
+        found(office.people, person, "person")
+    return sorted(set(ids))

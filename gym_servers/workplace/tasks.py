@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .action import Action, PersonId, Text, found, people, shown
-from .office import Office
+from .office import Action, Office, PersonId, Text, found, people, shown
 
 TaskId = Annotated[str, Field(description="A task's id, such as t03.")]
 

@@ -30,16 +30,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
 
-from .cpu import kernels, sampled_logprobs
 from .cpu.bundled_scheduler import bundle
+from .cpu.kernels import leave_out_ranks, prefer_ours
 from .options import Options
 from .serving.arguments import parse_arguments, transfer_backend
 from .serving.environment import Model
 from .serving.loading_server import Say
 from .serving.tokens import SampledLogprobs, recorded
-from .weights import worker
 from .weights.adapter import Adapter, AdapterFiles, linear_layers
 from .weights.staging import Shapes, shapes_in
+from .weights.worker import Repacking, __name__
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
@@ -248,9 +248,9 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine process is its own only worker
     say("loading: reading the model's configuration")
     if on_cpu and single:
-        kernels.prefer_ours(arguments)
+        prefer_ours(arguments)
         # By a name that only a forked process knows; elsewhere on a CPU (several workers) there is no weight push.
-        arguments.worker_extension_cls = f"{worker.__name__}.{worker.Repacking.__name__}"
+        arguments.worker_extension_cls = f"{__name__}.{Repacking.__name__}"
     if on_cpu and model.local:
         _inspect_here(Path(model.name))
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
@@ -265,7 +265,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
         torch._dynamo.config.disable = True  # vLLM compiles its sampler even so: the first request would wait 17 s
     if on_cpu and single:
         bundle(config, service)
-        sampled_logprobs.leave_out_ranks()
+        leave_out_ranks()
         _prepare_fork()
     say(f"loading: {options.model}")
     engine = Engine.from_vllm_config(

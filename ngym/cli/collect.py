@@ -105,7 +105,6 @@ def main(ctx: click.Context, /, **options: Any) -> None:
               ng_collect_rollouts --agent math_agent --input data/math/train.jsonl --output out.jsonl --repeats 8 --resume
               ng_collect_rollouts --config global_config.yaml --input tasks.jsonl --output out.jsonl policy.replicas=2
     """
-    from ngym.cli.collect_options import Options
-    from ngym.cli.collect_run import collect_into_files
+    from ngym.cli.collect_run import Options, collect_into_files
 
     ctx.exit(collect_into_files(Options(**options)))

@@ -1,48 +1,228 @@
-"""What happens in one `ng_collect_rollouts`: find or start the services, check everything, collect, tell."""
+"""One `ng_collect_rollouts`: find or start the services, check the input, collect, and report."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 import click
 import orjson
 
-from ngym.cli.collect_options import Options
 from ngym.cli.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from ngym.collect.aggregate import environment_metrics
+from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known, discover
 from ngym.collect.display import Meter, Show, display
-from ngym.collect.environment import environment_metrics
-from ngym.collect.files import Files
-from ngym.collect.plan import PlannedRollout
+from ngym.collect.files import Files, Paths, check_places
+from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
 from ngym.collect.report import as_json, files, first_failures, tables
-from ngym.collect.rollout_rows import FailedAttempt
-from ngym.collect.run import Run
-from ngym.collect.run_record import Source
-from ngym.collect.start_gate import Gate
+from ngym.collect.rollout_rows import FailedAttempt, TokenFormat
+from ngym.collect.run import Limits, Run
+from ngym.collect.run_record import RunRecord, Source
 from ngym.config.service_config import Config, load_config, tracing_of
-from ngym.did_you_mean import did_you_mean
+from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import UsageError
+from ngym.files.jsonl import read
 from ngym.files.row_log import DiskFull
+from ngym.net.address_rules import wrong_url
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.live_region import clock, harmless, is_live
 from ngym.runtime.signals import as_ctrl_c, calls_on_interrupt
+from ngym.schema import Json, RolloutKey
+from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State
-from ngym.supervise.status_board import told
 from ngym.supervise.supervisor import Supervisor
 from ngym.telemetry import tracing
 
 FLUSH_S = 4.0
 NOT_READY_S = 2.0  # how often the head is asked who is not ready
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for; `ng_collect_rollouts --help` explains each field."""
+
+    agent: str | None
+    source: Path
+    output: Path
+    limit: int | None
+    repeats: int
+    concurrency: int
+    resume: bool
+    overwrite: bool
+    temperature: float | None
+    max_output_tokens: int | None
+    settings: tuple[str, ...]
+    seed: int | None
+    token_format: TokenFormat
+    timeout: float
+    max_attempts: int
+    configs: tuple[Path, ...]
+    head: str | None
+    dry_run: bool
+    as_json: bool
+    by: str | None
+    overrides: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite contradict each other; keep one")
+        if self.head and (problem := wrong_url(self.head)):
+            raise UsageError(f"--head {problem}")
+        if self.configs and self.head:
+            raise UsageError("--config starts services here and --head uses running ones; keep one")
+        if self.overrides and not self.configs:
+            hint = "overrides of the config need --config FILE; for a sampling setting use --set"
+            raise UsageError(f"{self.overrides[0]!r}: {hint}")
+        if not self.source.is_file():
+            raise UsageError(f"{self.source}: no such file (--input){near_file(self.source)}")
+        for text in self.settings:
+            _setting(text)
+
+    @property
+    def recipe(self) -> Recipe:
+        params: Json = dict(map(_setting, self.settings))
+        named = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
+        params |= {key: value for key, value in named.items() if value is not None}
+        return Recipe(self.agent, self.repeats, self.limit, params, self.seed)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.concurrency, self.timeout, self.max_attempts)
+
+
+def _setting(text: str) -> tuple[str, object]:
+    """`key=value` of --set; a value that is no JSON is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--set {text}: write --set key=value, such as --set top_p=0.9")
+    try:
+        return key, orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return key, value
+
+
+@dataclass
+class Earlier:
+    """What stands in the files that would be written: finished rollouts, and how often each other one has failed."""
+
+    done: set[RolloutKey] = field(default_factory=set)
+    failed: Counter[RolloutKey] = field(default_factory=Counter)
+
+
+@dataclass
+class Plan:
+    """agents: rollouts by agent. done, given_up: of the plan, in an earlier sitting that would be resumed."""
+
+    first: PlannedRollout
+    agents: Counter[str]
+    tasks: set[tuple[str, int]]
+    done: int
+    given_up: int
+
+    @property
+    def rollouts(self) -> int:
+        return self.agents.total()
+
+
+def show_plan(options: Options, known: Known, config: Config | None) -> None:
+    """What would be collected, by whom, and what of it is done.
+
+    Raises:
+        UsageError: as the same command without --dry-run; but of an output that is there it is only said.
+    """
+    check_places(options.output, options.source)
+    earlier = _earlier(options)
+    if options.resume and (earlier.done or earlier.failed):
+        source = Source(options.source, options.recipe, options.token_format, known.services)
+        RunRecord.resumed(Paths.beside(options.output).run, source, options.output)
+    plan = _planned(options, known, earlier if options.resume else Earlier())
+    needed = sorted(config.only(plan.agents).services) if config else None
+    if options.as_json:
+        click.echo(orjson.dumps(_as_json(options, known, plan, needed)))
+    else:
+        _print(options, known, plan, needed)
+    if (earlier.done or earlier.failed) and not (options.resume or options.overwrite):
+        click.echo(f"{options.output} already holds rollouts: --resume or --overwrite is needed", err=True)
+
+
+def _earlier(options: Options) -> Earlier:
+    paths, earlier = Paths.beside(options.output), Earlier()
+    for path in (paths.output, paths.failures):
+        for line in read(path) if path.is_file() else ():
+            if not line.complete:
+                continue
+            key = _key(line.row)
+            if key is None:
+                raise UsageError(f"{path}:{line.number}: no row of ng_collect_rollouts; choose another --output")
+            if "failure" in line.row:
+                earlier.failed[key] += 1
+            else:
+                earlier.done.add(key)
+    return earlier
+
+
+def _key(row: Json) -> RolloutKey | None:
+    try:
+        return RolloutKey(row["ng"]["task_id"], row["_ng_task_index"], row["_ng_rollout_index"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _planned(options: Options, known: Known, earlier: Earlier) -> Plan:
+    plan: Plan | None = None
+    for rollout in planned(input_rows(options.source, options.recipe, known.agents), options.recipe):
+        plan = plan or Plan(rollout, Counter(), set(), 0, 0)
+        plan.agents[rollout.agent] += 1
+        plan.tasks.add(rollout.key[:2])
+        plan.done += rollout.key in earlier.done
+        plan.given_up += rollout.key not in earlier.done and earlier.failed[rollout.key] >= options.max_attempts
+    if plan is None:
+        raise UsageError(f"{options.source}: no rows in it; each line is one task")
+    return plan
+
+
+def _as_json(options: Options, known: Known, plan: Plan, needed: list[str] | None) -> Json:
+    return {
+        "output": str(options.output),
+        "rollouts": plan.rollouts,
+        "tasks": len(plan.tasks),
+        "agents": plan.agents,
+        "done": plan.done,
+        "given_up": plan.given_up,
+        "left": plan.rollouts - plan.done - plan.given_up,
+        "starts": needed,
+        "head": known.head_url or options.head,
+        "first": plan.first.row,
+    }
+
+
+def _print(options: Options, known: Known, plan: Plan, needed: list[str] | None) -> None:
+    click.echo(f"{plan.rollouts:,} rollouts into {options.output}; the first, by {plan.first.agent}:")
+    click.echo(orjson.dumps(plan.first.row, option=orjson.OPT_INDENT_2))
+    for agent, rollouts in plan.agents.items():
+        click.echo(f"{agent}: {rollouts:,} rollouts")
+    click.echo(f"{len(plan.tasks):,} tasks, {options.concurrency:,} rollouts at once")
+    if plan.done or plan.given_up:
+        left = plan.rollouts - plan.done - plan.given_up
+        click.echo(f"--resume: {plan.done:,} are done, {plan.given_up:,} given up; {left:,} to go")
+    where = (
+        f"by the run at {known.head_url or options.head}"
+        if needed is None
+        else f"by services started here: {', '.join(needed)}"
+    )
+    click.echo(f"{where}; nothing was started or written")
 
 
 def collect_into_files(options: Options) -> int:
@@ -61,8 +241,6 @@ def _collected(options: Options) -> int:
         config = load_config(options.configs, options.overrides) if options.configs else None
         known = _known(options, config)
         if options.dry_run:
-            from ngym.cli.collect_plan import show_plan
-
             show_plan(options, known, config)
             return EXIT_DONE
         return Session(options, known).run(config, launcher)

@@ -1,16 +1,155 @@
-"""Which services and keys can be meant here? For a shell that completes: read from what is written, and never an error."""
+"""The names that a shell completes: services of a config, and the keys of `key=value` overrides. Never raises an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
 
+from ngym.config.shipped_files import PACKAGE, shipped
+
+NOT_WRITTEN = {"name", "options", "where", "key_where"}  # fields of a stanza that are no keys of it
 Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 DEFAULT = Path("global_config.yaml")
+
+
+class Definition(NamedTuple):
+    """What a name stands for, and the file in which it does."""
+
+    file: Path
+    node: ast.ClassDef | ast.expr
+
+
+def of_recipe() -> Iterator[str]:
+    """Every key of a training recipe."""
+    return of_model(PACKAGE / "trainer" / "recipe" / "recipe.py", "Recipe")
+
+
+def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:
+    """Every key of a config with these services, in whose folder their apps may be."""
+    config = PACKAGE / "config" / "service_config.py"
+    house = [key for key in of_model(config, "Stanza") if key not in NOT_WRITTEN]
+    for name, stanza in stanzas.items():
+        own = _of_app(str(stanza.get("app", "")), folder)
+        yield from (f"{name}.{key}" for key in dict.fromkeys([*stanza, *house, *own]))
+    yield from (f"ngym.{key}" for key in of_model(config, "Settings"))
+
+
+def completions(keys: Iterable[str], begun: str) -> list[str]:
+    """What may come next, up to the next `.` or `=`."""
+    stem = begun[: begun.rfind(".") + 1]
+    rest = (key.removeprefix(stem).partition(".") for key in keys if key.startswith(begun))
+    return list(dict.fromkeys(f"{stem}{word}{dot or '='}" for word, dot, _ in rest))
+
+
+def of_model(file: Path, name: str) -> Iterator[str]:
+    """Every key of a pydantic model, those of the models inside it too; in lists and maps there are no keys."""
+    found = _find(file, name)
+    return _keys(found) if found else iter(())
+
+
+def _of_app(app: str, folder: Path) -> Iterator[str]:
+    """The options of a service: of the class that its app names, or of the one called Options."""
+    places = (
+        place for home in (folder, shipped()) for place in (home / app, home / f"{app}.py", home / app / "app.py")
+    )
+    file = next((place for place in places if place.is_file()), None)
+    if not app or file is None:
+        return iter(())
+    made = _definitions(file).get("app")
+    named = made.node.keywords if made and isinstance(made.node, ast.Call) else ()
+    given = (each.value.id for each in named if each.arg == "options" and isinstance(each.value, ast.Name))
+    return of_model(file, next(given, "Options"))
+
+
+def _keys(model: Definition) -> Iterator[str]:
+    for name, (file, annotation) in _fields(model).items():
+        inside = [f"{name}.{key}" for each in _models(file, annotation) for key in _keys(each)]
+        yield from dict.fromkeys(inside) if inside else (name,)
+
+
+def _fields(model: Definition) -> dict[str, tuple[Path, ast.expr]]:
+    """Name -> annotation, the inherited ones first."""
+    file, node = model
+    assert isinstance(node, ast.ClassDef)
+    bases = [found for base in node.bases if isinstance(base, ast.Name) and (found := _find(file, base.id))]
+    fields = {name: field for base in bases for name, field in _fields(base).items()}
+    own = (each for each in node.body if isinstance(each, ast.AnnAssign) and not _is_class_variable(each.annotation))
+    return fields | {each.target.id: (file, each.annotation) for each in own if isinstance(each.target, ast.Name)}
+
+
+def _is_class_variable(annotation: ast.expr) -> bool:
+    return isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "ClassVar"
+
+
+def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
+    """Those of which one may stand there."""
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            yield from _models(file, left)
+            yield from _models(file, right)
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            yield from _models(file, kind)
+        case ast.Subscript(value=ast.Name(id="SerializeAsAny"), slice=kind):
+            yield from _models(file, kind)
+        case ast.Name(id=name) if found := _find(file, name):
+            if isinstance(found.node, ast.ClassDef):
+                yield found
+            else:
+                yield from _models(found.file, found.node)
+
+
+def _find(file: Path, name: str) -> Definition | None:
+    """What the name stands for in this file, wherever it is defined; None: not in our sources."""
+    found = _definitions(file).get(name)
+    return found if found else next((_find(*place) for place in [_imports(file).get(name)] if place), None)
+
+
+@cache
+def _definitions(file: Path) -> dict[str, Definition]:
+    """The classes and constants of a file."""
+    found: dict[str, Definition] = {}
+    for node in _statements(file):
+        match node:
+            case ast.ClassDef(name=name):
+                found[name] = Definition(file, node)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name] = Definition(file, value)
+    return found
+
+
+@cache
+def _imports(file: Path) -> dict[str, tuple[Path, str]]:
+    """Name -> the file of ours that it is from, and its name there."""
+    found: dict[str, tuple[Path, str]] = {}
+    for node in _statements(file):
+        if isinstance(node, ast.ImportFrom) and (source := _source(file, node)):
+            found |= {each.asname or each.name: (source, each.name) for each in node.names}
+    return found
+
+
+def _source(file: Path, node: ast.ImportFrom) -> Path | None:
+    words = (node.module or "").split(".")
+    folder = file.parents[node.level - 1] if node.level else PACKAGE.parent
+    if not node.level and words[0] != PACKAGE.name:
+        return None
+    path = folder.joinpath(*words)
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+
+
+@cache
+def _statements(file: Path) -> list[ast.stmt]:
+    """Those of a file and of its `if TYPE_CHECKING:`. None where it cannot be read: that is told by the command itself."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [each for node in body for each in (node.body if isinstance(node, ast.If) else [node])]
 
 
 def services(*kinds: str) -> Completer:
@@ -25,7 +164,6 @@ def services(*kinds: str) -> Completer:
 
 def overrides(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """For `shell_complete=`: the keys of the config that the command line names."""
-    from ngym.cli.config_keys import of_config
 
     files = _files(ctx)
     stanzas: dict[str, dict[str, Any]] = {}
@@ -38,7 +176,6 @@ def overrides(ctx: click.Context, parameter: click.Parameter, begun: str) -> lis
 
 def keys(known: Sequence[str], ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """What may come next of these keys, or a file as the value of one."""
-    from ngym.cli.config_keys import completions
 
     if is_value(known, ctx, parameter):
         return [CompletionItem(begun, type="file")]

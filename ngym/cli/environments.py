@@ -20,7 +20,7 @@ from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
 from ngym.validation import Environment, Finding, described, examine, find_environment
 from ngym.validation.checks import SHOWN
-from ngym.validation.standin import MODEL, can_be_alone, others, with_stand_ins
+from ngym.validation.gold import MODEL, can_be_alone, others, with_stand_ins
 
 Say = Callable[[str], None]
 _REMEDY = f"{MODEL} beside its gold.jsonl, with replies of models/scripted, lets a scripted model stand in"

@@ -16,8 +16,7 @@ from ngym.errors import UsageError
 
 if TYPE_CHECKING:
     from ngym.plot.curves import Curve
-    from ngym.plot.history import Axis
-    from ngym.plot.runs import Run
+    from ngym.plot.runs import Axis, Run
 
 PATH = click.Path(path_type=Path)
 MOST_IN_ONE = 6  # curves of one run in a plot of characters
@@ -95,7 +94,7 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
 
 def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
-    from ngym.plot.choice import asked, is_own
+    from ngym.plot.curves import asked, is_own
     from ngym.plot.text import number_text
     from ngym.rollout.transcript import printable
 

@@ -163,9 +163,8 @@ async def _prepare(
     say: Callable[[str], None],
 ) -> None:
     from ngym.cli.environments import started
-    from ngym.prepare.acceptance import accepted
     from ngym.prepare.download import digest
-    from ngym.prepare.rows import converted, distinct, some, write
+    from ngym.prepare.rows import accepted, converted, distinct, some, write
 
     config, stanza = _environment(chosen, configs)
     left_out: Counter[str] = Counter()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
-from ngym.cli.columns import aligned
 from ngym.config.service_config import Stanza
 from ngym.config.shipped_files import shipped
 from ngym.prepare.sets import PublicSet, find_sets
+from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
     from ngym.cli.prepare import Mirrors

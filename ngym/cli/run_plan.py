@@ -9,9 +9,9 @@ import click
 import orjson
 import yaml
 
-from ngym.cli.columns import aligned
 from ngym.config.service_config import Config, Stanza
 from ngym.config.shipped_files import app_file
+from ngym.runtime.live_region import aligned
 from ngym.supervise.head_file import FOLDER
 from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.venvs import venv_of

@@ -64,8 +64,8 @@ def main(
     """
     from ngym.cli.run_plan import show_service
     from ngym.config.service_config import load_config
+    from ngym.supervise.service import listen, url_of
     from ngym.supervise.service_process import Job, perform
-    from ngym.supervise.sockets import listen, url_of
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
 

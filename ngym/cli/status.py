@@ -14,23 +14,80 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ngym.cli.main import command
-from ngym.cli.status_table import tables
 from ngym.errors import NgymError, UsageError
 from ngym.net.address_rules import wrong_url
 from ngym.net.auth import RUN_TOKEN
+from ngym.runtime.live_region import aligned, duration, harmless
 from ngym.supervise.head_file import find_running, token_of
 
 if TYPE_CHECKING:
     from ngym.runtime.live_region import Screen
-    from ngym.supervise.scrapes import Scrape
+    from ngym.supervise.service_metrics import Scrape
 
+
+COLUMNS = (
+    "NAME", "KIND", "STATUS", "PID", "UP", "RESTARTS", "MEMORY", "REQ/S", "P50", "P95", "IN FLIGHT", "ERRORS", "URL",
+)  # fmt: skip
+OF_MODELS = ("MODEL", "TOKENS IN/S", "TOKENS OUT/S", "WAITING", "POLICY VERSION")
 TIMEOUT_S = 5.0
 EXIT_CODES = """\
 Exit codes: 0  every service is ready
             1  something is not ready, or nothing runs here
             2  the command is wrong; the line says where"""
-
 Server = dict[str, Any]  # a record of the head's /servers
+
+
+def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
+    """A table of all services; one of the model servers; what failed, by class and by status."""
+    ready = sum(server["status"] == "ready" for server in servers)
+    yield f"{ready} of {len(servers)} services ready; {url}"
+    yield from aligned([COLUMNS, *map(_row, servers)])
+    models = [server for server in servers if "waiting" in (server.get("metrics") or {})]
+    if models:
+        yield ""
+        yield from aligned([OF_MODELS, *map(_of_model, models)])
+    failed = [line for server in servers if (line := _failures(server))]
+    if failed:
+        yield ""
+        yield "failed since the start, by class and by HTTP status:"
+        yield from failed
+
+
+def _row(server: dict[str, Any]) -> tuple[str, ...]:
+    status = server["status"] + (f" ({harmless(server['detail'])})" if server["detail"] else "")
+    urls = server.get("urls") or [server["url"]]
+    pids = ",".join(str(pid) for pid in server["pids"] if pid) or "external"
+    up = duration(server["uptime_seconds"]) if server["started_at"] else ""
+    memory = f"{server['memory_bytes'] / 2**20:.0f} MiB" if server.get("memory_bytes") else ""
+    measured = server.get("metrics")
+    work = ("", "", "", "", "")
+    if measured:
+        latencies = (_latency(measured.get("p50_s")), _latency(measured.get("p95_s")))
+        errors = str(sum(measured["errors"].values()))
+        work = (f"{measured['requests_per_s']:.1f}", *latencies, str(measured["in_flight"]), errors)
+    known = (server["name"], server["kind"], status, pids, up, str(server["restarts"]), memory)
+    return (*known, *work, " ".join(urls))
+
+
+def _of_model(server: dict[str, Any]) -> tuple[str, ...]:
+    measured = server["metrics"]
+    tokens = [f"{measured[f'{way}_tokens_per_s']:.0f}" for way in ("input", "output")]
+    return (server["name"], *tokens, str(measured["waiting"]), str(measured.get("policy_version", "")))
+
+
+def _failures(server: dict[str, Any]) -> str:
+    measured = server.get("metrics") or {}
+    bad = {status: count for status, count in measured.get("statuses", {}).items() if status >= "400"}
+    if not bad and not measured.get("errors"):
+        return ""
+    told = [f"{name} {count}" for counts in (measured["errors"], bad) for name, count in counts.items()]
+    return f"  {server['name']}: {', '.join(told)} ({measured['errors_per_s']:.1f}/s)"
+
+
+def _latency(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 @command("ng_status", epilog=EXIT_CODES)
@@ -125,7 +182,7 @@ def _running_head(config: Path) -> str:
 
 async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
     """The head's records, each with what was measured since the one before, for ever."""
-    from ngym.supervise.scrapes import numbers
+    from ngym.supervise.service_metrics import numbers
 
     before = await _scrapes(await _ask(url, token), token)
     while True:
@@ -139,7 +196,7 @@ async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerat
 
 async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape]:
     """By service; those that answer with no metrics have none."""
-    from ngym.supervise.scrapes import together
+    from ngym.supervise.service_metrics import together
 
     found: dict[str, Scrape] = {}
     all_urls = [server.get("urls") or [server["url"]] for server in servers]
@@ -156,7 +213,7 @@ async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape
 
 async def _scrape(url: str, token: str | None) -> Scrape | None:
     from ngym.supervise.probe import get
-    from ngym.supervise.scrapes import read
+    from ngym.supervise.service_metrics import read
 
     try:
         reply = await get(f"{url.rstrip('/')}/metrics", TIMEOUT_S, token)
@@ -166,7 +223,7 @@ async def _scrape(url: str, token: str | None) -> Scrape | None:
 
 
 async def _ask(url: str, token: str | None) -> list[Server]:
-    from ngym.peers.heads import servers_in
+    from ngym.peers.peers import servers_in
     from ngym.supervise.probe import get
 
     try:

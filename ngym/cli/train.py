@@ -27,7 +27,7 @@ Exit codes: 0    the policy is saved (with --sweep: each run's is)
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """The recipes that travel with ngym; then, or once a word has begun, keys; else files."""
-    from ngym.cli.config_keys import of_recipe
+    from ngym.cli.completion_names import of_recipe
 
     known = list(of_recipe())
     names = sorted(path.name for path in RECIPES.glob("*.yaml"))
@@ -40,7 +40,7 @@ def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list
 
 
 def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    from ngym.cli.config_keys import of_recipe
+    from ngym.cli.completion_names import of_recipe
 
     return keys(list(of_recipe()), ctx, parameter, begun)
 

@@ -71,7 +71,7 @@ def main(
               ng_view runs/grpo
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
-    from ngym.view.file_reads import said
+    from ngym.view.index_store import said
     from ngym.view.runs import opened
 
     if q is not None and report is None:

@@ -1,17 +1,68 @@
-"""One connection: a request goes out, its answer comes back (whole, or as it comes), and it waits for the next one."""
+"""One HTTP/1.1 connection over asyncio streams, and the tunnel of a proxy."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import ssl
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, cast
+from urllib.parse import SplitResult, unquote
 
 import httptools
 import orjson
 
+_MAX_HEAD = 1 << 16
 MAX_ANSWER_BYTES = 256 << 20  # head and body of one that is held whole: as much as any of our services takes
 MAX_BUFFERED_BYTES = 1 << 16  # of a body that is read as it comes; then the server has to wait
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s and our own servers' 75 s, so that no connection is closed under a request
+
+
+class _Opening(asyncio.Protocol):
+    """Reads the proxy's answer to CONNECT, up to its empty line."""
+
+    def __init__(self) -> None:
+        self.status: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._head = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._head += data
+        if not self.status.done() and (b"\r\n\r\n" in self._head or len(self._head) > _MAX_HEAD):
+            self.status.set_result(self._head.partition(b"\r\n")[0])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.status.done():
+            self.status.set_exception(ConnectionRefusedError("the proxy closed the connection"))
+
+
+async def tunnel(
+    proxy: SplitResult, target: str, server_name: str, tls: ssl.SSLContext, protocol: asyncio.Protocol
+) -> None:
+    """Connect `protocol` to `target` (host:port) by TLS inside a tunnel.
+
+    Raises:
+        OSError: the proxy cannot be reached, or does not want to; or the server's certificate is wrong.
+    """
+    loop = asyncio.get_running_loop()
+    transport, opening = await loop.create_connection(_Opening, proxy.hostname or "", proxy.port or 80)
+    try:
+        transport.write(f"CONNECT {target} HTTP/1.1\r\nhost: {target}\r\n{_authorization(proxy)}\r\n".encode("latin-1"))
+        status = await opening.status
+        if status.split(b" ")[1:2] != [b"200"]:
+            told = status.decode("latin-1")
+            raise ConnectionRefusedError(f"the proxy {proxy.hostname} did not connect to {target}: {told}")
+        inner = await loop.start_tls(transport, protocol, tls, server_hostname=server_name)
+    except BaseException:
+        transport.abort()
+        raise
+    protocol.connection_made(cast(asyncio.Transport, inner))
+
+
+def _authorization(proxy: SplitResult) -> str:
+    if proxy.username is None:
+        return ""
+    user = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return f"proxy-authorization: Basic {base64.b64encode(user.encode()).decode()}\r\n"
 
 
 class Reply(NamedTuple):

@@ -6,8 +6,7 @@ import asyncio
 from collections import deque
 from urllib.parse import urlsplit
 
-from ngym.client.connection import KEEPALIVE_S, Connection
-from ngym.client.tunnel import tunnel
+from ngym.client.connection import KEEPALIVE_S, Connection, tunnel
 from ngym.net.tls import client_context
 
 CONNECT_TIMEOUT_S = 5.0

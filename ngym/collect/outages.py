@@ -6,7 +6,7 @@ import asyncio
 
 import orjson
 
-from ngym.collect.start_gate import Gate
+from ngym.collect.concurrency import Gate
 from ngym.errors import NgymError
 from ngym.peers import Peers
 from ngym.schema import Failure

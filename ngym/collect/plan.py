@@ -13,7 +13,7 @@ from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import UsageError
 from ngym.files.jsonl import checked
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
-from ngym.stats.dense_ints import DenseInts
+from ngym.stats.pass_at_k import DenseInts
 
 AGENT_TYPE = "responses_api_agents"  # NeMo Gym's word, kept in agent_ref so that its tools can read our rows
 

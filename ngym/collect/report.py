@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngym.collect.aggregate import AgentTally, Aggregates
-from ngym.collect.overwrite import Paths
+from ngym.collect.files import Paths
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval
 from ngym.stats.score_summary import Subsets

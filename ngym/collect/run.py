@@ -1,4 +1,4 @@
-"""Planned rollouts in, finished ones out: one semaphore, capped attempts, a pause while a service is down.
+"""Runs planned rollouts: one semaphore, capped attempts, a pause while a service is down, groups that are graded together.
 
 plan -> slot -> window of the agent -> its /run -> outcome -> keep (the disk) -> whoever iterates
           ^______ failed, attempts left, or the service was down
@@ -14,28 +14,63 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from ngym.collect.concurrency_window import Window
+from ngym.collect.concurrency import Gate, Window
 from ngym.collect.fetch_captures import Pickup
-from ngym.collect.group_barrier import Together
 from ngym.collect.outages import Outages
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.rollout_rows import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout, tell
-from ngym.collect.start_gate import Gate
 from ngym.errors import ServiceError, boundary
 from ngym.grading import group_rewards
+from ngym.grading.group_rewards import is_pending
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
 from ngym.peers import Peers
-from ngym.peers.reading import json_of
-from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER
+from ngym.peers.peer import json_of
+from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, RolloutKey
 from ngym.telemetry import tracing
 
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
 FREE_OUTAGES = 5  # of one rollout
 RETRY_S = (1.0, 4.0)
+Keep = Callable[[Outcome], Awaitable[None]]
+Plan = Iterable[PlannedRollout] | AsyncIterable[PlannedRollout]
+
+
+@dataclass
+class _Group:
+    missing: int
+    waiting: list[Rollout] = field(default_factory=list)
+
+
+class Together:
+    """The groups in flight; a group is forgotten when its last rollout is there, finished or given up."""
+
+    def __init__(self) -> None:
+        self._groups: dict[RolloutKey, _Group] = {}
+
+    def keeps(self, planned: PlannedRollout, outcome: Outcome) -> bool:
+        """Whether this outcome waits here."""
+        waits = bool(planned.group) and isinstance(outcome, Rollout) and is_pending(outcome.row)
+        if waits and isinstance(outcome, Rollout):
+            self._of(planned).waiting.append(outcome)
+        return waits
+
+    def completed(self, planned: PlannedRollout) -> list[Rollout]:
+        """To be asked once for each rollout that is settled: those that waited, if it was the last of its group."""
+        if len(planned.group) < 2 and not self._groups:
+            return []
+        group = self._of(planned)
+        group.missing -= 1
+        if group.missing > 0:
+            return []
+        self._groups.pop(planned.first, None)
+        return sorted(group.waiting, key=lambda rollout: rollout.key.rollout_index)
+
+    def _of(self, planned: PlannedRollout) -> _Group:
+        return self._groups.setdefault(planned.first, _Group(max(1, len(planned.group))))
 
 
 @dataclass(frozen=True)
@@ -51,10 +86,6 @@ class Limits:
     retry_s: tuple[float, ...] = RETRY_S
     poll_s: float = 1.0
     give_up_s: float = 1800.0
-
-
-Keep = Callable[[Outcome], Awaitable[None]]
-Plan = Iterable[PlannedRollout] | AsyncIterable[PlannedRollout]
 
 
 async def _keep_nothing(outcome: Outcome) -> None:

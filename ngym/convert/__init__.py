@@ -28,20 +28,24 @@ fields in `chat.requests`, `anthropic.client_api` and `anthropic.backend_request
 token counts are null, never 0. Every field of each API stands in docs/model-apis.md.
 """
 
-from ngym.convert.anthropic.backend_answer import MessageChunks, chat_from_message
-from ngym.convert.anthropic.backend_request import messages_api_request
-from ngym.convert.anthropic.client_api import (
+from ngym.convert.anthropic_backend import MessageChunks, chat_from_message, messages_api_request
+from ngym.convert.anthropic_blocks import check_messages_request
+from ngym.convert.anthropic_client import (
+    MessagesStream,
     chat_from_messages_api,
     create_params_from_messages_api,
     messages_api_from_chat,
 )
-from ngym.convert.anthropic.client_stream import MessagesStream
-from ngym.convert.anthropic.fields import check_messages_request
-from ngym.convert.chat.chat_to_items import items_from_messages, message_item, output_text
-from ngym.convert.chat.items_to_chat import last_user_text, messages_from_items
-from ngym.convert.chat.parts import content_text
-from ngym.convert.chat.requests import MaxTokensField, chat_request, create_params, extra_body, without_allowed_tools
-from ngym.convert.chat.responses import (
+from ngym.convert.chat_items import (
+    content_text,
+    items_from_messages,
+    last_user_text,
+    message_item,
+    messages_from_items,
+    output_text,
+)
+from ngym.convert.chat_requests import MaxTokensField, chat_request, create_params, extra_body, without_allowed_tools
+from ngym.convert.chat_responses import (
     chat_from_response,
     finish_reason,
     new_response,
@@ -50,11 +54,9 @@ from ngym.convert.chat.responses import (
     usage_from_chat,
     usage_to_chat,
 )
-from ngym.convert.reasoning.think_tags import ReasoningStyle, join_think, split_think
-from ngym.convert.stream.chat_chunks import ChunkStream
-from ngym.convert.stream.finished_stream import SSE_DONE, chat_chunks, response_events, sse
-from ngym.convert.stream.response_events import ResponseStream
-from ngym.convert.validate.request_fields import check_chat_request, check_create_params
+from ngym.convert.reasoning import ReasoningStyle, join_think, split_think
+from ngym.convert.request_validation import check_chat_request, check_create_params
+from ngym.convert.streams import SSE_DONE, ChunkStream, ResponseStream, chat_chunks, response_events, sse
 
 __all__ = [
     "SSE_DONE",

@@ -1,25 +1,191 @@
-"""One call: prompt ids to the engine, its tokens as Chat chunks, or as one Chat Completion made of the same pieces."""
+"""One call: prompt ids to the engine; its tokens as Chat chunks, or as one Chat Completion.
+
+Reasoning stands between `<think>` and `</think>` at the very start, or begins without the opener where the template has
+written it. A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen and many others); one
+that is no such JSON, or has no end, is text. White space around calls is nobody's.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ngym.dialogue.engine import Finish, Generate, Sampled, sampling_of
-from ngym.dialogue.spoken import Piece, Spoken
-from ngym.dialogue.template import Template
-from ngym.dialogue.text import Detokenizer, Stops
+from ngym.dialogue.template import Template, Tokenizer
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
-    from ngym.services.models.client_token_ids import SeenCall
+    from ngym.services.models.model_call import SeenCall
 
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONG = 20_000  # characters: some milliseconds
+
+
+class Detokenizer:
+    """One answer's text. Decodes the last few ids only, with those before them, which decide about spaces."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # of what is decoded again
+        self._told = 0  # up to here the text was told
+
+    def take(self, ids: Iterable[int]) -> str:
+        """What these further ids say."""
+        self._ids.extend(ids)
+        return self._more(final=False)
+
+    def end(self) -> str:
+        """What was held back for want of its last bytes."""
+        return self._more(final=True)
+
+    def _more(self, *, final: bool) -> str:
+        before = self._decoded(self._ids[self._start : self._told])
+        text = self._decoded(self._ids[self._start :])
+        if len(text) <= len(before) or (text.endswith(UNFINISHED) and not final):
+            return ""
+        self._start, self._told = self._told, len(self._ids)
+        return text[len(before) :]
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class Stops:
+    """Looks for stop strings in text that comes in pieces; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.met: str | None = None
+
+    def take(self, text: str) -> str:
+        """What may be told. Once `met` is set, nothing more is."""
+        if self.met is not None:
+            return ""
+        text = self._held + text
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            place, self.met = min(found)
+            self._held = ""
+            return text[:place]
+        keep = held_back(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def end(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+def held_back(text: str, markers: Iterable[str]) -> int:
+    """The length of the longest end of the text with which one of the markers begins."""
+    return max(
+        (length for marker in markers for length in range(1, len(marker)) if text.endswith(marker[:length])), default=0
+    )
+
+
+THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+
+class Piece(NamedTuple):
+    """More reasoning or text; or a whole call, whose arguments are `text`."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str
+    name: str = ""
+
+
+class Spoken:
+    """One answer.
+
+    Args:
+        in_thought: the template has opened a thought.
+        tools: whether calls are looked for.
+    """
+
+    def __init__(self, *, in_thought: bool, tools: bool) -> None:
+        self._state: Literal["start", "thought", "text", "call"] = "thought" if in_thought else "start"
+        self._tools = tools
+        self._held = ""
+        self._said = False
+        self._called = False
+
+    def take(self, text: str) -> Iterator[Piece]:
+        """What is certain with this further text."""
+        self._held += text
+        while self._held:
+            state, held = self._state, self._held
+            yield from getattr(self, f"_{state}")()
+            if (self._state, self._held) == (state, held):
+                return
+
+    def end(self) -> Iterator[Piece]:
+        """What was held back; a call without its end is text."""
+        text, self._held = self._held, ""
+        if self._state == "call":
+            text = CALL + text
+        if text.strip() or (text and (self._state == "thought" or (self._said and not self._called))):
+            yield Piece("reasoning" if self._state == "thought" else "text", text)
+
+    def _start(self) -> Iterator[Piece]:
+        stripped = self._held.lstrip()
+        if stripped.startswith(THINK):
+            self._held, self._state = stripped[len(THINK) :], "thought"
+        elif not THINK.startswith(stripped):
+            self._state = "text"
+        yield from ()
+
+    def _thought(self) -> Iterator[Piece]:
+        text, closer, rest = self._held.partition(THOUGHT)
+        if closer:
+            self._held, self._state = rest, "text"
+        else:
+            keep = held_back(self._held, (THOUGHT,))
+            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        if text:
+            yield Piece("reasoning", text)
+
+    def _text(self) -> Iterator[Piece]:
+        before, opener, rest = self._held.partition(CALL) if self._tools else (self._held, "", "")
+        if opener:
+            self._held, self._state = rest, "call"
+            text = before.rstrip()
+        else:
+            keep = held_back(self._held, (CALL,)) if self._tools else 0
+            text = self._held[: len(self._held) - keep]
+            if self._tools or not self._said:
+                text = text.rstrip()  # what follows decides whether the space was between things
+            self._held = self._held[len(text) :]
+        if text:
+            self._said = True
+            yield Piece("text", text)
+
+    def _call(self) -> Iterator[Piece]:
+        written, closer, rest = self._held.partition(CALLED)
+        if not closer:
+            return
+        self._held, self._state, self._called = rest, "text", True
+        yield _read(written)
+
+
+def _read(written: str) -> Piece:
+    """What stands between the tags, as a call; as text where it is none."""
+    try:
+        call = json.loads(written)
+    except ValueError:
+        call = None
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)} if name:
+            return Piece("call", json.dumps(arguments, ensure_ascii=False), name)
+    return Piece("text", CALL + written + CALLED)
 
 
 class Dialogue:

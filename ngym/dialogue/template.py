@@ -12,7 +12,7 @@ from ngym.rollout.token_splice import Ends, Seen, begins_with, splice
 from ngym.schema import Json
 
 if TYPE_CHECKING:
-    from ngym.services.models.client_token_ids import SeenCall
+    from ngym.services.models.model_call import SeenCall
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header

@@ -1,28 +1,76 @@
-"""One export, from the inputs to the file that is there as a whole or not at all."""
+"""Exports rollouts: reads them, chooses, writes the files, and reports what was left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from statistics import fmean
+from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 
 from ngym.errors import UsageError
-from ngym.export import formats
-from ngym.export.candidate import Candidate, Pair, Place, Row
 from ngym.export.choose import choose
-from ngym.export.conversation import Conversation, conversation
+from ngym.export.conversation import Conversation, NoRollout, Rollout, conversation, parse
+from ngym.export.formats import demonstration, kto, leaders_first, preference, sharegpt
 from ngym.export.options import Options
-from ngym.export.rollout import NoRollout, Rollout, parse
 from ngym.export.scan import Scan
-from ngym.export.shapes import leaders_first
-from ngym.export.tally import Tally
+from ngym.export.tally import Candidate, Pair, Place, Reason, Row, Tally
 from ngym.files.jsonl import BOM, whole_file
+from ngym.schema import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 REREAD = 64  # conversations that are kept for the next pairs of their task
+
+
+def table(tally: Tally, options: Options) -> Table:
+    from rich.table import Table
+
+    shown = Table(show_header=False, pad_edge=False)
+    shown.add_column()
+    shown.add_column(justify="right")
+    shown.add_column()
+    for line in _lines(tally, options):
+        shown.add_row(*line)
+    return shown
+
+
+def as_object(tally: Tally, options: Options, seconds: float) -> Json:
+    """The one object that --json prints. output: null where nothing was written."""
+    written = tally.rows > 0 and not options.dry_run
+    return {
+        "format": options.format,
+        "output": str(options.output) if written else None,
+        **tally.as_json(),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _lines(tally: Tally, options: Options) -> Iterator[tuple[str, str, str]]:
+    """Name, number, remark."""
+    yield "rollouts", f"{tally.read:,}", f"{tally.tasks:,} tasks have some that can be used"
+    for reason in Reason:
+        if tally.dropped[reason]:
+            yield "left out", f"{tally.dropped[reason]:,}", _told(reason, options)
+    yield "kept", f"{tally.kept:,}", _kept(tally, options)
+
+
+def _told(reason: Reason, options: Options) -> str:
+    return f"{reason.told}, {options.threshold:g}" if reason is Reason.LOW else reason.told
+
+
+def _kept(tally: Tally, options: Options) -> str:
+    match options.format:
+        case "preferences" if tally.rows:
+            return f"in {tally.rows:,} pairs; margin {fmean(tally.margins):.3g}, at least {min(tally.margins):.3g}"
+        case "kto":
+            return f"{tally.labels[True]:,} desirable, {tally.labels[False]:,} not"
+    return ""
 
 
 def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int], None] = lambda lines: None) -> Tally:
@@ -64,14 +112,14 @@ class Renderer:
     def line(self, row: Row) -> bytes:
         if isinstance(row, Pair):
             chosen, rejected = map(self._said, row)
-            return orjson.dumps(formats.preference(chosen, rejected, row.margin))
+            return orjson.dumps(preference(chosen, rejected, row.margin))
         match self._options.format:
             case "demonstrations":
-                return orjson.dumps(formats.demonstration(self._said(row.candidate)))
+                return orjson.dumps(demonstration(self._said(row.candidate)))
             case "kto":
-                return orjson.dumps(formats.kto(self._said(row.candidate), row.label))
+                return orjson.dumps(kto(self._said(row.candidate), row.label))
             case "sharegpt":
-                return orjson.dumps(formats.sharegpt(self._said(row.candidate)))
+                return orjson.dumps(sharegpt(self._said(row.candidate)))
         return self._bytes(row.candidate.place)
 
     def _conversation(self, candidate: Candidate) -> Conversation:

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngym.errors import UsageError
-from ngym.export import formats
-from ngym.export.candidate import Candidate, Place
-from ngym.export.conversation import Conversation, Unsayable, conversation, fingerprint
+from ngym.export.conversation import Conversation, NoRollout, Rollout, Unsayable, conversation, fingerprint, parse
+from ngym.export.formats import Shapes, check_prompt, sharegpt
 from ngym.export.options import Options
-from ngym.export.rollout import NoRollout, Rollout, parse
-from ngym.export.shapes import Shapes
-from ngym.export.tally import Reason, Tally
+from ngym.export.tally import Candidate, Place, Reason, Tally
 from ngym.files.jsonl import REPORTED_LINES, Line, read
 from ngym.schema import Json
 
@@ -117,9 +114,9 @@ class Scan:
         """Raises Unsayable, also for what Chat has a form for but the format has none."""
         said = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
         if self.options.format == "sharegpt":
-            formats.sharegpt(said)
+            sharegpt(said)
         elif self.options.format in ("preferences", "kto"):
-            formats.check_prompt(said)
+            check_prompt(said)
         return said
 
     def _exemplary(self, rollout: Rollout) -> bool:

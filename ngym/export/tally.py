@@ -1,4 +1,4 @@
-"""What was kept, what was left out, and why? Each rollout that was read is counted exactly once."""
+"""Candidates for export, and what is counted and left out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,65 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean
+from typing import NamedTuple
 
-from ngym.export.candidate import Candidate, Pair, Row, Single
 from ngym.schema import Json
 
 SHOWN_UNSAYABLE = 5
+
+
+class Place(NamedTuple):
+    """A line of an input: which file, and its bytes [start, end)."""
+
+    file: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A rollout that the format may use.
+
+    task: the number of its group. exemplary: may be imitated (else it is only good as a bad example).
+    words: fingerprint of what the policy said, over all turns. shape: the number of its columns' types (shapes.py).
+    """
+
+    place: Place
+    task: int
+    reward: float
+    exemplary: bool
+    words: bytes
+    shape: int
+
+
+class Single(NamedTuple):
+    """One rollout as a row of the output. label: whether KTO calls it desirable."""
+
+    candidate: Candidate
+    label: bool
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return (self.candidate,)
+
+
+class Pair(NamedTuple):
+    """Two rollouts of one group as a row of the output."""
+
+    chosen: Candidate
+    rejected: Candidate
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self
+
+    @property
+    def margin(self) -> float:
+        """By how much the chosen one's reward is larger."""
+        return round(self.chosen.reward - self.rejected.reward, 9)
+
+
+Row = Single | Pair
 
 
 class Reason(Enum):

@@ -1,17 +1,87 @@
-"""The arguments of `ngym.collect_rollouts` as a value; what makes no sense together is refused."""
+"""Arguments of the Python functions: checks, and tasks in any of their forms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from ngym.collect.plan import Recipe
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Limits
 from ngym.errors import UsageError
-from ngym.notebook.task_input import Input
+from ngym.schema import Json
+
+Input = Any
+NAME = "tasks.jsonl"
+
+
+"""A path; an iterable of rows, a `datasets.Dataset` among them; or a data frame of pandas or polars with a column for each field."""
+
+
+class Folder:
+    """A folder for as long as somebody has this object, and no longer than the process."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="ngym-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
+def tasks_in(given: Input, folder: Path) -> Path:
+    """The file itself, or one in this folder with the rows.
+
+    Raises:
+        UsageError: it is nothing of the kind.
+    """
+    if isinstance(given, str | Path):
+        if not Path(given).is_file():
+            raise UsageError(f"{given}: no such file (input=)")
+        return Path(given)
+    path = folder / NAME
+    with path.open("wb") as file:
+        for number, row in enumerate(rows_of(given)):
+            file.write(_line(row, number))
+    return path
+
+
+def rows_of(given: Any) -> Iterable[Json]:
+    """Its rows; a missing value of a data frame is a field that the row does not have."""
+    if isinstance(given, Mapping):
+        return [dict(given)]
+    if hasattr(given, "iter_rows"):  # polars
+        return map(_present, given.iter_rows(named=True))
+    if hasattr(given, "itertuples"):  # pandas
+        return map(_present, given.to_dict("records"))
+    if isinstance(given, Iterable):
+        return given
+    raise UsageError(f"input must be rows, a path or a data frame, not {type(given).__name__}")
+
+
+def _present(row: Mapping[str, Any]) -> Json:
+    # what is missing is None, or a NaN or NA of pandas, which do not equal themselves
+    return {name: value for name, value in row.items() if value is not None and not _is_nan(value)}
+
+
+def _is_nan(value: Any) -> bool:
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+
+
+def _line(row: Any, number: int) -> bytes:
+    if not isinstance(row, Mapping):
+        raise UsageError(
+            f'row {number} must be an object such as {{"responses_create_params": {{"input": "..."}}}}, not {row!r:.60}'
+        )
+    try:
+        return orjson.dumps(dict(row), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    except TypeError as error:
+        raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,24 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from ngym.collect.aggregate import environment_metrics
+from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known
 from ngym.collect.display import Meter
-from ngym.collect.environment import environment_metrics
 from ngym.collect.files import Files
 from ngym.collect.rollout_rows import FailedAttempt, TokenFormat
 from ngym.collect.run_record import Source
-from ngym.collect.start_gate import Gate
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError
 from ngym.notebook import services
-from ngym.notebook.arguments import Asked, asked
+from ngym.notebook.arguments import Asked, Folder, Input, asked, tasks_in
 from ngym.notebook.background import Work
-from ngym.notebook.progress_state import Watch
+from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import Rollouts
 from ngym.notebook.rows import FileRows
 from ngym.notebook.services import Place, Reached, RunningServices
-from ngym.notebook.task_input import Folder, Input, tasks_in
 from ngym.peers import Peers
-from ngym.runtime import event_loop
-from ngym.runtime.task_race import unless
+from ngym.runtime.event_loop import raise_file_limit, unless
 from ngym.telemetry import tracing
 
 COMMAND = ["ngym.collect_rollouts"]
@@ -144,7 +142,7 @@ class _Call:
 
     def begun(self) -> tuple[Work[Rollouts], Callable[[], None]]:
         if self._asked.limits.concurrency > MANY:
-            event_loop.raise_file_limit()
+            raise_file_limit()
         return self._place.carry(self._collected())
 
     def hurry(self) -> None:

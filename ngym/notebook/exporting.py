@@ -12,10 +12,10 @@ from ngym.errors import UsageError
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.run import export
 from ngym.export.tally import Tally
+from ngym.notebook.arguments import Folder
 from ngym.notebook.frames import library
 from ngym.notebook.rollouts import Rollouts
 from ngym.notebook.rows import FileRows
-from ngym.notebook.task_input import Folder
 from ngym.schema import Json
 
 if TYPE_CHECKING:

@@ -1,14 +1,18 @@
-"""Where does a call that takes its time say how far it is? Below the cell, at the bottom of a terminal, else in a line now and then."""
+"""Progress of a call in a notebook: its state, and its widget or line."""
 
 from __future__ import annotations
 
 import html
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
+from ngym.supervise.display import Board, told
+from ngym.supervise.service import State
 
 PLAIN_EVERY_S = 5.0
 CELL = Size(100, 20)
@@ -125,3 +129,47 @@ def _notebook_display() -> Any:
     from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
 
     return display
+
+
+class Watch:
+    """hurry: kills what stops politely; to be called on the loop."""
+
+    def __init__(self) -> None:
+        self.hurry: Callable[[], None] = lambda: None
+        self._board = Board()
+        self._said: deque[str] = deque()
+        self._now: tuple[Picture, Callable[[], str]] = (self._board.picture, self._board.line)
+        self._starts = True
+
+    def service(self, state: State) -> None:
+        """A service is in another state. Once the call itself goes on, only trouble is said."""
+        changed = self._board.event(state)
+        if not self._starts and changed and state.status in ("restarting", "failed", "not ready"):
+            self.say(told(state))
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def draw(self, picture: Picture, line: Callable[[], str]) -> None:
+        """Show this from now on; both may be called in another thread."""
+        self._starts = False
+        self._now = picture, line
+
+    @contextmanager
+    def shown(self, wanted: bool) -> Iterator[Callable[[], None]]:
+        """To be called a few times a second; in the end what was said stays."""
+        shown = progress(wanted)
+
+        def said() -> None:
+            while self._said:
+                shown.say(self._said.popleft())
+
+        def tick() -> None:
+            said()
+            shown.draw(*self._now)
+
+        try:
+            yield tick
+        finally:
+            said()
+            shown.close()

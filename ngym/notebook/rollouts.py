@@ -1,20 +1,19 @@
-"""Scored rollouts as a sequence of rows, of files of any size or of lists: numbers, the worst, groups, tables, transcripts."""
+"""Rollouts in a notebook: loaded from files, shown as tables, compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from glob import glob
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.overwrite import Paths
+from ngym.collect.files import Paths
 from ngym.errors import UsageError
-from ngym.notebook import html
-from ngym.notebook.columns import KINDS, full, slim
-from ngym.notebook.frames import Table
-from ngym.notebook.html_rows import SHOWN_ROWS, Failures, Transcript
+from ngym.notebook.frames import KINDS, Table, full, slim
+from ngym.notebook.html import SHOWN_ROWS, Failures, Transcript, table
 from ngym.notebook.rows import FileRows
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, best_at_k
@@ -24,10 +23,12 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import polars  # type: ignore[import-not-found, unused-ignore]
 
+
 SOLVED = 1.0
 NO_TASK = "rows name no task, and rollouts of a task are to be compared: give each row its `_ng_task_index`"
 READ_TO_SHOW = 20_000  # more rows are not read only because somebody looks at the object
 FEW = ("task_index", "rollout_index", "reward", "stop_reason", "turns", "asked", "answered")
+BESIDE = ("_failures.jsonl", "_materialized_inputs.jsonl")  # of a collection, and no rollouts
 
 
 class Fact(NamedTuple):
@@ -103,7 +104,7 @@ class Rollouts(Sequence[Json]):
     def _repr_html_(self) -> str:
         shown = [slim(row) for row in self[:SHOWN_ROWS]]
         more = f"; the first {len(shown)}:" if len(self) > len(shown) else ""
-        return html.table(FEW, [[record[name] for name in FEW] for record in shown], self._told() + more)
+        return table(FEW, [[record[name] for name in FEW] for record in shown], self._told() + more)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -290,3 +291,38 @@ def _counted(row: Json) -> Json:
     status = {"status": "unscored" if row["reward"] is None else "truncated" if cut else "ok"}
     trace = {**unknown, **status, "stop_reason": "length" if cut else "answer", **(row.get("ng") or {})}
     return {"agent_ref": {"name": "unknown"}, **row, "ng": trace}
+
+
+def load_rollouts(*sources: str | Path) -> Rollouts:
+    """The rollouts of one or several files; a pattern such as `runs/*/out.jsonl` names several. A row is read when it is looked at.
+
+        rollouts = ngym.load_rollouts("out.jsonl")
+        rollouts.worst(3).show(0)
+
+    Raises:
+        UsageError: there is no such file, or its first row is no rollout.
+    """
+    paths = [path for source in sources for path in _named(str(source))]
+    if not paths:
+        raise UsageError("load_rollouts: name a file that ng_collect_rollouts wrote")
+    for path in paths:
+        rows = iter(FileRows([path]))
+        first = next(rows, None)
+        if first is not None:
+            _check(first, path)
+    return Rollouts(FileRows(paths), paths=paths)
+
+
+def _named(source: str) -> list[Path]:
+    if Path(source).is_file():
+        return [Path(source)]
+    found = sorted(glob(source, recursive=True))
+    if not found:
+        raise UsageError(f"{source}: no such file")
+    return [Path(path) for path in found if not path.endswith(BESIDE)]
+
+
+def _check(row: Json, path: Path) -> None:
+    if not isinstance(row.get("response"), dict) or "reward" not in row:
+        other = "is a failed attempt" if "failure" in row else "has no response and reward"
+        raise UsageError(f"{path}: its first row {other}; ng_collect_rollouts writes rollouts")

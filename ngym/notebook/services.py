@@ -13,11 +13,11 @@ from typing import Any, Self, TypeVar
 from ngym.collect.discovery import Known, discover
 from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
-from ngym.notebook import html
 from ngym.notebook.background import Background, Work
-from ngym.notebook.progress_state import Watch
+from ngym.notebook.html import table
+from ngym.notebook.progress import Watch
 from ngym.peers import Peers
-from ngym.runtime.task_race import never
+from ngym.runtime.event_loop import never
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.redacted_config import shown_config
@@ -83,7 +83,7 @@ class RunningServices:
 
     def _repr_html_(self) -> str:
         rows = [[state.label, state.kind, state.status, state.url, state.restarts] for state in self.states]
-        return html.table(COLUMNS, rows, repr(self)[1:-1])
+        return table(COLUMNS, rows, repr(self)[1:-1])
 
 
 class _Life:

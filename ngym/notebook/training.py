@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.notebook import html
 from ngym.notebook.frames import Table
-from ngym.plot.history import METRICS, read_history
+from ngym.notebook.html import table
+from ngym.plot.runs import METRICS, read_history
 from ngym.schema import Json
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class TrainingMetrics(list[Json]):
         names = [name for name in FEW if name == "step" or name in self.names]
         shown = self[-SHOWN_STEPS:]
         more = f"; the last {len(shown)}:" if len(self) > len(shown) else ""
-        return html.table(names, [[row.get(name) for name in names] for row in shown], repr(self)[1:-1] + more)
+        return table(names, [[row.get(name) for name in names] for row in shown], repr(self)[1:-1] + more)
 
 
 def training_metrics(run: str | Path) -> TrainingMetrics:

@@ -13,17 +13,15 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.grading import reverify
 from ngym.grading.group_rewards import is_pending, judged
-from ngym.notebook.arguments import at_least_one
-from ngym.notebook.progress_state import Watch
+from ngym.notebook.arguments import at_least_one, rows_of
+from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, Place, Reached, RunningServices
-from ngym.notebook.task_input import rows_of
 from ngym.peers import Peers
-from ngym.runtime.task_race import unless
+from ngym.runtime.event_loop import unless
 from ngym.schema import Json
 from ngym.stats.score_summary import parts_of
-from ngym.validation.gold import says
-from ngym.validation.standin import others
+from ngym.validation.gold import others, says
 
 ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
 

@@ -6,8 +6,7 @@ for calls under an idempotency key, which the other side does once. Retries that
 half of what it answered of late, and ten.
 """
 
-from ngym.peers.peer import Peer
+from ngym.peers.peer import Peer, PeerSession
 from ngym.peers.peers import Peers
-from ngym.peers.session import PeerSession
 
 __all__ = ["Peer", "PeerSession", "Peers"]

@@ -1,27 +1,234 @@
-"""One call to another service, with its deadline and its retries, to whichever of its replicas answers."""
+"""One service seen by another: addresses, retries, pauses, sessions, and its refusals as errors."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import orjson
 
 from ngym.client import Reply
-from ngym.errors import PeerTimeout, Unreachable
+from ngym.errors import PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
-from ngym.net.json_limits import by_size, serialized
-from ngym.net.replica_choice import Replicas, Sticky, rendezvous
-from ngym.net.retry_budget import RetryBudget
-from ngym.peers.pauses import BROKEN_S, MAYBE_PROCESSED, NOT_PROCESSED, REFUSED_S, RETRY_RATIO, retry_after, spread
-from ngym.peers.reading import json_of
-from ngym.peers.refusals import InSession, is_own, refusal, upstream_of
-from ngym.peers.session import DEFAULT_TIMEOUT_S, PeerSession, ToolErrors
-from ngym.schema import IDEMPOTENCY_HEADER
+from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
+from ngym.net.load_balancer import Replicas, RetryBudget, Sticky, rendezvous
+from ngym.net.upstream_errors import is_context_overflow, words
+from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER, Json
 
 if TYPE_CHECKING:
     from ngym.peers.peers import Peers
+
+
+BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
+REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # ... after another answer that may be a different one next time
+MAX_RETRY_AFTER_S = 30.0
+RETRY_RATIO = 0.5  # a third of all calls may fail for long, and still be repeated until they succeed
+NOT_PROCESSED = frozenset({429, 503})
+MAYBE_PROCESSED = frozenset({500, 502, 504})
+SHOWN_BYTES = 100
+SAMPLING = "/v1/responses"
+KEPT_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
+NOT_ABOUT_THE_CALL = frozenset({401, 403, 407, 408, 429})  # who may call, and when
+SHOWN_STATUSES = frozenset({*range(400, 500), 500}) - NOT_ABOUT_THE_CALL
+PROBLEM = "application/problem+json"
+DEFAULT_TIMEOUT_S = 600.0
+ToolErrors = Literal["fail", "show"]
+
+
+def spread(pause: float) -> float:
+    return random.uniform(0.5, 1.0) * pause
+
+
+def retry_after(reply: Reply) -> float | None:
+    """What it says, and up to a quarter more, so that those who were refused together do not come back together."""
+    value = reply.headers.get("retry-after", "")
+    if not (value.isascii() and value.replace(".", "", 1).isdigit()):
+        return None
+    return random.uniform(1.0, 1.25) * min(float(value), MAX_RETRY_AFTER_S)
+
+
+def json_of(reply: Reply, service: str, path: str) -> Any:
+    """The JSON that a service answered with.
+
+    Raises:
+        UpstreamError: it is none, or nested more deeply than can be passed on.
+    """
+    try:
+        value = reply.json()
+    except orjson.JSONDecodeError as error:
+        begin = reply.body[:SHOWN_BYTES].decode("utf-8", "replace")
+        raise _wrong(reply, service, f"{service} answered {path} with no JSON ({error}); it begins {begin!r}") from None
+    if is_deep(reply.body, value):
+        raise _wrong(reply, service, f"{service} answered {path} with JSON nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _wrong(reply: Reply, service: str, what: str) -> UpstreamError:
+    return UpstreamError(what, upstream={"service": service, "url": None, "status": reply.status})
+
+
+class InSession(NamedTuple):
+    """The session that a call belongs to.
+
+    tells: whether the service has told this id in an answer; then it does so in all of them.
+    shows: whether a model reads what the service refuses, however it says so.
+    """
+
+    id: str
+    tells: bool = False
+    shows: bool = False
+
+
+def is_own(reply: Reply, session: InSession) -> bool:
+    """Whether an answer can be the service's, and not of something between: a proxy does not know the session.
+
+    A problem document that names a service is its own, too: what went wrong may have kept it from telling more.
+    """
+    return not session.tells or _names(reply, session) or (reply.status >= 300 and bool(_problem(reply).get("service")))
+
+
+def refusal(
+    service: str, reply: Reply, method: str, url: str, path: str, session: InSession | None = None
+) -> UpstreamError:
+    """A peer's error, its own words kept: the first problem document of the chain tells the cause."""
+    if session is not None and not is_own(reply, session):
+        return _stranger(service, reply, method, url, path)
+    problem = _problem(reply)
+    ours = bool(problem.get("service"))
+    told = words(problem)
+    says = bool(problem.get("error") or problem.get("message"))
+    detail = (
+        problem.get("detail")
+        or (told.message if says else reply.body[:300].decode("utf-8", "replace"))
+        or "no reason given"
+    )
+    if not isinstance(detail, str):
+        detail = orjson.dumps(detail)[:300].decode()
+    failure = problem["failure"] if isinstance(problem.get("failure"), str) else None
+    if path == SAMPLING and not ours and is_context_overflow(reply.status, told.code, detail):
+        failure = "context_length"
+    match problem.get("upstream"):
+        case {"service": str(), "status": int() | None} as first:
+            upstream = first
+        case _:
+            upstream = upstream_of(service, url, reply.status)
+    prefix = "" if ours else f"{service} answered {reply.status} to {method} {path}: "
+    return UpstreamError(
+        prefix + detail,
+        failure=failure,
+        upstream=upstream,
+        retryable=bool(problem.get("retryable", reply.status in NOT_PROCESSED | MAYBE_PROCESSED | {500})),
+        status=reply.status if reply.status in KEPT_STATUSES else None,
+        is_for_the_model=session is not None and _is_for_the_model(reply, problem, session),
+    )
+
+
+def _problem(reply: Reply) -> Json:
+    """The answer as a record; empty where it is none that can be passed on."""
+    try:
+        problem = reply.json()
+    except orjson.JSONDecodeError:
+        return {}
+    if is_deep(reply.body, problem):
+        return {}
+    return problem if isinstance(problem, dict) else {"detail": problem}
+
+
+def _is_for_the_model(reply: Reply, problem: Json, session: InSession) -> bool:
+    """The service says so of its own answer, which names the session; or all that it refuses is."""
+    if session.shows and reply.status in SHOWN_STATUSES:
+        return True
+    named = problem.get("session") == session.id or _names(reply, session)
+    is_problem = reply.headers.get("content-type", "").startswith(PROBLEM)
+    return named and is_problem and problem.get("for_the_model") is True
+
+
+def _names(reply: Reply, session: InSession) -> bool:
+    return reply.headers.get(SESSION_HEADER) == session.id
+
+
+def _stranger(service: str, reply: Reply, method: str, url: str, path: str) -> UpstreamError:
+    says = reply.body[:300].decode("utf-8", "replace") or "nothing"
+    return UpstreamError(
+        f"something between here and {service} answered {reply.status} to {method} {path}, as a proxy would: {says}",
+        upstream=upstream_of(service, url, reply.status),
+        retryable=True,
+    )
+
+
+def upstream_of(service: str, url: str, status: int | None = None) -> dict[str, Any]:
+    """Which replica it was."""
+    return {"service": service, "url": url, "status": status}
+
+
+class PeerSession:
+    """Calls of one rollout to one service: the same replica, session id and cookies throughout.
+
+    A gym server that is ours tells the session's id in each of its answers: from the first that does on, an answer without
+    it comes from something between, such as a proxy, and is an error.
+    """
+
+    def __init__(
+        self, peer: Peer, session_id: str, conversation: Sticky | None = None, tool_errors: ToolErrors = "fail"
+    ) -> None:
+        self.peer = peer
+        self.id = session_id
+        self._tool_errors: ToolErrors = tool_errors
+        self._tells = False
+        self._affinity = conversation or session_id
+        self._cookies: dict[str, str] = {}
+        self._repeatable_s = 0.0
+
+    @property
+    def url(self) -> str:
+        """The replica that its next call goes to."""
+        return self.peer.url(self._affinity)
+
+    async def request(
+        self,
+        path: str,
+        body: Any,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        idempotent: bool = False,
+        method: str = "POST",
+        tool_errors: ToolErrors | None = None,
+    ) -> Reply:
+        """One call. tool_errors: in the place of the session's own."""
+        headers = {SESSION_HEADER: self.id}
+        shows = (tool_errors or self._tool_errors) == "show"
+        if shows:
+            headers[TOOL_ERRORS_HEADER] = "show"
+        if self._cookies:  # NeMo Gym's servers know a rollout by its cookie
+            headers["cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
+        reply = await self.peer.request(
+            method,
+            path,
+            body,
+            headers=headers,
+            timeout=timeout,
+            idempotent=idempotent,
+            affinity=self._affinity,
+            repeatable_s=0.0 if idempotent else self._repeatable_s,
+            session=InSession(self.id, self._tells, shows),
+        )
+        self._tells = self._tells or reply.headers.get(SESSION_HEADER) == self.id
+        if (told := reply.headers.get(REPEATABLE_HEADER, "")).isdecimal():
+            self._repeatable_s = float(told)
+        self._cookies |= {name: value for name, value in reply.cookies.items() if name != SESSION_COOKIE}
+        return reply
+
+    def could_show(self, error: UpstreamError) -> bool:
+        """Whether `tool_errors: show` would have made this a text for the model: a gym server of another make refused."""
+        return not self._tells and (error.upstream or {}).get("status") in SHOWN_STATUSES
+
+    async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
+        reply = await self.request(path, body, timeout=timeout, idempotent=idempotent)
+        return await by_size(len(reply.body), json_of, reply, self.peer.name, path)
 
 
 class Peer:

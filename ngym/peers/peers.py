@@ -1,16 +1,36 @@
-"""Where is everybody, and what opens their doors? The other services by name, and the client that all calls go through."""
+"""The services of a run by name, and what its head says of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import orjson
 
 from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound
-from ngym.net.replica_choice import Replicas
-from ngym.net.retry_budget import RetryBudget
-from ngym.peers.heads import servers_in
+from ngym.net.load_balancer import Replicas, RetryBudget
 from ngym.peers.peer import Peer
 from ngym.schema import Json
+
+
+def servers_in(body: bytes) -> list[Json]:
+    """The services, each with its `name`, its `kind` and its `url` or `urls`.
+
+    Raises:
+        ValueError: whoever answered so is no head.
+    """
+    told = orjson.loads(body)
+    if not (isinstance(told, list) and all(map(_is_server, told))):
+        raise ValueError("it says something else than which services there are")
+    return told
+
+
+def _is_server(told: Any) -> bool:
+    match told:
+        case {"name": str(), "kind": str(), "url": str()} | {"name": str(), "kind": str(), "urls": [str(), *_]}:
+            return True
+    return False
 
 
 class Peers:

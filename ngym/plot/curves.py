@@ -1,20 +1,102 @@
-"""Runs and metrics in, curves out: for each metric that is wanted one of each run, or one of each group of seeds."""
+"""Curves of metrics: which ones, smoothed, and seeds taken together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from statistics import fmean
 from typing import NamedTuple
 
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.plot.choice import UNSCORED, asked, telling
-from ngym.plot.history import Axis, History, Series
 from ngym.plot.picture import Line, Panel
-from ngym.plot.runs import Run, by_seed
-from ngym.plot.series import smoothed, together
+from ngym.plot.runs import Axis, History, Run, Series, by_seed
 from ngym.schema import Json
 
+OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and how many attempts it is of
+UNSCORED = "frac_unscored"
 HELD_OUT = ("eval/", "val/")  # few, and means already: they are drawn as they are
+
+
+def smoothed(series: Series, weight: float) -> Series:
+    """The exponential moving average with this weight of the past, in [0, 1), without its bias towards the first values.
+
+    m_n = w m_{n-1} + (1 - w) y_n, shown as m_n / (1 - w^n) (Adam's correction, arXiv 1412.6980, section 3). A band is
+    smoothed alike.
+    """
+    if weight == 0:
+        return series
+    return replace(
+        series, y=_averaged(series.y, weight), low=_averaged(series.low, weight), high=_averaged(series.high, weight)
+    )
+
+
+def _averaged(values: Sequence[float], weight: float) -> tuple[float, ...]:
+    mean, missing, averaged = 0.0, 1.0, []
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        missing *= weight
+        averaged.append(mean / (1 - missing))
+    return tuple(averaged)
+
+
+def together(name: str, seeds: Sequence[Series]) -> Series:
+    """The mean of several runs at the x that all of them have, between the lowest and the highest of them."""
+    values = [dict(zip(one.x, one.y, strict=True)) for one in seeds]
+    common = sorted(set.intersection(*map(set, values))) if values else []
+    columns = [[one[x] for one in values] for x in common]
+    return Series(
+        name,
+        tuple(common),
+        tuple(map(fmean, columns)),
+        tuple(map(min, columns)),
+        tuple(map(max, columns)),
+    )
+
+
+REWARDS, LOSSES = ("reward/mean", UNSCORED), ("loss", "val/loss")
+
+
+def telling(names: Sequence[str]) -> list[str]:
+    """The metrics that show whether a run learns: with rewards, those, the share of rollouts without one and the mean rewards
+    on held-out tasks; without, its losses.
+    """
+    evaluations = sorted(name for name in names if is_evaluation(name))
+    return [name for name in (*REWARDS, *evaluations) if name in names] or [name for name in LOSSES if name in names]
+
+
+def is_evaluation(name: str) -> bool:
+    last = _last(name)
+    return name.startswith("eval/") and (last == "greedy" or last.startswith("avg@"))
+
+
+def asked(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The metrics that match, in the order of the patterns (`reward/mean`, `eval/*`); what belongs to another one only if
+    the pattern ends in it (`eval/*/count`).
+
+    Raises:
+        UsageError: a pattern matches none.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        matching = [pattern] if pattern in names else [name for name in names if _matches(name, pattern)]
+        if not matching:
+            raise UsageError(f"--metric {pattern}: no run has logged it{did_you_mean(pattern, filter(is_own, names))}")
+        found += sorted(matching)
+    return list(dict.fromkeys(found))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) and (is_own(name) or _last(name) == _last(pattern))
+
+
+def is_own(name: str) -> bool:
+    return _last(name) not in OF_ANOTHER
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 class Curve(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ngym.errors import UsageError
 from ngym.files.jsonl import write_whole
-from ngym.plot.history import Series
+from ngym.plot.runs import Series
 from ngym.plot.text import duration, number_text
 from ngym.rollout.transcript import printable
 

@@ -1,20 +1,184 @@
-"""Which runs are drawn, what are they called, and which of them differ in nothing but their seed?"""
+"""Runs and the history that each logged.
+
+Of a step that was logged twice the later entry counts; where the steps go back, what was logged after that step is void,
+because the run took those steps again. A line that is still being written is not read.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import yaml
 
 from ngym.errors import UsageError
-from ngym.plot.history import History, metrics_file, read_history
+from ngym.files.jsonl import read
 from ngym.schema import Json
 
+METRICS = "metrics.jsonl"
+Axis = Literal["step", "time"]
 RECIPE = "recipe.yaml"
+
+
+STEP, ELAPSED = "step", "time/elapsed"  # seconds since this life of the run began
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. x: steps, or seconds; ascending. low, high: a band around y, [N] each, or none."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+@dataclass
+class _Column:
+    """rows: at which of the history's rows there is a value."""
+
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def put(self, row: int, value: float) -> None:
+        if self.rows and self.rows[-1] == row:
+            self.values[-1] = value
+        else:
+            self.rows.append(row)
+            self.values.append(value)
+
+    def cut(self, row: int) -> None:
+        kept = bisect_left(self.rows, row)
+        del self.rows[kept:], self.values[kept:]
+
+
+class History:
+    """Everything that was logged, a row for each step. resumed: the first step of each later life of the run."""
+
+    def __init__(self) -> None:
+        self.steps: array[float] = array("d")
+        self.resumed: list[float] = []
+        self._seconds: array[float] = array("d")
+        self._columns: dict[str, _Column] = {}
+        self._before = 0.0  # seconds of the lives before this one
+        self._elapsed = 0.0
+
+    @classmethod
+    def of(cls, entries: Iterable[Mapping[str, object]]) -> Self:
+        history = cls()
+        for entry in entries:
+            history.add(entry)
+        return history
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics, in the order in which they came up."""
+        return [name for name, column in self._columns.items() if column.rows]
+
+    def add(self, entry: Mapping[str, object]) -> None:
+        """The next entry; one without a step is none."""
+        step = _number(entry.get(STEP))
+        if step is None:
+            return
+        elapsed = _number(entry.get(ELAPSED))
+        self._go_on(step, elapsed)
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self._seconds.append(self._before + self._elapsed)
+        row = len(self.steps) - 1
+        for name, said in entry.items():
+            value = _number(said)
+            if name not in (STEP, ELAPSED) and (value is not None or said is None):
+                column = self._columns.setdefault(name, _Column())
+                column.put(row, math.nan if value is None else value)
+
+    def series(self, name: str, by: Axis = "step") -> Series:
+        """The finite values of a metric; {name}/low and {name}/high are its band."""
+        kept = {row: value for row, value in self._of(name).items() if math.isfinite(value)}
+        along = self.steps if by == "step" else self._seconds
+        low, high = self._of(f"{name}/low"), self._of(f"{name}/high")
+        whole = kept and all(row in low and row in high for row in kept)
+        return Series(
+            name,
+            tuple(along[row] for row in kept),
+            tuple(kept.values()),
+            tuple(low[row] for row in kept) if whole else (),
+            tuple(high[row] for row in kept) if whole else (),
+        )
+
+    def last(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: self._columns[name].values[-1] for name in self.names}
+
+    def rows(self) -> list[dict[str, float | None]]:
+        """One for each step: it, its metrics, and the seconds that the run took until then, over all its lives."""
+        rows: list[dict[str, float | None]] = [{STEP: int(step)} for step in self.steps]
+        for name, column in self._columns.items():
+            for row, value in zip(column.rows, column.values, strict=True):
+                rows[row][name] = None if math.isnan(value) else value
+        if any(self._seconds):
+            for found, seconds in zip(rows, self._seconds, strict=True):
+                found[ELAPSED] = seconds
+        return rows
+
+    def _of(self, name: str) -> dict[int, float]:
+        column = self._columns.get(name, _Column())
+        return dict(zip(column.rows, column.values, strict=True))
+
+    def _go_on(self, step: float, elapsed: float | None) -> None:
+        """Note it if another life of the run begins with this entry."""
+        back = bool(self.steps) and step < self.steps[-1]
+        if back:
+            kept = bisect_left(self.steps, step)
+            del self.steps[kept:], self._seconds[kept:]
+            for column in self._columns.values():
+                column.cut(kept)
+        if back or (elapsed is not None and self.steps and elapsed < self._elapsed):
+            self.resumed.append(step)
+            self._before = self._seconds[-1] if self._seconds else 0.0
+        self._elapsed = elapsed if elapsed is not None else self._elapsed
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def metrics_file(place: Path) -> Path:
+    """The metrics of a run: the file itself, or that of its folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    file = place / METRICS if place.is_dir() else place
+    if not file.is_file():
+        raise UsageError(f"{place}: no {METRICS} there; give a run's folder, or a file of metrics")
+    return file
+
+
+def read_history(file: Path) -> History:
+    """
+    Raises:
+        UsageError: the file cannot be read, or a whole line of it is no entry.
+    """
+    history = History()
+    for line in read(file):
+        if line.problem is not None:
+            if line.complete:
+                raise UsageError(f"{file}:{line.number}: {line.problem}")
+            break
+        if STEP not in line.row:
+            raise UsageError(f"{file}:{line.number}: no entry of a run's metrics: it has no {STEP!r}")
+        history.add(line.row)
+    return history
+
+
 SEED, OWN = "seed", {"seed", "output"}
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from ngym.plot.history import Axis, Series
+from ngym.plot.runs import Axis, Series
 from ngym.rollout.transcript import printable
 
 WIDTH, HEIGHT = 60, 12  # characters

@@ -1,7 +1,8 @@
-"""Records -> rows of two splits, and on the disk with a manifest that says where they come from."""
+"""Rows of a public set, accepted by its environment's server."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 from collections import Counter
@@ -12,16 +13,20 @@ from typing import NamedTuple
 
 import orjson
 
-from ngym.errors import UsageError
+from ngym.errors import ServiceError, UsageError
 from ngym.files.jsonl import write_whole
-from ngym.prepare.download import digest
-from ngym.prepare.record_readers import joined
-from ngym.prepare.sets import File, Made, PublicSet, Split, Unfit
+from ngym.peers import Peer
+from ngym.prepare.download import digest, joined
+from ngym.prepare.sets import File, Made, PublicSet, Split, Unfit, saying
 from ngym.schema import Json
 
 HELD_OUT = 10  # one of so many, where a set does not say which are for validation
 MANIFEST = "manifest.json"
 SPLITS: tuple[Split, ...] = ("validation", "train")  # a row that stands in both is for validation
+AT_ONCE = 16
+SLICE = 1_000  # rows that wait for their turn
+FULL = 1.0 - 1e-6
+SHOWN_CHARS = 160
 
 
 class Converted(NamedTuple):
@@ -146,3 +151,46 @@ def _share(row: Json) -> Split:
 def _question(row: Json) -> bytes:
     """What the policy is asked: the same words with other tools are another question."""
     return orjson.dumps(row["responses_create_params"], option=orjson.OPT_SORT_KEYS)
+
+
+async def accepted(
+    peer: Peer, rows: Mapping[Split, list[Converted]], left_out: Counter[str]
+) -> dict[Split, list[Converted]]:
+    """The rows that the server takes as tasks and whose own answer earns the full reward; the others are counted.
+
+    A row without an answer of its own has to get a verdict on an empty one.
+    """
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def right(each: Converted) -> bool:
+        async with limit:
+            problem = await _problem(peer, each.made)
+        if problem:
+            left_out[problem[:SHOWN_CHARS]] += 1
+        return problem is None
+
+    kept: dict[Split, list[Converted]] = {}
+    for split, several in rows.items():
+        kept[split] = []
+        for start in range(0, len(several), SLICE):
+            some = several[start : start + SLICE]
+            verdicts = await asyncio.gather(*map(right, some))
+            kept[split] += [each for each, is_right in zip(some, verdicts, strict=True) if is_right]
+    return kept
+
+
+async def _problem(peer: Peer, made: Made) -> str | None:
+    session = peer.session()
+    request = {**made.row, "response": {"output": made.answer or saying("")}}
+    try:
+        await session.post("/seed_session", made.row)
+        verdict = await session.post("/verify", request)
+        await session.request("/session", None, method="DELETE")
+    except ServiceError as error:
+        return f"refused: {error.detail}"
+    reward = verdict["reward"]
+    if reward is None:
+        return f"cannot be verified: {verdict.get('outcome') or ''} {verdict.get('reason') or ''}".rstrip(" :")
+    if made.answer and reward < FULL:
+        return "its own answer does not earn the full reward"
+    return None

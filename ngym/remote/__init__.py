@@ -4,9 +4,8 @@ One `Upstream` a service: one pace (an adaptive concurrency limit, and pauses th
 one account of tokens and money. A back end says which path and body, and what the answer means.
 """
 
-from ngym.remote.metrics import watched
 from ngym.remote.options import RemoteOptions
 from ngym.remote.problems import ContextOverflow, NotOffered, Site, Unanswered
-from ngym.remote.upstream import Headers, Upstream
+from ngym.remote.upstream import Headers, Upstream, watched
 
 __all__ = ["ContextOverflow", "Headers", "NotOffered", "RemoteOptions", "Site", "Unanswered", "Upstream", "watched"]

@@ -9,7 +9,7 @@ from urllib.request import getproxies, proxy_bypass
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ngym.net.address_rules import wrong_url
-from ngym.remote.budget import Caps
+from ngym.remote.pace import Caps
 
 
 class RemoteOptions(BaseModel):

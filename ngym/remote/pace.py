@@ -1,4 +1,4 @@
-"""How fast may we ask? As fast as the other side lets us: one concurrency limit and one pause for all callers.
+"""The pace of calls to a remote API: its limits, and a budget of tokens and money.
 
 The limit grows while answers come, and is halved when the other side refuses for the rate (429, 529, 503), at most
 once for the requests that were under way together; then it comes back to where it was refused, fast at first, and
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from ngym.errors import Overloaded
+from ngym.errors import Overloaded, ServiceError
+from ngym.schema import Json
 
 START = 16.0  # the first limit; it doubles with each round of answers until the first refusal
 RECOVERY = 16  # answers in which a halved limit is two thirds of the way back to what it was ...
@@ -24,6 +25,75 @@ SMOOTHING = 0.2  # of the latency, per answer
 LONGEST_GAP_S = 60.0
 FIRST_PAUSE_S = 0.05  # after a refusal that names no time; doubled with each in a row
 LONGEST_PAUSE_S = 30.0
+
+
+class UsedUp(ServiceError):
+    """A key may be used no more, or its account has nothing left. Clients try a 429 again, and no 402."""
+
+    status = 402
+    title = "Used up"
+
+
+@dataclass
+class Used:
+    """Tokens of one answer, or of all."""
+
+    input: int = 0
+    output: int = 0
+
+    def take(self, event: Json) -> None:
+        """Read the usage of an answer, or of one event of its stream (the highest counts: some repeat it)."""
+        usage = _usage(event)
+        if usage is None:
+            return
+        counts = {name: count for name, count in usage.items() if isinstance(count, int)}
+        cached = counts.get("cache_read_input_tokens", 0) + counts.get("cache_creation_input_tokens", 0)
+        self.input = max(self.input, counts.get("input_tokens", counts.get("prompt_tokens", 0)) + cached)
+        self.output = max(self.output, counts.get("output_tokens", counts.get("completion_tokens", 0)))
+
+
+def _usage(event: Json) -> Json | None:
+    """Where Chat, Responses, Anthropic and SGLang put it: at the top, or in the `response` or `message` of an event."""
+    if isinstance(event.get("meta_info"), dict):
+        of_sglang: Json = event["meta_info"]
+        return of_sglang
+    for holder in (event, event.get("response"), event.get("message")):
+        if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
+            found: Json = holder["usage"]
+            return found
+    return None
+
+
+@dataclass
+class Caps:
+    """What this process may use up of a key, since it started; None: as much as it likes. Prices are per million tokens."""
+
+    max_tokens: int | None = None
+    max_spend: float | None = None
+    price_input: float = 0.0
+    price_output: float = 0.0
+    used: Used = field(default_factory=Used)
+
+    @property
+    def spend(self) -> float:
+        return (self.used.input * self.price_input + self.used.output * self.price_output) / 1e6
+
+    def check(self) -> None:
+        """Raises UsedUp once a cap is reached; it says what to raise."""
+        tokens = self.used.input + self.used.output
+        if self.max_tokens is not None and tokens >= self.max_tokens:
+            raise _reached(f"{tokens} tokens used of max_tokens_total {self.max_tokens}", "max_tokens_total")
+        if self.max_spend is not None and self.spend >= self.max_spend:
+            raise _reached(f"{self.spend:.4g} spent of max_spend {self.max_spend:g}", "max_spend")
+
+    def add(self, used: Used) -> None:
+        self.used.input += used.input
+        self.used.output += used.output
+
+
+def _reached(what: str, option: str) -> UsedUp:
+    detail = f"{what}: nothing more is asked of this key; raise {option} in the stanza (a restart counts from 0)"
+    return UsedUp(detail, failure="model_error")
 
 
 @dataclass

@@ -1,7 +1,12 @@
-"""What does an error of the other side mean to us? One table for OpenAI's, Anthropic's and everybody's shape of error."""
+"""Errors of a remote API as ours, with a hint at the remedy."""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -9,16 +14,79 @@ import orjson
 
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError
 from ngym.net.upstream_errors import is_context_overflow, words
-from ngym.remote.budget import UsedUp
+from ngym.remote.pace import UsedUp
 from ngym.schema import Json
 
+MAX_WAIT_S = 24 * 3600.0
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_EPOCH_S = 1e9  # a number beyond is a point in time, in seconds or milliseconds
+_REMAINING = re.compile(r"(?:x|anthropic)-ratelimit-(.*-)?remaining(-.*)?")
 REFUSED_FOR_RATE = frozenset({429, 503, 529})
-"""The request was not begun, because there are too many: everybody goes slower."""
-
 _PASSING = frozenset({408, 409})
 _NO_SUCH_PATH = frozenset({404, 405})
 _PAID_OUT = frozenset({"insufficient_quota", "billing_error", "billing_hard_limit_reached"})
 _OVERLOADED = frozenset({"overloaded_error", "rate_limit_error", "rate_limit_exceeded"})
+
+
+def wait_s(headers: Mapping[str, str], now: float | None = None) -> float | None:
+    """Seconds to wait, from the headers (lower case) of a 429, 503 or 529; None where they say nothing.
+
+    In this order: `retry-after-ms`; `retry-after` (seconds or an HTTP date); the reset of each limit of which nothing
+    remains (`x-ratelimit-reset-requests: 6m0s`, `x-ratelimit-reset: 1760000000`, `anthropic-ratelimit-tokens-reset:`
+    an RFC 3339 time). Never below 0 or above a day.
+
+    Args:
+        now: seconds since 1970; the clock's where left out.
+    """
+    now = time.time() if now is None else now
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return _bounded(milliseconds / 1000)
+    if "retry-after" in headers:
+        waited = _moment(headers["retry-after"], now)
+        if waited is not None:
+            return _bounded(waited)
+    resets = []
+    for name, value in headers.items():
+        if _REMAINING.fullmatch(name) and _number(value) == 0:
+            waited = _moment(headers.get(name.replace("remaining", "reset"), ""), now)
+            resets += [] if waited is None else [waited]
+    return _bounded(max(resets)) if resets else None
+
+
+def _moment(text: str, now: float) -> float | None:
+    """Seconds from now on: from a number, a duration such as 6m0.5s, a date, or a point in time."""
+    text = text.strip()
+    number = _number(text)
+    if number is not None:
+        if number > _EPOCH_S * 1000:
+            return number / 1000 - now
+        return number - now if number > _EPOCH_S else number
+    if text and not _DURATION.sub("", text):
+        return sum(float(count) * _UNIT_S[unit] for count, unit in _DURATION.findall(text))
+    for read in (parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            moment = read(text)
+        except ValueError:
+            continue
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
+    return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0 <= number < float("inf") else None
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, 0.0), MAX_WAIT_S)
+
+
+"""The request was not begun, because there are too many: everybody goes slower."""
 
 
 class NotOffered(UpstreamError):

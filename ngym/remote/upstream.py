@@ -1,36 +1,62 @@
-"""One POST to the other side: its turn, its deadline, its retries, its price; the answer whole, or event by event."""
+"""Calls to a remote API: JSON, server-sent events, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
 import orjson
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ngym.client import Client
 from ngym.errors import ServiceError, Unreachable
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
-from ngym.net.retry_budget import RetryBudget
-from ngym.remote.budget import Used
-from ngym.remote.hints import wait_s
+from ngym.net.load_balancer import RetryBudget
 from ngym.remote.options import RemoteOptions
-from ngym.remote.pace import Pace, Turn
-from ngym.remote.problems import REFUSED_FOR_RATE, Site, problem, problem_in_stream
-from ngym.remote.sse import EventData
+from ngym.remote.pace import Pace, Turn, Used
+from ngym.remote.problems import REFUSED_FOR_RATE, Site, problem, problem_in_stream, wait_s
 from ngym.schema import Json
 
+_MAX_EVENT_BYTES = 1 << 26
 log = logging.getLogger("ngym.remote")
-
 BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, and spread
 LONGEST_BACKOFF_S = 8.0
 DONE = b"[DONE]"
-
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
+
+
+class EventData:
+    """Feed it what came; it gives the data of each event that is whole by then."""
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    def take(self, part: bytes) -> Iterator[bytes]:
+        """The data of the events that end in this part; data lines of one event are joined by line breaks.
+
+        Raises:
+            ValueError: an event has no end within 64 MiB.
+        """
+        text = self._left + part
+        if b"\r" in text:
+            cut = text.endswith(b"\r")  # its line feed may still come
+            text = text[: len(text) - cut].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + b"\r" * cut
+        *events, self._left = text.split(b"\n\n")
+        if len(self._left) > _MAX_EVENT_BYTES:
+            raise ValueError("an event without end")
+        for event in events:
+            data = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if data:
+                yield b"\n".join(data)
+
+
 """What each request carries to be let in; asked for each time, because tokens run out."""
 
 
@@ -214,3 +240,46 @@ def _refused(told: ServiceError) -> bool:
 async def _nothing() -> AsyncIterator[bytes]:
     return
     yield
+
+
+class UpstreamMetrics(Collector):
+    """Reads them when they are asked for; nothing is counted twice on the way of a request."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    def collect(self) -> Iterator[Metric]:
+        pace, budget, caps = self._upstream.pace, self._upstream.budget, self._upstream.caps
+        yield _gauge("ngym_upstream_limit", "How many requests may be in flight now", pace.limit)
+        yield _gauge("ngym_upstream_in_flight", "Requests in flight", pace.in_flight)
+        yield _gauge("ngym_upstream_waiting", "Requests that wait for their turn", pace.waiting)
+        yield _gauge("ngym_upstream_paused_seconds", "How long nothing is asked, as told by 429", pace.paused_s())
+        yield _count("ngym_upstream_refused", "Requests refused for the rate (429, 503, 529)", pace.counts.refused)
+        yield _count("ngym_upstream_limit_halved", "How often the limit was halved", pace.counts.cuts)
+        yield _count("ngym_upstream_retries", "Retries after failures", budget.spent)
+        yield _count("ngym_upstream_retries_refused", "Retries that the budget did not allow", budget.refused)
+        tokens = CounterMetricFamily("ngym_upstream_tokens", "Tokens, as the usage of answers tells", labels=["way"])
+        tokens.add_metric(["input"], caps.used.input)
+        tokens.add_metric(["output"], caps.used.output)
+        yield tokens
+        yield _count("ngym_upstream_spend", "Money spent, by price_input and price_output", caps.spend)
+
+
+@asynccontextmanager
+async def watched(upstream: Upstream, registry: CollectorRegistry) -> AsyncIterator[Upstream]:
+    """An upstream whose metrics stand in the service's registry as long as the block lasts; it is closed at its end."""
+    metrics = UpstreamMetrics(upstream)
+    registry.register(metrics)
+    try:
+        yield upstream
+    finally:
+        registry.unregister(metrics)
+        await upstream.close()
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, what, value=value)
+
+
+def _count(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(name, what, value=value)

@@ -1,4 +1,4 @@
-"""The token ids of a rollout: one unbroken context per segment, each token stored once."""
+"""The token ids of a rollout, and its token usage: one unbroken context per segment, each token stored once."""
 
 from __future__ import annotations
 
@@ -77,3 +77,18 @@ def with_latest_tokens(items: list[Any]) -> list[Any]:
 def versions_in(segments: list[Segment]) -> list[int]:
     """The policy versions that sampled these segments, ascending."""
     return sorted({version for segment in segments for _, _, version in segment["policy_version"]})
+
+
+def added(total: Json | None, usage: Json | None) -> Json | None:
+    """Two calls' usage as one."""
+    if total is None or usage is None:
+        return None
+    return {key: _added(total.get(key), usage.get(key)) for key in total.keys() | usage.keys()}
+
+
+def _added(left: Any, right: Any) -> Any:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {key: _added(left.get(key), right.get(key)) for key in left.keys() | right.keys()}
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return left + right
+    return None

@@ -1,4 +1,4 @@
-"""What stays at the bottom of a terminal while lines go by above it: right after a resize, and gone at the end.
+"""A live region of the terminal, and text that is safe to print.
 
 The cursor waits at the first character of the lowest part. Whatever a resize does to the lines (some terminals wrap them
 anew, some cut them), it stays with that character, so erasing from there to the end of the screen erases all that was drawn.
@@ -22,15 +22,18 @@ from ngym.rollout.transcript import printable
 if TYPE_CHECKING:
     from rich.text import Text
 
-ERASE_BELOW, ERASE_LINE_END = "\x1b[J", "\x1b[K"
-HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
 DRAINED_S = 0.5
 WIDEST = 1000
 USUAL = os.terminal_size((80, 24))
 INK = "▁▂▃▄▅▆▇█"
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+ERASE_BELOW, ERASE_LINE_END = "\x1b[J", "\x1b[K"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 BAR, SHORTEST_BAR = 40, 8
 FULL, REST = "━", "─"
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Size(NamedTuple):
@@ -269,3 +272,9 @@ def _pump(fd: int, screen: Screen) -> None:
             above.write(characters.decode(chunk))
     above.write(characters.decode(b"", final=True))
     above.end()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -15,7 +15,15 @@ import types
 from fcntl import F_DUPFD, fcntl
 from typing import NoReturn, TypedDict
 
-from ngym.sandbox import kernel, landlock, namespaces, seccomp
+from ngym.sandbox.confinement import (
+    BOX,
+    become,
+    die_with_parent,
+    enforce_landlock,
+    enforce_seccomp,
+    own_box,
+    seccomp_program,
+)
 
 MEMORY_EXIT = 86  # the interpreter ran out of memory
 STACK_BYTES = 64 << 20
@@ -77,18 +85,18 @@ def _place(fds: list[int]) -> None:
 def _confine(request: Run, how: Confinement, program: int) -> bytes:
     """Everything is given up; the source."""
     os.setsid()
-    kernel.die_with_parent()
+    die_with_parent()
     source, *contents = _parts(program, request["sizes"])
     if request["disk_mib"] or request["names"]:
         if how["tier"] != "namespaces":
             raise RuntimeError(f"files need the tier 'namespaces', and this one is {how['tier']!r}")
-        namespaces.own_box(request["disk_mib"] + (sum(request["sizes"]) >> 20) + 1)
+        own_box(request["disk_mib"] + (sum(request["sizes"]) >> 20) + 1)
         _write(request["names"], contents)
     _limit(request, how)
-    kernel.become(how["uid"])
+    become(how["uid"])
     if how["ruleset"] is not None:
-        landlock.enforce(RULES_FD)
-    seccomp.enforce(seccomp.program(os.getpid(), paths=how["tier"] != "seccomp"))
+        enforce_landlock(RULES_FD)
+    enforce_seccomp(seccomp_program(os.getpid(), paths=how["tier"] != "seccomp"))
     return source
 
 
@@ -106,7 +114,7 @@ def _write(names: list[str], contents: list[bytes]) -> None:
             os.makedirs(os.path.dirname(name), exist_ok=True)
         with open(name, "xb") as file:
             file.write(content)
-    sys.path.insert(0, namespaces.BOX)
+    sys.path.insert(0, BOX)
 
 
 def _limit(request: Run, how: Confinement) -> None:

@@ -23,7 +23,8 @@ import time
 from contextlib import suppress
 from typing import Any, TypedDict
 
-from ngym.sandbox import guest, kernel, landlock, namespaces, seccomp
+from ngym.sandbox import guest
+from ngym.sandbox.confinement import die_with_parent, enter, landlock_abi, landlock_ruleset, seccomp_supported, shut
 
 TICK_S = 0.05
 CPU_CLOCK_OF = 2  # CPUCLOCK_SCHED: the clock of all threads of a process
@@ -59,7 +60,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for ignored in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches the whole group; the server ends us
         signal.signal(ignored, signal.SIG_IGN)
-    kernel.die_with_parent()
+    die_with_parent()
     spec: Spec = json.loads(control.recv(MAX_MESSAGE))
     if os.getppid() != spec["parent"]:
         os._exit(0)
@@ -82,7 +83,7 @@ def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
     sys.path[:] = spec["sys_path"]
     for name in spec["preload"]:
         importlib.import_module(name)
-    if not seccomp.supported():
+    if not seccomp_supported():
         raise OSError(f"there is no system call filter for {os.uname().machine}")
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     with open("/proc/self/statm") as statm:
@@ -90,13 +91,13 @@ def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
     tier, ruleset = spec["tier"], None
     uid = spec["uid"] if os.geteuid() == 0 and _is_there(spec["uid"]) else None
     if tier == "namespaces":
-        namespaces.enter(spec["shown"])
-    if tier == "landlock" and not landlock.abi():
+        enter(spec["shown"])
+    if tier == "landlock" and not landlock_abi():
         raise OSError("this kernel has no Landlock")
-    if tier != "seccomp" and landlock.abi():
+    if tier != "seccomp" and landlock_abi():
         # In a root of its own there is nothing to hide, and only the box can be written to.
-        ruleset = landlock.ruleset(spec["shown"], ["/"] if tier == "namespaces" else ["/dev/null"])
-    kernel.shut()
+        ruleset = landlock_ruleset(spec["shown"], ["/"] if tier == "namespaces" else ["/dev/null"])
+    shut()
     gc.collect()
     gc.freeze()  # a collection in a guest would otherwise touch, and so copy, every page shared with us
     gc.disable()

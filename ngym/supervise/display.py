@@ -1,4 +1,4 @@
-"""What a person sees while services start and run: a board of services on a terminal, plain lines elsewhere."""
+"""The services of a run on screen: a board on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,20 +7,189 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ngym.runtime.live_region import Picture, Screen, captured, harmless, is_live
+from ngym.runtime.live_region import Picture, Screen, Size, captured, duration, harmless, is_live
 from ngym.supervise.service import State
-from ngym.supervise.status_board import Board, told
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+STYLES = {"ready": "green", "failed": "bold red", "restarting": "red", "not ready": "yellow", "stopped": "dim"}
+BUSY = "cyan"
 States = Callable[[], Iterable[State]]
-
 TICK_S = 0.25
 PLAIN_TICK_S = 10.0
 TOLD = ("restarting", "failed", "not ready", "ready")  # once all were ready
+
+
+GAP, LEAST_WHAT = 2, 6
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a process of a service does now. errors: since its start."""
+
+    requests_per_s: float
+    errors: int
+
+
+class Row(NamedTuple):
+    """One process of a service in words; style: of its state."""
+
+    name: str
+    state: str
+    style: str
+    what: str
+    rate: str
+    trouble: str
+
+
+class Board:
+    """Hears of states and traffic; `picture` and `line` say how the run stands. Written by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+        self._since: dict[str, float] = {}  # when a service came into its state
+        self._traffic: Mapping[str, Traffic] = {}
+        self._began = time.monotonic()
+        self.footer = ""
+
+    def event(self, state: State) -> bool:
+        """Whether its status is another one than before."""
+        before = self._states.get(state.label)
+        changed = before is None or before.status != state.status
+        if changed:
+            self._since[state.label] = time.monotonic()
+        self._states[state.label] = state
+        return changed
+
+    def traffic(self, measured: Mapping[str, Traffic]) -> None:
+        """By label, since the last look."""
+        self._traffic = measured
+
+    def waiting(self) -> list[State]:
+        """Those that are not ready."""
+        return [state for state in list(self._states.values()) if state.status != "ready"]
+
+    def line(self) -> str:
+        """`2 of 3 services ready, 12 s; waiting for policy (loading the weights)`."""
+        waiting, line = self.waiting(), self._count()
+        names = [state.label + (f" ({harmless(state.detail)})" if state.detail else "") for state in waiting]
+        if not names:
+            return line
+        return f"{line}; waiting for {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")
+
+    def _count(self) -> str:
+        count = len(self._states)
+        if not count:
+            return f"preparing, {time.monotonic() - self._began:.0f} s"
+        return f"{count - len(self.waiting())} of {count} services ready, {time.monotonic() - self._began:.0f} s"
+
+    def picture(self, size: Size) -> list[Text]:
+        """The services that fit, those with trouble first of all, and a line below them."""
+        from rich.text import Text
+
+        below = [Text(line, "bold") for line in _wrapped(self.footer or self._count(), size)]
+        states = list(self._states.values())
+        room = max(size.height - len(below), 0)
+        shown, more = _chosen(states, room)
+        rows = [self._row(state) for state in shown]
+        lines = _aligned(rows, size)
+        if more:
+            lines.append(Text(more, "dim"))
+        return [*lines[:room], *below]
+
+    def _row(self, state: State) -> Row:
+        seconds = time.monotonic() - self._since[state.label]
+        ready = state.status == "ready"
+        word = state.status if ready or state.status == "stopped" else f"{state.status} {duration(seconds)}"
+        again = f"{state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
+        seen = self._traffic.get(state.label)
+        errors = f"{seen.errors:,} error{'s' * (seen.errors != 1)}" if seen and seen.errors else ""
+        return Row(
+            harmless(state.label),
+            word,
+            STYLES.get(state.status, BUSY),
+            state.url if ready and not state.detail else harmless(state.detail),
+            _rate(seen) if seen and ready else "",
+            ", ".join(filter(None, (again, errors))),
+        )
+
+
+def _rate(seen: Traffic) -> str:
+    return f"{seen.requests_per_s:,.1f} req/s" if seen.requests_per_s else "idle"
+
+
+def told(state: State) -> str:
+    """`policy: restarting, killed by SIGKILL`."""
+    return f"{state.label}: {state.status}" + (f", {state.detail}" if state.detail else "")
+
+
+def _chosen(states: Sequence[State], room: int) -> tuple[list[State], str]:
+    """All, in the config's order; where they are too many, those that are not ready and the first others."""
+    if len(states) <= room:
+        return list(states), ""
+    ranked = sorted(states, key=lambda state: state.status == "ready")
+    kept = {state.label for state in ranked[: max(room - 1, 0)]}
+    left = [state for state in states if state.label not in kept]
+    bad = sum(state.status != "ready" for state in left)
+    more = f"and {len(left)} more, " + (f"{bad} of them not ready" if bad else "all ready")
+    return [state for state in states if state.label in kept], more
+
+
+def _aligned(rows: Sequence[Row], size: Size) -> list[Text]:
+    """The columns side by side; what has no room is cut, or left out."""
+    from rich.text import Text
+
+    name, state, what, rate, trouble = _widths(rows, size.width)
+    lines = []
+    for row in rows:
+        line = Text(_cell(row.name, name) + " " * GAP)
+        line.append(_cell(row.state, state) + " " * GAP, row.style)
+        line.append(_cell(_short(row.what, what), what), "dim" if row.style == STYLES["ready"] else "")
+        if rate:
+            line.append(" " * GAP + row.rate.rjust(rate))
+        if trouble:
+            line.append(" " * GAP + _cell(row.trouble, trouble), "yellow")
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _widths(rows: Sequence[Row], width: int) -> tuple[int, int, int, int, int]:
+    """Of name, state, what, rate and trouble; 0: left out. Name and state always, then a port or some of a detail, then trouble."""
+    longest = [max((len(row[index]) for row in rows), default=0) for index in (0, 1, 3, 4, 5)]
+    name, state = min(longest[0], max(width // 3, 8)), longest[1]
+    left = max(width - name - state - 2 * GAP, 0)
+    what = min(longest[2], LEAST_WHAT, left)
+    trouble = max(min(longest[4], left - what - GAP), 0)
+    left -= trouble + GAP if trouble else 0
+    rate = longest[3] if longest[3] and left - what >= longest[3] + GAP else 0
+    left -= rate + GAP if rate else 0
+    return name, state, min(longest[2], left), rate, trouble
+
+
+def _short(what: str, width: int) -> str:
+    """Of a URL that does not fit its port."""
+    return what if len(what) <= width or "://" not in what else f":{what.rpartition(':')[2]}"
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: max(width - 1, 0)] + "…" * (width > 0)
+
+
+def _wrapped(text: str, size: Size) -> list[str]:
+    """Words, not characters, go to the next line; at most half of the height."""
+    import textwrap
+
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, size.width) or [""]]
+    return lines[: max(size.height // 2, 1)]
 
 
 class Display(Protocol):
@@ -114,7 +283,7 @@ class LiveBoard:
         self._last: Picture | None = None  # what is left when all is over
 
     async def watch(self, states: States, token: str | None) -> None:
-        from ngym.supervise.metric_poller import look_for_ever
+        from ngym.supervise.service_metrics import look_for_ever
 
         await look_for_ever(states, token, self._board.traffic)
 

@@ -1,16 +1,20 @@
-"""The one address of a run: who serves what and where, the resolved config, and a page for a browser."""
+"""The head of a run: addresses, resolved config, NeMo Gym's views, and a page for a browser."""
 
 from __future__ import annotations
 
 import asyncio
 import html
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import uvicorn
+import yaml
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,22 +22,96 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ngym.config.service_config import Config, Stanza
 from ngym.errors import ServiceError, UsageError
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
-from ngym.supervise import nemo, prometheus
+from ngym.schema import Kind
+from ngym.supervise import service_metrics
 from ngym.supervise.redacted_config import shown_config
-from ngym.supervise.resident_memory import resident_bytes
-from ngym.supervise.service import State
-from ngym.supervise.sockets import listen, url_of
+from ngym.supervise.service import State, listen, url_of
+from ngym.supervise.service_metrics import resident_bytes
+from ngym.telemetry.redact import redacted
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from ngym.supervise.supervisor import Supervisor
 
+
+TYPES: dict[Kind, str] = {
+    "gym_server": "resources_servers",
+    "agent": "responses_api_agents",
+    "model": "responses_api_models",
+}
+# An agent's option -> what NeMo Gym calls it, and the kind of service that it names.
+REFERENCES: dict[str, tuple[str, Kind]] = {
+    "gym": ("resources_server", "gym_server"),
+    "model": ("model_server", "model"),
+}
 # From good to bad: a service with replicas is as well as its worst replica.
 SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
+<title>ngym: {ready}/{total} ready</title><style>
+body{{font:15px system-ui,sans-serif;margin:2rem;color:#222;background:#fff}} table{{border-collapse:collapse}}
+td,th{{padding:.35rem .9rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}}
+tr.ready td:nth-child(3){{color:#0a7d28}} tr.failed td:nth-child(3),tr.restarting td:nth-child(3){{color:#b00020}}
+</style></head><body><h1>{ready} of {total} services ready</h1><table><tr>{head}</tr>{rows}</table>
+<p><a href="/servers">servers</a> &middot; <a href="/config">config</a></p></body></html>"""
+
+
+def global_config_dict_yaml(config: Config, urls: Mapping[str, Sequence[str]], head_url: str) -> str:
+    """The body of NeMo Gym's GET /global_config_dict_yaml: a JSON string that holds YAML.
+
+    Their form has one address per service: the first replica's.
+    """
+    head = urlsplit(head_url)
+    tree: dict[str, Any] = {"head_server": {"host": head.hostname, "port": head.port}}
+    for stanza in config.services.values():
+        implementation = Path(stanza.app).stem if stanza.app else stanza.name
+        tree[stanza.name] = {TYPES[stanza.kind]: {implementation: _nemo_server(stanza, urls[stanza.name][0])}}
+    return json.dumps(yaml.safe_dump(tree, sort_keys=False))
+
+
+def server_instances(states: Sequence[State], uptime_seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The body of NeMo Gym's GET /server_instances; one entry per process."""
+    return [_instance(state, uptime_seconds[state.label]) for state in states]
+
+
+def _nemo_server(stanza: Stanza, url: str) -> dict[str, Any]:
+    address = urlsplit(url)
+    server = {
+        "host": address.hostname,
+        "port": address.port or (443 if address.scheme == "https" else 80),
+        "entrypoint": "app.py",
+        **redacted(stanza.options),
+    }
+    if stanza.kind == "gym_server":
+        server.setdefault("domain", "other")
+    if stanza.kind == "agent":
+        for option, (reference, kind) in REFERENCES.items():
+            if option in stanza.options:
+                server[reference] = {"type": TYPES[kind], "name": stanza.options[option]}
+    return server
+
+
+def _instance(state: State, uptime_seconds: float) -> dict[str, Any]:
+    address = urlsplit(state.url)
+    return {
+        "name": Path(state.app).stem if state.app else state.name,
+        "process_name": state.name,
+        "config_path": state.name,
+        "dir_path": state.app,
+        "entrypoint": "app.py",
+        "server_type": TYPES[state.kind],
+        "host": address.hostname,
+        "port": address.port,
+        "url": state.url,
+        "pid": state.pid,
+        "status": "success" if state.status == "ready" else "connection_error",
+        "start_time": state.started_at.timestamp() if state.started_at else None,
+        "uptime_seconds": uptime_seconds,
+    }
 
 
 class Head:
@@ -132,18 +210,18 @@ def _app(supervisor: Supervisor) -> Starlette:
         return JSONResponse(shown_config(config))
 
     async def nemo_config(request: Request) -> Response:
-        text = nemo.global_config_dict_yaml(config, supervisor.urls, supervisor.head_url)
+        text = global_config_dict_yaml(config, supervisor.urls, supervisor.head_url)
         return PlainTextResponse(text, media_type="application/json")
 
     async def nemo_instances(request: Request) -> Response:
         uptimes = {state.label: uptime_seconds(state.started_at) for state in supervisor.states}
-        return JSONResponse(nemo.server_instances(supervisor.states, uptimes))
+        return JSONResponse(server_instances(supervisor.states, uptimes))
 
     async def metrics(request: Request) -> Response:
-        return Response(prometheus.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
+        return Response(service_metrics.exposition(supervisor.states), media_type=CONTENT_TYPE_LATEST)
 
     async def targets(request: Request) -> Response:
-        return JSONResponse(prometheus.targets(supervisor.states, supervisor.head_url))
+        return JSONResponse(service_metrics.targets(supervisor.states, supervisor.head_url))
 
     routes = {
         "/": root,
@@ -188,12 +266,3 @@ def _cell(record: dict[str, Any], column: str) -> str:
         return "<br>".join(f"<a href='{html.escape(url)}/'>{html.escape(url)}</a>" for url in urls)
     value = record[column]
     return html.escape(str(value if value is not None else ""))
-
-
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
-<title>ngym: {ready}/{total} ready</title><style>
-body{{font:15px system-ui,sans-serif;margin:2rem;color:#222;background:#fff}} table{{border-collapse:collapse}}
-td,th{{padding:.35rem .9rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}}
-tr.ready td:nth-child(3){{color:#0a7d28}} tr.failed td:nth-child(3),tr.restarting td:nth-child(3){{color:#b00020}}
-</style></head><body><h1>{ready} of {total} services ready</h1><table><tr>{head}</tr>{rows}</table>
-<p><a href="/servers">servers</a> &middot; <a href="/config">config</a></p></body></html>"""

@@ -1,23 +1,68 @@
-"""The parent's end of the zygote: start it, have it fork services, hear when one ends."""
+"""The parent's end of the zygote: starts it, has it fork services, and learns when one exits."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ngym.errors import NgymError
-from ngym.supervise.zygote_protocol import receive, send
 
+_LENGTH = struct.Struct("!Q")
+MAX_FDS = 16
 ZYGOTE_END_S = 10.0  # it needs milliseconds, unless the machine is overloaded; killed, it would leave orphans
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; the descriptors are the receiver's own to close."""
+
+    content: dict[str, Any]
+    fds: list[int] = field(default_factory=list)
+
+
+def send(sock: socket.socket, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one message. The descriptors travel with the length, which is small enough never to be split."""
+    payload = json.dumps(content).encode()
+    header = _LENGTH.pack(len(payload))
+    if fds:
+        socket.send_fds(sock, [header], list(fds))
+        sock.sendall(payload)
+        return
+    sock.sendall(header + payload)
+
+
+def receive(sock: socket.socket) -> Message | None:
+    """The next message, or None when the other side has closed (also half-way through one)."""
+    try:
+        header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, MAX_FDS)
+        header += _exactly(sock, _LENGTH.size - len(header))
+        (length,) = _LENGTH.unpack(header)
+        return Message(json.loads(_exactly(sock, length)), list(fds))
+    except (ConnectionError, EOFError):
+        return None
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = sock.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 class LauncherGone(NgymError):

@@ -1,8 +1,9 @@
-"""One process of a service: forked, watched until it is ready and ever after, started again when it dies."""
+"""One service process: started on bound sockets, watched, restarted when it exits."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import signal
 import socket
@@ -23,15 +24,42 @@ from ngym.supervise.probe import health
 from ngym.supervise.venvs import Venv, find_uv, make
 from ngym.telemetry.redact import Redactor
 
+BACKLOG = 4096
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
-
 EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for "my options are wrong, I said why"
-BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 STEADY_S = 30.0  # a life that lasts so long after it was ready ends a row of deaths
 MAX_DEATHS_A_MINUTE = 15  # of a service that gets ready and dies again at once, each time
 SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
 STARTING_GRACE_S = 0.5
+
+
+def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
+    """A socket that listens on host:port (port 0: any free one). UsageError says who wanted it and the remedy."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY where it sees TCP
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use by another program" if in_use else f"cannot be used: {error.strerror or error}"
+        raise UsageError(f"{who}: port {port} on {host} {reason}; {remedy}") from None
+    return sock
+
+
+def url_of(sock: socket.socket, tls: bool = False) -> str:
+    """The URL at which this machine reaches the socket."""
+    host, port = sock.getsockname()[:2]
+    host = ANYWHERE.get(host, host)
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 STARTING_POLL_S, READY_POLL_S = 0.1, 2.0
 
 

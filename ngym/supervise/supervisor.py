@@ -18,8 +18,7 @@ from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.redacted_config import secrets_of
-from ngym.supervise.service import Limits, Process, State, Watched
-from ngym.supervise.sockets import listen, url_of
+from ngym.supervise.service import Limits, Process, State, Watched, listen, url_of
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.redact import Redactor
 

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ngym.supervise.launcher import receive, send
 from ngym.supervise.service_process import RUNNER, Job, perform
-from ngym.supervise.zygote_protocol import receive, send
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 LAST_SWEEP_S = 8.0  # under the 10 s after which we are killed ourselves

@@ -1,4 +1,4 @@
-"""The checks of one environment, over the wire that agents use: each finding says what was looked at, and what was wrong.
+"""The checks of one environment, over the wire that agents use, and of its description.
 
 rows       every shipped row is a task that the server accepts; none of validation stands in training
 gold       each case gets what it must
@@ -16,10 +16,12 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from ngym.config.environment_card import EnvironmentKind, facts_in
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ServiceError
+from ngym.errors import ConfigError, ServiceError
 from ngym.peers import Peer
 from ngym.schema import Json
 from ngym.validation.gold import ROWS, Case, Environment, Spoilt, says
@@ -29,6 +31,7 @@ AT_ONCE = 32  # of rows
 SHOWN = 5  # mistakes of a check
 NOISE = 'The \x00 \ufffd } ]] "answer" <tool_call>{"name": None \\frac{ 🤷 <think> SELECT ; ' * 3
 PARAMS: Json = {"input": "a question"}
+_FORMS = {"empty": "saying nothing", "garbage": "noise", "cut": "half of it"}
 
 
 class Finding(NamedTuple):
@@ -128,9 +131,6 @@ async def _worse(peer: Peer, cases: Sequence[Case]) -> Finding:
     if not best:
         mistakes.append("no case has a reward above 0: nothing shows that a right answer is told from a wrong one")
     return Finding("worse", f"{len(best)} of the best, spoilt", mistakes)
-
-
-_FORMS = {"empty": "saying nothing", "garbage": "noise", "cut": "half of it"}
 
 
 def _spoilt(case: Case, form: Spoilt) -> tuple[list[Json], int]:
@@ -242,3 +242,24 @@ def _question(row: Json) -> str:
             if not name.startswith("_") and name != "responses_create_params"
         }
     )
+
+
+async def described(environment: Environment, readme: Path, peer: Peer) -> Finding:
+    """The finding `facts`. UsageError when a file of the environment cannot be read."""
+    try:
+        facts = facts_in(readme)
+    except ConfigError as error:
+        return Finding("facts", readme.name, str(error).splitlines())
+    offered = await _kind_of(environment, peer)
+    wrong = [] if facts.kind == offered else [f"{readme}: kind is {facts.kind}, and what is offered is {offered}"]
+    return Finding("facts", f"{facts.domain}, {facts.kind}, {facts.license}", wrong)
+
+
+async def _kind_of(environment: Environment, peer: Peer) -> EnvironmentKind:
+    """Tools may be the server's, or the rows' own."""
+    if "/reset" in (await peer.get("/openapi.json"))["paths"]:
+        return "steps"
+    rows = (row for file in ROWS for row in environment.rows(file))
+    if await peer.get("/tools") or any(row.get("responses_create_params", {}).get("tools") for row in rows):
+        return "tools"
+    return "single_turn"

@@ -1,4 +1,4 @@
-"""What belongs to an environment on the disk: its rows, and gold.jsonl: answers, and the reward that each must get.
+"""An environment's rows and gold answers, and the scripted model that stands in for its judge.
 
 A line of gold.jsonl is a case:
 
@@ -7,10 +7,13 @@ A line of gold.jsonl is a case:
 with `output` (Responses items) in the place of `text` where more was said than text, `calls` ([tool, arguments], made in the
 case's session first) and `worse`: which spoilt forms of the answer must get less than it, of `empty` (nothing said or called),
 `garbage` (noise) and `cut` (half of the calls, half of the text); all three where it is left out.
+
+It shows that questions arrive, verdicts are read and rewards computed; nothing about how well any model judges.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +29,7 @@ Spoilt = Literal["empty", "garbage", "cut"]
 ALL_WORSE: tuple[Spoilt, ...] = ("empty", "garbage", "cut")
 GOLD = "gold.jsonl"
 ROWS = ("train.jsonl", "validation.jsonl", "example.jsonl")
+MODEL = "model.jsonl"
 
 
 class Case(BaseModel):
@@ -100,3 +104,32 @@ def _case(row: Json, where: str) -> Case:
     except ValidationError as error:
         wrong: Any = error.errors()[0]
         raise UsageError(f"{where}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+
+
+def others(config: Config, name: str) -> list[str]:
+    """The services that a service's options name, such as a judge."""
+    given = config.services[name].options.values()
+    return [value for value in given if isinstance(value, str) and value in config.services]
+
+
+def can_be_alone(config: Config, environment: Environment) -> bool:
+    """Whether it asks nobody, or only models that its scripted one can stand in for."""
+    asked = others(config, environment.name)
+    scripted = (environment.data / MODEL).is_file()
+    return not asked or (scripted and all(config.services[name].kind == "model" for name in asked))
+
+
+def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Config:
+    """Of the config: these environments, which `can_be_alone`, and a scripted model for each that asks one."""
+    services: dict[str, Stanza] = {}
+    for environment in environments:
+        stanza = config.services[environment.name]
+        asked = others(config, environment.name)
+        if asked:
+            scripted = f"{environment.name}_scripted_model"
+            replies = {"file": str((environment.data / MODEL).resolve())}
+            services[scripted] = Stanza(name=scripted, kind="model", app="models/scripted", options=replies)
+            options = {key: scripted if value in asked else value for key, value in stanza.options.items()}
+            stanza = stanza.model_copy(update={"options": options})
+        services[environment.name] = stanza
+    return config.model_copy(update={"services": services})

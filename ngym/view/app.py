@@ -1,4 +1,4 @@
-"""The web application of ng_view: the page, and what it asks for. Everything is read-only, and only what was opened is read.
+"""The web application of ng_view: read-only, and only the files that were opened. Refuses pages of another origin.
 
 Bare Starlette: FastAPI's import alone takes longer than a page may take to open.
 """
@@ -6,7 +6,7 @@ Bare Starlette: FastAPI's import alone takes longer than a page may take to open
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,18 +17,31 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ngym.errors import NgymError, NotFound, ServiceError, UsageError
-from ngym.net.auth import Lock
+from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
+from ngym.net.auth import Lock, Visitors
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.compare import compare
-from ngym.view.row_ids import row_seq
+from ngym.view.index_store import row_seq
 from ngym.view.rows import MOST_ROWS, Rows
 from ngym.view.runs import Opened
-from ngym.view.security import Guard
 
-STATIC = Path(__file__).parent / "static"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; frame-ancestors 'none'; form-action 'none'"
+)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+LOCKED = "this viewer is locked: open the address that ng_view printed; programs send 'Authorization: Bearer TOKEN'"
+_ADDED = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 KINDS = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -39,6 +52,59 @@ KINDS = {
 DEFAULT_ROWS = 200
 Answer = TypeVar("Answer")
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Guard:
+    """An ASGI application behind the checks. The page itself has no secrets and is open: it brings the token to /api.
+
+    Args:
+        hosts: what a Host header may name beside loopback (`ngym.net.auth.Visitors`). None: anything, from any page.
+        lock: what opens /api; None: it is open.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None, lock: Lock | None) -> None:
+        self._app = app
+        self._visitors = None if hosts is None else Visitors(hosts)
+        self._lock = lock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_ADDED]
+            await send(message)
+
+        problem = self._problem(scope)
+        if problem is None:
+            await self._app(scope, receive, guarded)
+            return
+        body = orjson.dumps(
+            {
+                "type": problem.problem()["type"],
+                "title": problem.title,
+                "status": problem.status,
+                "detail": problem.detail,
+            }
+        )
+        headers = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode())]
+        if problem.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await guarded({"type": "http.response.start", "status": problem.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _problem(self, scope: Scope) -> ServiceError | None:
+        if self._visitors is not None and (problem := self._visitors.problem(scope)):
+            return problem
+        if scope["path"].startswith("/api") and self._lock is not None and not self._lock.opens(scope["headers"]):
+            return Unauthorized(LOCKED)
+        return None
+
+
+STATIC = Path(__file__).parent / "static"
 
 
 class Wrong(ServiceError):

@@ -9,8 +9,8 @@ from typing import Any
 
 from ngym.schema import Json
 from ngym.stats.pass_at_k import bootstrap
+from ngym.view.index_store import row_name
 from ngym.view.query import FROM, WrongFilter
-from ngym.view.row_ids import row_name
 from ngym.view.rows import Rows
 
 MOST_NAMED = 64  # rollouts of a task

@@ -13,10 +13,8 @@ import orjson
 
 from ngym.schema import Json
 from ngym.view.index import Index
-from ngym.view.index_progress import Extent
-from ngym.view.query import FROM, MEAN, Query, WrongFilter, order, parse
-from ngym.view.row_ids import row_name
-from ngym.view.search import Search
+from ngym.view.index_store import Extent, row_name
+from ngym.view.query import FROM, MEAN, Query, Search, WrongFilter, order, parse
 
 MOST_ROWS = 1000  # of a page
 KEPT_ORDERS = 12

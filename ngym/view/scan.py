@@ -1,21 +1,38 @@
-"""Which records stand in these bytes of a file? A block of whole lines -> a batch; in a helper process, too: `python -m ngym.view.scan`.
+"""Reads rollout files block by block in helper processes; batches arrive in the order of the file.
 
 A helper reads jobs, one JSON object a line, and answers each with a batch, one JSON object a line.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import orjson
 
+from ngym.errors import NgymError
 from ngym.view.line_record import FIRST_TEXT, NoRollout, Record, record
 
 MOST_LINE_BYTES = 256 << 20
-BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20
 REPORTED = 20  # bad lines of a batch that are named
+BLOCK_BYTES = 8 << 20
+FIRST_BYTES = 1 << 20  # the first block of a file, so that its rows can be shown at once
+SMALL_BYTES = 16 << 20  # as little is read in this process
+MOST_HELPERS = 4
+AHEAD = 2  # jobs that a helper is given before it has answered
+PIPE_BYTES = 1 << 20
+ONE_FILE = threading.Lock()  # is read by helpers at a time: more would only compete
+SET_PIPE_SIZE = getattr(fcntl, "F_SETPIPE_SZ", 1031)
+
+
+BUFFER_BYTES, SKIPPED_BYTES = 256 << 10, 1 << 20
 _G, _KEY, _TASK, _TASK_ID, _AGENT = map(Record._fields.index, ("g", "task_key", "task", "task_id", "agent"))
 _REWARD, _FAILURE = (Record._fields.index(name) for name in ("reward", "failure"))
 
@@ -168,3 +185,79 @@ def serve(asked: BinaryIO, answers: BinaryIO) -> None:
 
 if __name__ == "__main__":
     serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+def scanned(path: str, start: int, size: int) -> Iterator[Batch]:
+    """What stands in the bytes from `start` to `size`, in order.
+
+    Raises:
+        OSError: the file cannot be read. NgymError: a helper has ended.
+    """
+    jobs = list(_jobs(path, start, size))
+    if size - start <= SMALL_BYTES:
+        yield from map(scan, jobs)
+        return
+    with ONE_FILE, ExitStack() as stack:
+        helpers = [stack.enter_context(_Helper()) for _ in range(min(MOST_HELPERS, len(os.sched_getaffinity(0))))]
+        yield scan(jobs[0])
+        yield from _shared(helpers, jobs[1:])
+
+
+def _jobs(path: str, start: int, size: int) -> Iterator[Job]:
+    end = start + FIRST_BYTES
+    while start < size:
+        yield Job(path, start, min(end, size), size)
+        start, end = end, end + BLOCK_BYTES
+
+
+def _shared(helpers: Sequence[_Helper], jobs: Sequence[Job]) -> Iterator[Batch]:
+    """Job i is helper i mod n's; so the answers are in order without a queue."""
+    count = len(helpers)
+    for place, job in enumerate(jobs[: count * AHEAD]):
+        helpers[place % count].give(job)
+    for place in range(len(jobs)):
+        helper = helpers[place % count]
+        batch = helper.take()
+        if place + count * AHEAD < len(jobs):
+            helper.give(jobs[place + count * AHEAD])
+        yield batch
+
+
+class _Helper:
+    """A process that scans."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            # -P: a module that lies in the folder from which the viewer was started is not ours
+            [sys.executable, "-P", "-m", "ngym.view.scan"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        with suppress(OSError):  # a smaller pipe works, too
+            fcntl.fcntl(self._out.fileno(), SET_PIPE_SIZE, PIPE_BYTES)
+
+    def give(self, job: Job) -> None:
+        with suppress(BrokenPipeError):  # `take` tells
+            self._in.write(orjson.dumps(job._asdict()) + b"\n")
+            self._in.flush()
+
+    def take(self) -> Batch:
+        line = self._out.readline()
+        if not line:
+            raise NgymError(
+                f"a process that reads the file ended with code {self._process.wait()}; start ng_view again"
+            )
+        told = orjson.loads(line)
+        if "error" in told:
+            raise OSError(told["error"])
+        return Batch(**told)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()

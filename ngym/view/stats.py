@@ -12,8 +12,8 @@ from typing import Any
 
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards
+from ngym.view.index_store import row_name
 from ngym.view.query import FROM
-from ngym.view.row_ids import row_name
 from ngym.view.rows import Rows, Selection
 
 BINS, DIGITS = 20, 12

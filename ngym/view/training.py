@@ -18,10 +18,9 @@ from typing import BinaryIO, NamedTuple
 import orjson
 
 from ngym.errors import UsageError
-from ngym.plot.history import ELAPSED, METRICS, STEP, metrics_file
-from ngym.plot.runs import RECIPE, read_recipe
+from ngym.plot.runs import ELAPSED, METRICS, RECIPE, STEP, metrics_file, read_recipe
 from ngym.schema import Json
-from ngym.view.file_reads import said
+from ngym.view.index_store import said
 
 ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
 READ = (METRICS, RECIPE, ROLLOUTS, HELD_OUT)  # of a run's folder

@@ -1,4 +1,4 @@
-"""CPU-heavy checks answer within their deadline, whatever they are fed: warm forked workers, killed when they overrun.
+"""A pool of warm worker processes: calls are answered within their deadline, and workers that exceed it are killed.
 
     server ──calls, one at a time each──> worker, worker, ...     own CPU timer, own memory limit
        └──────────control──────────────> zygote                   imports and warms once, forks and buries workers
@@ -11,16 +11,237 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from ngym.errors import NotReady, Overloaded
-from ngym.workers.processes import Outcome, Worker, Zygote, ZygoteLost
+from ngym.errors import NotReady, Overloaded, ServiceError
+
+BUSY_SHARE = 0.25  # of its CPU seconds: a call that has used so much is computing, on a machine that is busy elsewhere
+WALL_FACTOR = 8.0  # the deadline counts CPU time; so many times as much wall time is the backstop
+MAX_REPLY_BYTES = 4 << 20
+START_TIMEOUT_S = 120.0
+REPLY_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 10.0  # it needs milliseconds, unless the machine is overloaded
+STDERR = 2
+# What a process does to itself by what it computes (a stack that is too deep, a library that aborts).
+OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP})
+
+
+ZYGOTE_FILE = Path(__file__).with_name("zygote.py")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call.
+
+    kind: `ok` (value is what the function returned), `timeout` (the deadline), `memory` (the limit), or `crash` (it
+        raised, or its process died); detail says more about the last three, in one line.
+    infra: the machine or the pool failed, which says nothing about the arguments. Every other failure is their doing.
+    """
+
+    kind: Literal["ok", "timeout", "memory", "crash"]
+    value: Any = None
+    detail: str = ""
+    infra: bool = False
+
+    def failure(self) -> dict[str, Any]:
+        """What a verifier answers for a call without a value: 0 for what the answer caused, null for the machine."""
+        cause = "ungradable" if self.kind == "crash" else "too_heavy"
+        return {
+            "reward": None if self.infra else 0.0,
+            "outcome": "infra_error" if self.infra else cause,
+            "reason": f"{self.kind}: {self.detail}",
+        }
+
+
+class Death(NamedTuple):
+    """How a worker ended. status: its exit code, or minus the signal. memory_bytes: the most that it held."""
+
+    status: int
+    memory_bytes: int
+
+
+class ZygoteLost(Exception):
+    """The zygote died, and its workers with it: start another."""
+
+
+class Zygote:
+    """A running zygote process. One request at a time goes over its control socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, memory_bytes: int) -> None:
+        self._process = process
+        self._control = control
+        self.memory_bytes = memory_bytes
+        self._turn = asyncio.Lock()
+        self._lost = False
+
+    @classmethod
+    async def start(cls, file: Path, function: str, warm: str | None, memory_bytes: int) -> Zygote:
+        """Exec a zygote and wait until it is warm.
+
+        Raises:
+            ServiceError: the function's file cannot be loaded or warmed; its message is told.
+            ZygoteLost: it died, or was not ready within START_TIMEOUT_S.
+        """
+        zygote = cls(*_exec_zygote(), memory_bytes)
+        spec = {
+            "file": str(file),
+            "function": function,
+            "warm": warm,
+            "memory_bytes": memory_bytes,
+            "sys_path": sys.path,
+            "parent": os.getpid(),
+        }
+        try:
+            answer = await zygote._ask(spec, timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            await zygote.end()
+            raise
+        if "error" in answer:
+            await zygote.end()
+            raise ServiceError(
+                f"{file}: its worker processes cannot load {function!r}: {answer['error']} "
+                "(is the extra that this service needs installed?)",
+                failure="config",
+            )
+        return zygote
+
+    def alive(self) -> bool:
+        return not self._lost and self._process.poll() is None
+
+    async def fork(self) -> Worker:
+        """A new worker. ZygoteLost."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = (await self._ask({"fork": True}, fds=[theirs.fileno()]))["pid"]
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_REPLY_BYTES)
+        return Worker(self, pid, reader, writer)
+
+    async def bury(self, pid: int) -> Death:
+        """Kill and reap a worker. ZygoteLost."""
+        return Death(**await self._ask({"bury": pid}))
+
+    async def end(self) -> None:
+        """End the zygote, and thereby its workers."""
+        self._lost = True
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._process.wait, END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    async def _ask(
+        self, request: dict[str, Any], *, fds: list[int] | None = None, timeout_s: float = REPLY_TIMEOUT_S
+    ) -> dict[str, Any]:
+        async with self._turn:
+            if self._lost:
+                raise ZygoteLost
+            try:
+                socket.send_fds(self._control, [orjson.dumps(request) + b"\n"], fds or [])
+                async with asyncio.timeout(timeout_s):
+                    reply = await asyncio.get_running_loop().sock_recv(self._control, 4096)
+            except (OSError, TimeoutError):
+                reply = b""
+            if not reply:
+                self._lost = True
+                self._process.kill()
+                raise ZygoteLost
+        answer: dict[str, Any] = orjson.loads(reply)
+        return answer
+
+
+def _exec_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process and our end of its control socket. Not from a helper thread: the kernel ends it with its thread."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # -P: the working directory's modules are not importable
+        command = [sys.executable, "-P", str(ZYGOTE_FILE), str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR)
+    ours.setblocking(False)
+    return process, ours
+
+
+class Worker:
+    """A forked worker. After any call that did not end by an answer, it is gone."""
+
+    def __init__(self, zygote: Zygote, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._zygote = zygote
+        self._pid = pid
+        self._reader = reader
+        self._writer = writer
+        self.calls = 0
+        self.gone = False
+
+    def died(self) -> bool:
+        """Whether it went away between two calls (the zygote died, or the system needed the memory)."""
+        return self.gone or self._reader.at_eof()
+
+    async def call(self, line: bytes, deadline_s: float) -> Outcome:
+        """Send one call and wait for its outcome; ZygoteLost if the worker went down with its zygote."""
+        self.calls += 1
+        began_s = _cpu_s(self._pid)
+        try:
+            async with asyncio.timeout(WALL_FACTOR * deadline_s):
+                self._writer.write(line)
+                reply = await self._reader.readline()
+        except TimeoutError:
+            used_s = _cpu_s(self._pid) - began_s
+            await self.bury()
+            detail = f"no answer within {WALL_FACTOR * deadline_s:g} s, of which it computed for {used_s:.2f} s"
+            return Outcome("timeout", detail=detail, infra=used_s < BUSY_SHARE * deadline_s)
+        except ValueError:
+            await self.bury()
+            return Outcome("crash", detail=f"the answer is larger than {MAX_REPLY_BYTES >> 20} MiB")
+        except ConnectionError:
+            reply = b""
+        if reply.endswith(b"\n"):
+            return Outcome(**orjson.loads(reply))
+        return _outcome_of_death(await self.bury(), deadline_s, self._zygote.memory_bytes)
+
+    def hang_up(self) -> None:
+        """Nobody waits for this call any more: end it as if the worker had died."""
+        self._writer.transport.abort()
+
+    async def bury(self) -> Death:
+        """End this worker and reap it. ZygoteLost."""
+        self.gone = True
+        try:
+            return await self._zygote.bury(self._pid)
+        finally:
+            self._writer.close()
+
+
+def _cpu_s(pid: int) -> float:
+    """The CPU seconds that a process has used, as Linux counts them; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _outcome_of_death(death: Death, deadline_s: float, memory_bytes: int) -> Outcome:
+    status = death.status
+    if status == -signal.SIGPROF:
+        return Outcome("timeout", detail=f"used {deadline_s:g} s of CPU time")
+    if status >= 0:
+        return Outcome("crash", detail=f"the worker exited with code {status}", infra=True)
+    if status == -signal.SIGKILL and death.memory_bytes >= memory_bytes // 2:  # the kernel takes the largest process
+        return Outcome("memory", detail=f"was killed when it held {death.memory_bytes >> 20} MiB")
+    name = str(status)
+    with suppress(ValueError):
+        name = signal.Signals(-status).name
+    return Outcome("crash", detail=f"the worker was ended by {name}", infra=-status not in OWN_SIGNALS)
 
 
 class WorkerPool:

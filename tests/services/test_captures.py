@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from ngym.rollout.segments import ModelCall as Tokens
 from ngym.schema import Json
-from ngym.services.models.conversation_digest import answered, said
-from ngym.services.models.token_capture import Captures
+from ngym.services.models.token_capture import Captures, answered, said
 
 REPLIES: list[Json] = [
     {

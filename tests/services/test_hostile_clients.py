@@ -32,7 +32,7 @@ from ngym.services.base.app import JsonResponse, add_route, service_app
 from ngym.services.base.dispatch import BULK_BYTES, CALL_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body
-from ngym.services.base.watchdog import Watchdog
+from ngym.services.base.runner import Watchdog
 from ngym.services.models.server import ModelOptions
 
 HASTE = 10  # its seconds are a tenth of ours

@@ -26,15 +26,15 @@ from pydantic import BaseModel
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli import walkthrough
 from ngym.cli.train import trainer
+from ngym.collect.concurrency import Gate
 from ngym.collect.fetch_captures import Pickup
 from ngym.collect.outages import Outages
-from ngym.collect.start_gate import Gate
 from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
 from ngym.remote.pace import Pace
-from ngym.sandbox import LocalSandbox, seccomp
+from ngym.sandbox import LocalSandbox, confinement
 from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.supervise.logs import ServiceLog
 from ngym.workers import WorkerPool
@@ -104,7 +104,7 @@ async def test_a_call_that_is_cancelled_as_it_ends_does_not_end_the_next_one(tmp
         await pool.aclose()
 
 
-@pytest.mark.skipif(not seccomp.supported(), reason="no filter for this machine's processor")
+@pytest.mark.skipif(not confinement.seccomp_supported(), reason="no filter for this machine's processor")
 async def test_a_program_that_is_cancelled_as_it_ends_does_not_end_the_next_one() -> None:
     sandbox = LocalSandbox(slots=1)
     try:
@@ -342,7 +342,7 @@ def sleeping() -> list[psutil.Process]:
 def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_as_it_starts: None, ctrl_c: Any
 ) -> None:
-    child = trainer("sweep.child_process")
+    child = trainer("sweep.sweep")
     monkeypatch.setattr(child, "ENDING_S", PATIENCE_S)
     before = signal.signal(signal.SIGINT, ctrl_c)
     began = time.monotonic()

@@ -12,10 +12,10 @@ from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import Limits, Recipe, collect
-from ngym.collect.concurrency_window import ENOUGH, FIRST, Window
+from ngym.collect.concurrency import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.agents.start_pacing import STARTS, Turns
+from ngym.services.agents.server import STARTS, Turns
 from ngym.services.base.app import JsonResponse, add_route, service_app
 from ngym.services.base.loader import load
 from ngym.services.base.options import ServiceOptions

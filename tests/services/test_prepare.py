@@ -24,10 +24,8 @@ from ngym.config.environment_card import facts_in
 from ngym.errors import ConfigError, UsageError
 from ngym.files.jsonl import checked
 from ngym.prepare import Unfit
-from ngym.prepare.acceptance import accepted
-from ngym.prepare.download import DownloadFailed, fetch
-from ngym.prepare.record_readers import joined, records
-from ngym.prepare.rows import converted, distinct
+from ngym.prepare.download import DownloadFailed, fetch, joined, records
+from ngym.prepare.rows import accepted, converted, distinct
 from ngym.prepare.sets import find_sets
 
 SETS = find_sets([ROOT])

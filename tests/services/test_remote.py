@@ -17,11 +17,11 @@ from pydantic import ValidationError
 
 from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.net import request_context
-from ngym.net.retry_budget import RetryBudget
+from ngym.net.load_balancer import RetryBudget
 from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
-from ngym.remote.budget import Caps, Used, UsedUp
-from ngym.remote.hints import MAX_WAIT_S, wait_s
-from ngym.remote.sse import EventData
+from ngym.remote.pace import Caps, Used, UsedUp
+from ngym.remote.problems import MAX_WAIT_S, wait_s
+from ngym.remote.upstream import EventData
 from ngym.services import ServiceOptions
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from machine import reserved_port
 from stub_agents import problem, serving
 
 from ngym.errors import Unreachable
-from ngym.net.replica_choice import Replicas, Sticky
+from ngym.net.load_balancer import Replicas, Sticky
 from ngym.peers import Peers
 from ngym.schema import Json
 

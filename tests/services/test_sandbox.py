@@ -14,13 +14,13 @@ from machine import descendants, until
 from paths import ROOT
 
 from ngym.errors import ServiceError
-from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSandbox, seccomp
+from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSandbox, confinement
 from ngym.sandbox.contained import PRELUDE
 from ngym.sandbox.docker import request, result
 from ngym.sandbox.local import TIERS
 from ngym.services.base.loader import load
 
-pytestmark = pytest.mark.skipif(not seccomp.supported(), reason="no filter for this machine's processor")
+pytestmark = pytest.mark.skipif(not confinement.seccomp_supported(), reason="no filter for this machine's processor")
 
 
 @pytest.fixture(params=TIERS)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from ngym import RolloutContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, agent, gym_server
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
 from ngym.grading.group_rewards import rescored
-from ngym.net.replica_choice import rendezvous
+from ngym.net.load_balancer import rendezvous
 from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, service_app
 from ngym.services.base.loader import load

@@ -17,7 +17,7 @@ from stub_agents import problem, serving
 
 from ngym import ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, UpstreamError
-from ngym.net.retry_budget import FREE_RETRIES
+from ngym.net.load_balancer import FREE_RETRIES
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route, service_app

@@ -15,14 +15,12 @@ from house import house
 from shipped import module, rollout, rows, says
 
 from ngym import VerifyRequest, gym_server
-from ngym.collect.aggregate import Aggregates
-from ngym.collect.environment import environment_metrics
+from ngym.collect.aggregate import Aggregates, environment_metrics
 from ngym.collect.report import tables
 from ngym.errors import ServiceError
 from ngym.schema import Json
-from ngym.services.gym.aggregate_metrics import MOST_ROWS, aggregate
-from ngym.stats.majority_vote import EXACT_ROLLOUTS, Votes
-from ngym.stats.score_summary import MOST_VALUES, OTHER, Scores, Subsets, means_by
+from ngym.services.gym.server import MOST_ROWS, aggregate
+from ngym.stats.score_summary import EXACT_ROLLOUTS, MOST_VALUES, OTHER, Scores, Subsets, Votes, means_by
 
 
 def votes(*cast: tuple[Any, float]) -> Votes:

@@ -14,7 +14,8 @@ import pytest
 from machine import running, until, wait_until
 
 from ngym.errors import NotReady, Overloaded, ServiceError
-from ngym.workers import WorkerPool, processes
+from ngym.workers import WorkerPool
+from ngym.workers import pool as processes
 
 FUNCTION = """
 import os, signal, sys, time

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from ngym.net.connection_limits import Connection, Server, room
 from ngym.peers import Peers
 from ngym.services.base.options import ServiceContext
-from ngym.services.base.watchdog import Watchdog
+from ngym.services.base.runner import Watchdog
 
 BLOCKED_S = 1.0  # computed without a break: while it does, a service answers nobody
 USUAL_WORK_S = 0.045  # what `_slowness` computes, on the machine for which that second was chosen

@@ -26,7 +26,7 @@ from ngym.schema import TOKEN_FIELDS
 from ngym.services.base.app import add_route, service_app
 from ngym.services.base.loader import load
 from ngym.services.base.options import ServiceOptions
-from ngym.services.models.stream_assembly import WholeCompletion
+from ngym.services.models.request_handler import WholeCompletion
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

@@ -17,11 +17,11 @@ from machine import PATIENCE_S
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from ngym.cli.status_table import tables
+from ngym.cli.status import tables
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
 from ngym.supervise.probe import get
-from ngym.supervise.scrapes import numbers, quantile, read, together
+from ngym.supervise.service_metrics import numbers, quantile, read, together
 from ngym.supervise.supervisor import Supervisor
 
 CONFIG = """

@@ -25,7 +25,7 @@ from vllm_service import Server, Servers, user, write_checkpoint
 from ngym.cli.train import trainer
 from ngym.rollout.segments import ModelCall, extend
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.models.stream_assembly import WholeCompletion
+from ngym.services.models.request_handler import WholeCompletion
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

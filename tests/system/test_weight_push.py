@@ -51,7 +51,7 @@ LEASE_S = 2.0
 PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 LONG = "what is hello world? " * 40  # more than one block of the prefix cache
 HEAD = "lm_head.weight"
-push, tensors = trainer("weights.push"), trainer("weights.push.tensors")
+push, tensors = trainer("weights.push"), trainer("weights.push.replica")
 Weights = dict[str, Tensor]
 
 

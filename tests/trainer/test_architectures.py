@@ -13,7 +13,7 @@ from ngym.cli.train import trainer
 from ngym.errors import ConfigError
 
 attention, config, model, packing, samples = map(
-    trainer, ("model.packed_attention", "recipe.recipe", "model.policy", "model.packing", "data.samples")
+    trainer, ("model.attention", "recipe.recipe", "model.policy", "model.packing", "data.samples")
 )
 CPU = torch.device("cpu")
 SMALL = {

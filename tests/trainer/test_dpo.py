@@ -31,7 +31,7 @@ config, conversations, dpo, engine, loop, model, packing, scores = map(
         "loop",
         "model.policy",
         "model.packing",
-        "model.outputs",
+        "model.decoder",
     ),
 )
 CPU = torch.device("cpu")

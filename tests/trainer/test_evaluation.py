@@ -16,7 +16,7 @@ from stub_agents import problem, scored, serving
 from ngym.cli.train import trainer
 from ngym.errors import UsageError
 from ngym.peers import Peers
-from ngym.runtime.task_race import never
+from ngym.runtime.event_loop import never
 from ngym.schema import Json
 
 evaluation, rl, services = map(trainer, ("evaluation.live_eval", "recipe.rl", "online.services"))

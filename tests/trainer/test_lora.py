@@ -21,7 +21,7 @@ from ngym.cli.train import trainer
 from ngym.errors import ConfigError
 
 pytest.importorskip("peft")
-NAMES = ("recipe.recipe", "engine.engine", "model.policy", "recipe.model", "model.packing", "data.samples")
+NAMES = ("recipe.recipe", "engine.engine", "model.policy", "recipe.recipe", "model.packing", "data.samples")
 config, engine, model, model_options, packing, samples = map(trainer, NAMES)
 RANK = 4
 Weights = dict[str, torch.Tensor]

@@ -21,9 +21,9 @@ checks, config, critic, engine, gae, grpo, loop, offline, model, packing, algori
     (
         "sanity_checks",
         "recipe.recipe",
-        "model.critic",
+        "model.policy",
         "engine.engine",
-        "losses.gae",
+        "losses.advantages",
         "algorithms.policy_gradient",
         "loop",
         "data.offline",
@@ -32,7 +32,7 @@ checks, config, critic, engine, gae, grpo, loop, offline, model, packing, algori
         "recipe.algorithms",
         "data.rollout_samples",
         "data.samples",
-        "model.outputs",
+        "model.decoder",
     ),
 )
 SHAPE = {

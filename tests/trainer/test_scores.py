@@ -20,16 +20,16 @@ from ngym.errors import ConfigError
 activations, chunks, compiling, config, engine, loop, model, packing, samples, scores, sft = map(
     trainer,
     (
-        "model.activation_checkpointing",
+        "model.layers",
         "model.chunked_logprobs",
-        "model.torch_compile",
+        "model.layers",
         "recipe.recipe",
         "engine.engine",
         "loop",
         "model.policy",
         "model.packing",
         "data.samples",
-        "model.outputs",
+        "model.decoder",
         "algorithms.sft",
     ),
 )

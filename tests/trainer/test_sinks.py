@@ -19,7 +19,7 @@ from paths import SUPPORT
 
 from ngym.cli.train import main, trainer
 
-logging, metrics, sinks = map(trainer, ("recipe.logging", "reporting.metrics", "reporting.sinks"))
+logging, metrics, sinks = map(trainer, ("recipe.recipe", "reporting.metrics", "reporting.sinks"))
 Values = dict[str, Any]
 RESOLVED = "seed: 1\noptimizer: {lr: 0.5, betas: [0.9, 0.95]}\nrollouts: null\n"
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")

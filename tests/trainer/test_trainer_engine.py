@@ -28,7 +28,7 @@ config, engine, guard, loop, offline, model, optimizer, packing, checkpoint, sft
         "model.policy",
         "engine.optimizer",
         "model.packing",
-        "checkpoints.atomic_folder",
+        "checkpoints.store",
         "algorithms.sft",
         "data.samples",
     ),

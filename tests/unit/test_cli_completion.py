@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ngym.cli import config_keys
+from ngym.cli import completion_names
 from ngym.cli.init import project
 from ngym.cli.main import main as ng
 from ngym.cli.train import trainer
@@ -57,22 +57,22 @@ def in_schema(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") ->
 def test_the_keys_are_those_of_the_models_that_check_them(name: str) -> None:
     schema = (trainer("recipe.recipe").Recipe if name == "recipe" else Settings).model_json_schema()
     found = (
-        config_keys.of_recipe()
+        completion_names.of_recipe()
         if name == "recipe"
-        else config_keys.of_model(config_keys.PACKAGE / "config" / "service_config.py", "Settings")
+        else completion_names.of_model(completion_names.PACKAGE / "config" / "service_config.py", "Settings")
     )
     assert sorted(found) == sorted(set(in_schema(schema, schema)))
 
 
 def test_each_key_of_each_shipped_recipe_and_config_is_known(root: Path) -> None:
-    known = set(config_keys.of_recipe())
+    known = set(completion_names.of_recipe())
     for file in (root / "trainer" / "recipes").glob("*.yaml"):
         assert set(_written(yaml.safe_load(file.read_text()), known)) <= known
     stanzas = {
         name: each for name, each in yaml.safe_load((root / "global_config.yaml").read_text()).items() if "kind" in each
     }
     unread = {name: {"app": each["app"]} for name, each in stanzas.items() if "app" in each}
-    known = set(config_keys.of_config(unread, root))
+    known = set(completion_names.of_config(unread, root))
     assert {f"{name}.{key}" for name in unread for key in stanzas[name]} <= known
 
 

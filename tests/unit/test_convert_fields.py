@@ -8,8 +8,8 @@ import pytest
 from paths import ROOT
 
 from ngym.convert import check_chat_request, check_create_params, check_messages_request
-from ngym.convert.anthropic.fields import MESSAGES, MESSAGES_REFUSED
-from ngym.convert.validate.request_fields import CHAT, CHAT_REFUSED, RESPONSES, RESPONSES_REFUSED, SAMPLING
+from ngym.convert.anthropic_blocks import MESSAGES, MESSAGES_REFUSED
+from ngym.convert.request_validation import CHAT, CHAT_REFUSED, RESPONSES, RESPONSES_REFUSED, SAMPLING
 from ngym.errors import BadRequest
 from ngym.schema import Json
 

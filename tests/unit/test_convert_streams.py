@@ -20,7 +20,7 @@ from ngym.convert import (
     response_from_chat,
     split_think,
 )
-from ngym.convert.reasoning.think_tags import Block, Split, ThinkSplitter
+from ngym.convert.reasoning import Block, Split, ThinkSplitter
 from ngym.errors import UpstreamError
 from ngym.schema import TOKEN_FIELDS, Json
 

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from minded import tokenizer
 
 from ngym.dialogue import Template, turn_ends
-from ngym.dialogue.spoken import Piece, Spoken
-from ngym.dialogue.text import Detokenizer, Stops
+from ngym.dialogue.dialogue import Detokenizer, Piece, Spoken, Stops
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.models.client_token_ids import take_seen
+from ngym.services.models.model_call import take_seen
 
 TOKENS = tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

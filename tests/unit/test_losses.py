@@ -23,12 +23,12 @@ from ngym.cli.train import trainer
 corrections, kl, losses, objective, preference, reduction = map(
     trainer,
     (
-        "losses.importance_sampling",
-        "losses.kl",
+        "losses.policy_loss",
+        "losses.policy_loss",
         "losses.policy_loss",
         "recipe.objective",
         "losses.preference_loss",
-        "losses.reduction",
+        "losses.policy_loss",
     ),
 )
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
@@ -238,7 +238,7 @@ def test_kl_estimates_by_hand() -> None:
     zero = torch.zeros(3)
 
     def found(name: str, cap: float) -> list[float]:
-        values: list[float] = kl.estimate(zero, log_ratio, name, cap).tolist()
+        values: list[float] = kl.kl_estimate(zero, log_ratio, name, cap).tolist()
         return values
 
     assert found("k1", math.inf) == pytest.approx([-1, 14, 29])
@@ -514,7 +514,7 @@ def test_the_exact_gradient_is_on_average_that_of_the_kl_divergence(estimator: s
     (true,) = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), theta, retain_graph=True)
     options = objective.Kl(coef=1.0, estimator=estimator)
     for old in (log_p.detach(), (theta.detach() + 0.5 * torch.randn(5, dtype=torch.float64)).log_softmax(0)):
-        terms = kl.term(options, log_p, reference, old)
+        terms = kl.kl_term(options, log_p, reference, old)
         (found,) = torch.autograd.grad((old.exp() * terms).sum(), theta, retain_graph=True)
         assert found.tolist() == pytest.approx(true.tolist(), abs=1e-12)
 
@@ -525,9 +525,9 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
     reference = torch.randn(5, dtype=torch.float64).log_softmax(0)
     log_p = theta.log_softmax(0)
     p = log_p.exp().detach()
-    (k1,) = torch.autograd.grad((p * kl.estimate(log_p, reference, "k1")).sum(), theta, retain_graph=True)
+    (k1,) = torch.autograd.grad((p * kl.kl_estimate(log_p, reference, "k1")).sum(), theta, retain_graph=True)
     assert k1.abs().max() < 1e-12
-    (k3,) = torch.autograd.grad((p * kl.estimate(log_p, reference, "k3", math.inf)).sum(), theta, retain_graph=True)
+    (k3,) = torch.autograd.grad((p * kl.kl_estimate(log_p, reference, "k3", math.inf)).sum(), theta, retain_graph=True)
     (reverse,) = torch.autograd.grad((reference.exp() * (reference - log_p)).sum(), theta, retain_graph=True)
     assert k3.tolist() == pytest.approx(reverse.tolist(), abs=1e-12)
 
@@ -635,9 +635,9 @@ def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() ->
     script = """
 import sys
 from ngym.cli.train import trainer
-for name in ("recipe.objective", "losses.advantages", "losses.group_filters"): trainer(name)
+for name in ("recipe.objective", "losses.advantages", "losses.advantages"): trainer(name)
 assert "torch" not in sys.modules
-for name in ("losses.policy_loss", "losses.gae", "losses.kl", "losses.importance_sampling", "losses.preference_loss", "losses.reduction"): trainer(name)
+for name in ("losses.policy_loss", "losses.advantages", "losses.policy_loss", "losses.policy_loss", "losses.preference_loss", "losses.policy_loss"): trainer(name)
 print(sorted({"deepspeed", "vllm", "transformers"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -16,12 +16,9 @@ from click.testing import CliRunner, Result
 
 from ngym.cli.plot import main
 from ngym.errors import UsageError
-from ngym.plot.choice import asked, telling
-from ngym.plot.curves import told
-from ngym.plot.history import History, Series, read_history
+from ngym.plot.curves import asked, smoothed, telling, together, told
 from ngym.plot.picture import Line, Panel, picture, write_picture
-from ngym.plot.runs import Run, by_seed, distinct
-from ngym.plot.series import smoothed, together
+from ngym.plot.runs import History, Run, Series, by_seed, distinct, read_history
 from ngym.plot.text import as_text
 
 PNG = b"\x89PNG"

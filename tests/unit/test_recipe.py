@@ -13,7 +13,7 @@ from ngym.cli.train import main, trainer
 from ngym.errors import ConfigError
 
 config, arithmetic, model, samples = map(
-    trainer, ("recipe.recipe", "recipe.batch_sizes", "model.policy", "data.samples")
+    trainer, ("recipe.recipe", "recipe.validation", "model.policy", "data.samples")
 )
 POLICY = "model.path=data/tiny_policy/tokenizer"
 

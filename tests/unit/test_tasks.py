@@ -19,7 +19,7 @@ from ngym.collect.plan import planned
 from ngym.errors import UsageError
 
 curriculum, groups, rl, tasks, turns = map(
-    trainer, ("online.curriculum", "online.groups", "recipe.rl", "online.task_sampler", "online.environment_mix")
+    trainer, ("online.curriculum", "online.rollout_stream", "recipe.rl", "online.task_sampler", "online.task_sampler")
 )
 Values = dict[str, Any]
 

@@ -16,9 +16,8 @@ from viewing import failure, rollout, write
 
 from ngym.errors import NotFound
 from ngym.view.index import Index
-from ngym.view.query import Sought, WrongFilter, order, parse
+from ngym.view.query import AT_ONCE, MOST_TEXTS, Search, Sought, WrongFilter, order, parse
 from ngym.view.rows import COLUMNS, Rows
-from ngym.view.search import AT_ONCE, MOST_TEXTS, Search
 from ngym.view.stats import Stats
 
 OPERATORS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..data.samples import Sample
-from ..losses.reduction import Loss, Mean
-from ..model.outputs import Asks, Scores
+from ..losses.policy_loss import Loss, Mean
+from ..model.decoder import Asks, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from ..data.rollout_samples import Rollout, filled
-from ..losses import kl
-from ..losses.advantages import advantages, component_advantages, less_kl
-from ..losses.gae import Moments, gae, returns_to_go, token_rewards, whiten
-from ..losses.group_filters import informative, informative_components, soft_overlong
+from ..losses.advantages import (
+    Moments,
+    advantages,
+    component_advantages,
+    gae,
+    informative,
+    informative_components,
+    less_kl,
+    returns_to_go,
+    soft_overlong,
+    token_rewards,
+    whiten,
+)
+from ..losses.policy_loss import kl_estimate
 from ..recipe.algorithms import PolicyGradientOptions
 
 
@@ -72,7 +82,7 @@ def _kl(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> Tensor:
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
     reference = torch.tensor([value for segment in segments for value in segment.reference or ()])
-    return kl.estimate(said, reference, options.kl.estimator)
+    return kl_estimate(said, reference, options.kl.estimator)
 
 
 def _shaped(options: PolicyGradientOptions, rollout: Rollout) -> float:

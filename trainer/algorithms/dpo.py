@@ -22,9 +22,9 @@ import torch
 from ..data.chat_samples import Pair, read_pairs
 from ..data.samples import Sample, Segment
 from ..engine.score_samples import score
+from ..losses.policy_loss import Loss, Rows, measured
 from ..losses.preference_loss import preference_loss
-from ..losses.reduction import Loss, Rows, measured
-from ..model.outputs import Asks, Scores
+from ..model.decoder import Asks, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import DpoOptions
 from . import Setup, StepLoss

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: each whole or not there, checked before it is used, and only as many as are wanted.
+"""Checkpoints on disk: atomic folders, manifests with sha256, and which ones are kept.
 
     checkpoints/step-000050/
         policy/                     a Hugging Face folder, for whoever wants to serve or judge this policy
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +25,49 @@ import orjson
 from pydantic import TypeAdapter
 
 from ngym.errors import NgymError
+from ngym.files.jsonl import sync_folder
 from ngym.schema import Json
 
 from ..recipe.base import Record
 from ..recipe.recipe import CheckpointOptions
-from .atomic_folder import committed
 
 FOLDER = "checkpoints"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{6,})")
+
+
+@contextmanager
+def committed(folder: Path) -> Iterator[Path]:
+    """A new folder to write into; when the block ends well it takes the place of `folder`.
+
+    What an interrupted writer left behind is swept away first. An old folder of this name goes only when the new one is
+    complete on the disk.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # it was to be replaced, and the writer was killed between the two renames
+    for left_behind in (aside, old):
+        shutil.rmtree(left_behind, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    _sync(aside)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for entry in sorted(folder.rglob("*")):
+        if entry.is_file():
+            with entry.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            sync_folder(entry)
+    sync_folder(folder)
 
 
 class CheckpointUnusable(NgymError):

@@ -22,21 +22,19 @@ from torch import Tensor, distributed, nn
 
 from ngym.schema import Json
 
-from ..checkpoints.atomic_folder import committed
+from ..checkpoints.store import committed
 from ..data.samples import Sample
 from ..model import lora
-from ..model.activation_checkpointing import checkpoint_layers
-from ..model.outputs import Asks, Scores
+from ..model.decoder import Asks, Scores
+from ..model.layers import checkpoint_layers, compile_layers
 from ..model.packing import Packed, plan
 from ..model.policy import Policy
 from ..model.sequence_parallel import Group
-from ..model.torch_compile import compile_layers
-from ..recipe.engine import EngineOptions
-from ..recipe.model import LoraOptions
-from ..recipe.recipe import Launch, OptimizerOptions
-from . import deepspeed_config, optimizer, optimizer_state, rng_state, tensor_parallel
+from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
+from . import optimizer, tensor_parallel
+from .deepspeed_config import Offloaded, imported, settings
 from .distributed import wait_for_all
-from .offload import Offloaded
+from .optimizer_state import gather, load, restore, states, steps_of, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +54,7 @@ class Engine:
     """A policy under training, on one rank of several."""
 
     def __init__(self, policy: Policy, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions) -> None:
-        deepspeed = deepspeed_config.imported()
+        deepspeed = imported()
         deepspeed.init_distributed(verbose=False)
         self.policy = policy
         self.rank = launch.rank
@@ -79,7 +77,7 @@ class Engine:
         self._deepspeed, *_ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer.build(policy.network, optimizing, policy.critic),
-            config=deepspeed_config.settings(options, optimizing),
+            config=settings(options, optimizing),
             dist_init_required=False,
         )
         if options.tensor_parallel > 1:
@@ -246,12 +244,12 @@ class Engine:
 
         Every rank calls it, rank 0 writes.
         """
-        tensors = optimizer_state.gather(self._deepspeed, self.policy)
-        optimizer_state.write(folder if self.rank == 0 else None, tensors)
+        tensors = gather(self._deepspeed, self.policy)
+        write(folder if self.rank == 0 else None, tensors)
         return {
             "steps": self.steps,
-            "optimizer_steps": optimizer_state.steps_of(self._deepspeed, self.policy),
-        } | {name: self.everyones(state) for name, state in rng_state.states(self.device).items()}
+            "optimizer_steps": steps_of(self._deepspeed, self.policy),
+        } | {name: self.everyones(state) for name, state in states(self.device).items()}
 
     def load_state(self, folder: Path, told: Json) -> None:
         """Go on from what `save_state` wrote; every rank reads it. ZeRO stage, ranks and precision may be others.
@@ -259,9 +257,9 @@ class Engine:
         Raises:
             StateMissing: it is not that of this model.
         """
-        optimizer_state.load(self._deepspeed, self.policy, folder, told["optimizer_steps"])
+        load(self._deepspeed, self.policy, folder, told["optimizer_steps"])
         self.steps = told["steps"]
-        rng_state.restore(self.device, told, self.rank)
+        restore(self.device, told, self.rank)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into copies.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..recipe.recipe import OptimizerOptions, ScheduleOptions
 
 if TYPE_CHECKING:
-    from ..model.critic import CriticNetwork
+    from ..model.policy import CriticNetwork
 
 # Newton-Schulz coefficients of Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/)
 QUINTIC = (3.4445, -4.7750, 2.0315)

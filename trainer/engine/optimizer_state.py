@@ -1,4 +1,4 @@
-"""What an optimizer knows of each weight, whole: gathered from DeepSpeed's shards, and cut into those of another run.
+"""The state of the optimizer and of random numbers, as checkpoints hold it.
 
 Each trainable weight has its float32 master value and the optimizer's tensors (AdamW: exp_avg, exp_avg_sq), all in the
 weight's own shape. Nothing here depends on the ZeRO stage, the number of ranks or the precision that wrote it, so a run
@@ -7,6 +7,7 @@ may go on with others: what DeepSpeed calls a universal checkpoint, without its 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +18,35 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ngym.errors import NgymError
+from ngym.schema import Json
 
 from . import tensor_parallel
 
 MASTER = "master"
 STEP = "step"
 FILE_BYTES = 2 << 30
+
+
+def states(device: torch.device) -> dict[str, str | None]:
+    """Of each generator, in base64; None where this rank has no such device."""
+    return {
+        name: None if generator is None else base64.b64encode(bytes(generator.get_state().numpy())).decode()
+        for name, generator in _generators(device).items()
+    }
+
+
+def restore(device: torch.device, told: Json, rank: int) -> None:
+    """told: `states` of every rank under each name. A rank, or a device, that was not there then draws as it would."""
+    for name, generator in _generators(device).items():
+        of_ranks = told.get(name, [])
+        if generator is not None and rank < len(of_ranks) and of_ranks[rank] is not None:
+            state = bytearray(base64.b64decode(of_ranks[rank]))
+            generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+
+
+def _generators(device: torch.device) -> dict[str, torch.Generator | None]:
+    gpu = torch.cuda.default_generators[torch.cuda.current_device()] if device.type == "cuda" else None
+    return {"random": torch.default_generator, "random_gpu": gpu}
 
 
 class StateMissing(NgymError):

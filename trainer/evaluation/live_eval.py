@@ -38,7 +38,7 @@ from ngym.stats.pass_at_k import Interval, Rewards
 
 from ..online.rollout_spool import OURS
 from ..online.services import Services
-from ..online.task_file import TaskFile, for_agent, sampling_seed, task_problem
+from ..online.task_sampler import TaskFile, for_agent, sampling_seed, task_problem
 from ..recipe.rl import EvaluationOptions, HeldOutOptions, RolloutOptions
 
 KEPT = "eval_rollouts.jsonl"

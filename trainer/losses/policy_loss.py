@@ -1,4 +1,28 @@
-"""Logprobs of the sampled tokens of a micro-batch -> a sum to descend on, and what to know about it.
+"""The policy-gradient loss: ratios, clipping, importance sampling, KL, and its reduction.
+
+With d = log p - log p_ref of a sampled token, on average over tokens: k1 = d, k2 = d^2 / 2 (close to it), and
+k3 = exp(-d) - 1 + d are KL(policy || reference); k2 and k3 are never negative, k1 and k3 are unbiased
+(http://joschu.net/blog/kl-approx.html).
+
+As a loss they differ in their gradients. d/dtheta KL = E[d x grad log p]; the pathwise gradient of k1 is zero on
+average, that of k3 is the one of KL(reference || policy), that of k2 is right on-policy. With the score-function term,
+k x grad log p, and the ratio r of p to the p that sampled, k3 has the gradient r d grad log p, k1 the same plus a term
+that is zero on average. So `exact` uses r d grad log p for all of them; the estimator only decides what is reported.
+It agrees with TRL's use_bias_correction_kl and NeMo RL for k3, and with OpenRLHF's unbiased_gradient for all.
+
+    loss of a step = sum over its tokens of weight x term / total,   weight and total from all of its rollouts
+
+`weigh` sees the whole optimiser step, so cutting it into micro-batches and ranks changes nothing. A rollout without
+trained tokens counts nothing: it is as if it were not there.
+
+The sampler (vLLM) rounds elsewhere, runs other kernels, and may be a version behind. With w = p(trainer) / p(sampler):
+
+token         w, cut to [low, high]: TIS                   https://fengyao.notion.site/off-policy-rl
+sequence      the product of a rollout's w, cut to [low, high]
+icepop        w, or 0 outside of [low, high]               https://ringtech.notion.site/icepop
+sequence_mask w, or 0 for all of a rollout whose geometric mean of w is outside of [low, high]
+
+The weights have no gradient. What is dropped stays in the divisor: a step with much of it dropped is a small one.
 
 The sums are weighted by the optimiser step that they belong to (reduction.weigh), and the loop divides them, once, by that
 step's total: policy, KL and entropy terms alike.
@@ -10,16 +34,193 @@ step's total: policy, KL and entropy terms alike.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..recipe.objective import Critic, Objective, PolicyLoss
-from . import kl
-from .importance_sampling import EXPONENT, correct, mismatch
-from .reduction import Loss, Rows, measured
+from ..recipe.objective import Aggregation, Correction, Critic, Kl, KlEstimator, Objective, PolicyLoss
+
+CAP = 10.0  # on an estimate and on the ratio: one token must not outweigh a batch
+EXPONENT = 20.0  # exp of it is finite in float32
+Totals = Mapping[str, tuple[Tensor, float]]  # a metric as a scalar on the device, and its count
+
+
+def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator, cap: float = CAP) -> Tensor:
+    """k1, k2 or k3 of each token, [N], within [-cap, cap]; differentiable, with the pathwise gradient."""
+    d = logprobs_N - reference_N
+    if estimator == "k1":
+        k = d
+    elif estimator == "k2":
+        k = d.square() / 2
+    else:
+        k = torch.expm1((-d).clamp(max=EXPONENT)) + d
+    return k.clamp(-cap, cap)
+
+
+def kl_term(options: Kl, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:
+    """What each token adds to the loss before `coef`, [N]. old_N: logprobs that the ratio is taken to."""
+    k = kl_estimate(logprobs_N, reference_N, options.estimator)
+    if options.gradient == "pathwise":
+        return k
+    now_N = logprobs_N.detach()
+    ratio = (now_N - old_N).clamp(max=math.log(CAP)).exp()
+    pull = ratio * (now_N - reference_N)
+    return ratio * k.detach() + pull * (logprobs_N - now_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A metric as a sum and what it is divided by; both are added up over micro-batches and ranks."""
+
+    total: float
+    count: float
+
+
+class Loss(NamedTuple):
+    """sum: a scalar to descend on, not yet divided. metrics: by name."""
+
+    sum: Tensor
+    metrics: dict[str, Mean]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows that the flat tokens of a micro-batch belong to: rollouts, or the answers of preference pairs.
+
+    row_N: int64, in any order: a row's tokens need not be neighbours. count: R, rows without tokens included.
+    """
+
+    row_N: Tensor
+    count: int
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """Over the tokens of each row, [N] -> [R]."""
+        return values_N.new_zeros(self.count).index_add(0, self.row_N, values_N)
+
+    def mean(self, values_N: Tensor) -> Tensor:
+        """Over the tokens of each row, [N] -> [R]; 0 where a row has none."""
+        return self.sum(values_N) / self.lengths.clamp(min=1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, int64 [R]."""
+        return self.sum(torch.ones_like(self.row_N))
+
+    def spread(self, values_R: Tensor) -> Tensor:
+        """Each token gets its row's value, [R] -> [N]."""
+        return values_R.index_select(0, self.row_N)
+
+
+class Weights(NamedTuple):
+    """Of each rollout of a step: token_B, what each of its tokens counts; share_B, its part of the divisor."""
+
+    token_B: list[float]
+    share_B: list[float]
+
+    @property
+    def total(self) -> float:
+        """The divisor of the step: tokens, rollouts or tasks. 0 if nothing is trained."""
+        return math.fsum(self.share_B)
+
+
+def weigh(
+    aggregation: Aggregation,
+    lengths_B: Sequence[int],
+    *,
+    fixed_length: int | None = None,
+    tasks_B: Sequence[Hashable] = (),
+) -> Weights:
+    """Weights of all rollouts of an optimiser step, over all ranks.
+
+    Args:
+        lengths_B: trained tokens of each rollout, over all its segments; 0 for one that is left out.
+        fixed_length: the divisor of aggregation `fixed` (Dr. GRPO, arXiv 2503.20783).
+        tasks_B: each rollout's task, for aggregation `prompt`.
+    """
+    present_B = [float(length > 0) for length in lengths_B]
+    if aggregation == "token":
+        return Weights(present_B, [float(length) for length in lengths_B])
+    if aggregation == "sequence":
+        return Weights([1 / length if length else 0.0 for length in lengths_B], present_B)
+    if aggregation == "fixed":
+        if fixed_length is None:
+            raise ValueError("aggregation fixed needs fixed_length")
+        return Weights([present / fixed_length for present in present_B], present_B)
+    of_task: defaultdict[Hashable, int] = defaultdict(int)
+    for task, length in zip(tasks_B, lengths_B, strict=True):
+        of_task[task] += length
+    token_B = [1 / of_task[task] if length else 0.0 for task, length in zip(tasks_B, lengths_B, strict=True)]
+    return Weights(token_B, [weight * length for weight, length in zip(token_B, lengths_B, strict=True)])
+
+
+def measured(totals: Totals) -> dict[str, Mean]:
+    """Metrics of a micro-batch; one transfer from the device for all of them."""
+    if not totals:
+        return {}
+    values = torch.stack([total.detach().float() for total, _ in totals.values()]).tolist()
+    return {name: Mean(value, count) for (name, (_, count)), value in zip(totals.items(), values, strict=True)}
+
+
+class Corrected(NamedTuple):
+    """weights_N: to multiply each token's policy term by."""
+
+    weights_N: Tensor
+    totals: Totals
+
+
+def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Rows) -> Corrected:
+    """Importance weights of the tokens.
+
+    Args:
+        options: of a kind other than none.
+        trainer_N: the trainer's logprobs before its step, without a gradient.
+        sampler_N: the sampler's own, as recorded with the rollout.
+    """
+    low, high = options.bounds
+    log_w_N = trainer_N - sampler_N
+    w_N = _exp(log_w_N)
+    judged_N = w_N  # what is held against the bounds
+    if options.kind == "sequence":
+        judged_N = _exp(rows.spread(rows.sum(log_w_N)))
+    elif options.kind == "sequence_mask":
+        judged_N = _exp(rows.spread(rows.mean(log_w_N)))
+    outside_N = (judged_N < low) | (judged_N > high)
+    cuts = options.kind in ("token", "sequence")
+    weights_N = judged_N.clamp(low, high) if cuts else w_N.masked_fill(outside_N, 0.0)
+
+    tokens = float(len(weights_N))
+    dropped_N = weights_N == 0
+    whole_R = (rows.sum(dropped_N.long()) == rows.lengths) & (rows.lengths > 0)
+    totals = {
+        "sampling_importance_ratio": (weights_N.sum(), tokens),
+        "is_oob_ratio": (outside_N.sum(), tokens),
+        "is_dropped_ratio": (dropped_N.sum(), tokens),
+        "is_dropped_sequences": (whole_R.sum(), float(rows.count)),
+    }
+    return Corrected(weights_N, totals)
+
+
+def mismatch(trainer_N: Tensor, sampler_N: Tensor) -> Totals:
+    """How far the two are apart, whatever is done about it.
+
+    token_mult_prob_error: mean of exp |difference|, 1 when they agree; above 1.05 something is wrong (NeMo RL).
+    mismatch_kl: k3 of KL(sampler || trainer).
+    """
+    difference_N = (trainer_N.detach() - sampler_N).clamp(-EXPONENT, EXPONENT)
+    count = float(len(difference_N))
+    return {
+        "token_mult_prob_error": (difference_N.abs().exp().sum(), count),
+        "mismatch_kl": ((torch.expm1(difference_N) - difference_N).sum(), count),
+    }
+
+
+def _exp(log_N: Tensor) -> Tensor:
+    return log_N.clamp(-EXPONENT, EXPONENT).exp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +262,11 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
         totals |= corrected.totals
     totals["actor_loss"] = ((weight_N * terms_N).sum(), tokens.share)
     if objective.kl.coef > 0 and objective.kl.where == "loss":
-        kl_N = kl.term(objective.kl, tokens.logprobs_N, _given(tokens.reference_N, "reference_N"), anchor_N)
+        kl_N = kl_term(objective.kl, tokens.logprobs_N, _given(tokens.reference_N, "reference_N"), anchor_N)
         terms_N = terms_N + objective.kl.coef * kl_N
         totals["kl_penalty"] = (kl_N.sum(), count)
     elif tokens.reference_N is not None:  # it is in the advantages; here it is told
-        kl_N = kl.estimate(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl.estimator)
+        kl_N = kl_estimate(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl.estimator)
         totals["kl_penalty"] = (kl_N.sum(), count)
     if objective.loss.entropy_coef > 0:
         terms_N = terms_N - objective.loss.entropy_coef * _given(tokens.entropy_N, "entropy_N")

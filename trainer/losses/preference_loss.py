@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..recipe.objective import Preference
-from .reduction import Loss, Rows, measured
+from .policy_loss import Loss, Rows, measured
 
 
 def preference_loss(options: Preference, logprobs_N: Tensor, rows: Rows, reference_R: Tensor) -> Loss:

@@ -1,13 +1,30 @@
-"""Attention within sequences of one length: causal, and where a model wants it within a window, soft-capped, with sinks."""
+"""Attention over packed sequences.
+
+Hugging Face models call `packed_attention` by its registered name, with the layout passed through their `forward`. Only
+attention is ever padded: sequences of similar length form a group that one fused kernel computes, padded to the group's
+longest by at most a quarter. A row that several sequences begin with is computed once, and read by each of them here.
+
+    rows    [ s s s | a a a | b ]                what the network computes: b begins as a does
+    places  [ s s s a a a   s s s b b b ]        what attention computes; the last two of b are padding
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .sequence_parallel import Group as Ranks
+
+
+NAME = "ngym_packed"
+SIMILAR = 0.8
 
 
 @dataclass(frozen=True)
@@ -64,3 +81,142 @@ def _by_hand(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kin
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., :length].to(value_SHLD.dtype)
     return F.dropout(weights, kind.dropout) @ value_SHLD
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar length: so many, padded to one length, at places [start, end)."""
+
+    start: int
+    end: int
+    sequences: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a micro-batch stand in attention. The tensors are None where places are rows.
+
+    row_P: the row that each place reads; padding reads a row of its own sequence and lies behind every real token, where
+    the causal mask hides it. place_T: a place of each row, the one whose output it takes. shared: whether rows have more
+    than one.
+    """
+
+    tokens: int
+    groups: tuple[Group, ...]
+    row_P: Tensor | None
+    place_T: Tensor | None
+    shared: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
+        """rows: of each sequence the rows that it consists of, in order; every row is somebody's."""
+        longest_first = sorted(rows, key=len, reverse=True)
+        groups, padded = [], []
+        first = start = 0
+        for index in range(1, len(longest_first) + 1):
+            if index == len(longest_first) or len(longest_first[index]) < SIMILAR * len(longest_first[first]):
+                alike = longest_first[first:index]
+                group = Group(start, start + len(alike) * len(alike[0]), len(alike), len(alike[0]))
+                padded += [F.pad(each, (0, group.length - len(each)), value=int(each[-1])) for each in alike]
+                groups.append(group)
+                first, start = index, group.end
+        row_P = torch.cat(padded)
+        tokens, places = int(row_P.max()) + 1, torch.arange(len(row_P))
+        if torch.equal(row_P, places):
+            return cls(tokens, tuple(groups), None, None, False)
+        # padding comes after the token that it repeats, so the first place of a row is a real one
+        place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
+        shared = sum(map(len, rows)) > tokens
+        return cls(tokens, tuple(groups), row_P.to(device), place_T.to(device), shared)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows to their places. Backwards, a row's gradient is that of its one place, or the sum over all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_P: Tensor, place_T: Tensor, summed: bool) -> Tensor:
+        ctx.save_for_backward(row_P, place_T)
+        ctx.summed = summed
+        return rows.index_select(0, row_P)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        row_P, place_T = ctx.saved_tensors
+        (gradient,) = gradients
+        if not ctx.summed:
+            return gradient.index_select(0, place_T), None, None, None
+        rows = gradient.new_zeros((len(place_T), *gradient.shape[1:]))
+        return rows.index_add_(0, row_P, gradient), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The one place of each row; the others have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        ctx.places = len(places)
+        return places.index_select(0, place_T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (place_T,) = ctx.saved_tensors
+        places = gradients[0].new_zeros((ctx.places, *gradients[0].shape[1:]))
+        places[place_T] = gradients[0]
+        return places, None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    group: Ranks | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    group: ranks that share the tokens, T are this one's; it attends with its heads from and to the tokens of all.
+    """
+    assert layout is not None, "the model was called without a layout"
+    if s_aux is not None and group is not None:
+        raise NotImplementedError(f"{type(module).__name__}: its attention sinks are not cut for sequence_parallel")
+    kind = Kind(scaling, dropout, sliding_window, softcap, s_aux)
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if group is not None:
+        query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
+    # every place has the key and value of its row; of its queries only the one that the row takes its output from counts
+    query_PHD, key_PKD, value_PKD = (
+        _spread(query_THD, layout, summed=False),
+        _spread(key_TKD, layout, summed=layout.shared),
+        _spread(value_TKD, layout, summed=layout.shared),
+    )
+    outputs = []
+    for alike in layout.groups:
+        q_SHLD, k_SKLD, v_SKLD = (_to_batch(x, alike) for x in (query_PHD, key_PKD, value_PKD))
+        outputs.append(attended(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1))
+    attended_THD = torch.cat(outputs)
+    if layout.place_T is not None:
+        attended_THD = cast(Tensor, _Collect.apply(attended_THD, layout.place_T))  # type: ignore[no-untyped-call]
+    return (attended_THD if group is None else group.to_tokens(attended_THD)).unsqueeze(0), None
+
+
+def _spread(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
+    """[T, heads, D] -> [P, heads, D]."""
+    if layout.row_P is None:
+        return rows
+    return cast(Tensor, _Spread.apply(rows, layout.row_P, layout.place_T, summed))  # type: ignore[no-untyped-call]
+
+
+def _to_batch(places: Tensor, group: Group) -> Tensor:
+    """[P, heads, D] -> [S, heads, L, D] of the group."""
+    own = places[group.start : group.end]
+    return own.reshape(group.sequences, group.length, *own.shape[1:]).transpose(1, 2)

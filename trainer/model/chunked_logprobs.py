@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .outputs import Scores
+from .decoder import Scores
 
 LOGITS_BYTES = (
     256 << 20

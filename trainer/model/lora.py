@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 
-from ..recipe.model import LoraOptions
+from ..recipe.recipe import LoraOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

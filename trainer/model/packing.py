@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..data.samples import Sample, Segment
-from .packed_attention import Layout
+from .attention import Layout
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,12 @@
-"""The network, loaded or new, and what it says of the tokens that it is trained on."""
+"""The policy, and a critic on the same decoder.
+
+It starts as a copy of the policy's decoder, with a scalar head of zeros: a new critic says 0. The policy is untouched by
+its loss, and neither shares a weight with the other.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,12 +17,10 @@ from torch import Tensor, nn
 from ngym.errors import ConfigError
 
 from ..data.samples import Sample, Segment
-from ..recipe.model import ModelOptions, Qwen3Shape
-from . import lora, packed_attention
+from ..recipe.recipe import ModelOptions, Qwen3Shape
+from . import attention, lora
 from .chunked_logprobs import LOGITS_BYTES, Scorer
-from .critic import CriticNetwork
-from .decoder import states
-from .outputs import Asks, Scores
+from .decoder import Asks, Scores, states
 from .packing import Packed, pack
 from .sequence_parallel import Group
 
@@ -28,6 +31,27 @@ if TYPE_CHECKING:
 JUST_LOGPROBS = Asks()
 # A folder's weights are data: no pickle is opened, no code that comes with a model runs.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
+
+
+class CriticNetwork(nn.Module):
+    """A decoder with a scalar head.
+
+    Args:
+        network: the policy's, as it is now; an adapter in it is copied, too, and then trained as the policy's is.
+        lr: the full learning rate; None is that of the policy.
+    """
+
+    def __init__(self, network: PreTrainedModel, lr: float | None) -> None:
+        super().__init__()
+        self.backbone = copy.deepcopy(network.get_decoder())
+        self.head = nn.Linear(network.get_output_embeddings().in_features, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+        self.lr = lr
+
+    def forward(self, packed: Packed, group: Group | None = None) -> Tensor:
+        """The value of the state in which each trained token was chosen, float32 [N]."""
+        values_N: Tensor = self.head(states(self.backbone, packed, group)).squeeze(1).float()
+        return values_N if group is None else group.told(values_N, packed)
 
 
 class Policy(nn.Module):
@@ -176,9 +200,9 @@ def load_policy(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    ALL_ATTENTION_FUNCTIONS.register(packed_attention.NAME, packed_attention.packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
     torch.manual_seed(seed)
-    how = {"dtype": torch.float32, "attn_implementation": packed_attention.NAME}
+    how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
     if options.from_scratch is not None:
         return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how), temperature)
     try:

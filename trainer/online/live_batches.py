@@ -22,11 +22,10 @@ from ..algorithms import Algorithm
 from ..data.rollout_samples import Read, described, problem, take
 from ..data.samples import Batch, Sample
 from ..engine.engine import Engine
-from ..losses.group_filters import informative, informative_components
+from ..losses.advantages import informative, informative_components
 from ..recipe.rl import RolloutOptions
 from ..weights.publisher import Publisher
-from .groups import Group, Taken
-from .rollout_stream import Stream
+from .rollout_stream import Group, Stream, Taken
 from .services import Services
 from .task_sampler import TaskSource
 

@@ -21,7 +21,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
 from ngym.runtime import event_loop
-from ngym.runtime.task_race import never, unless
+from ngym.runtime.event_loop import never, unless
 from ngym.supervise.head_file import find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State

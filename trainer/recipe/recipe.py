@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator
@@ -22,12 +23,212 @@ from ngym.errors import ConfigError
 from ngym.telemetry.redact import redacted
 
 from .algorithms import AnyAlgorithm, PolicyGradientOptions, corrected
-from .base import Positive, Record, Share, Word, existing, find
-from .engine import EngineOptions
-from .logging import LoggingOptions
-from .model import ModelOptions
+from .base import ModelName, Positive, Record, Share, Word, existing, find
 from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
 from .validation import refusals
+
+Value = TypeVar("Value")
+# key -> its default for a file, and what a live run has instead
+OF_A_FILE = {
+    "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
+    "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
+}
+
+
+class WandbOptions(Record):
+    """Weights & Biases. project: where the run is listed. name: of the run; null: the output folder's. mode: offline runs are kept in the output folder, for `wandb sync`."""
+
+    project: str
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+class MlflowOptions(Record):
+    """MLflow. experiment: where the run is listed. uri: of the tracking server or database, such as http://host:5000 or sqlite:///runs/mlflow.db. name: of the run; null: the output folder's."""
+
+    uri: str
+    experiment: str
+    name: str | None = None
+
+
+class LoggingOptions(Record):
+    """Where the metrics go besides metrics.jsonl. tensorboard: true is `tensorboard` in the output folder."""
+
+    tensorboard: bool | Path = Field(default=False, union_mode="left_to_right")
+    wandb: WandbOptions | None = None
+    mlflow: MlflowOptions | None = None
+
+    @field_validator("tensorboard")
+    @classmethod
+    def _has_tensorboard(cls, value: bool | Path) -> bool | Path:
+        return _with_package(value, "tensorboard")
+
+    @field_validator("wandb")
+    @classmethod
+    def _has_wandb(cls, value: WandbOptions | None) -> WandbOptions | None:
+        return _with_package(value, "wandb")
+
+    @field_validator("mlflow")
+    @classmethod
+    def _has_mlflow(cls, value: MlflowOptions | None) -> MlflowOptions | None:
+        return _with_package(value, "mlflow")
+
+
+def _with_package(value: Value, package: str) -> Value:
+    if value and find_spec(package) is None:
+        raise ValueError(f"the package {package} is not installed; `pip install {package}`, or remove this")
+    return value
+
+
+class Qwen3Shape(Record):
+    """A new Qwen3 network. The vocabulary is the tokenizer's.
+
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings,
+    tie_word_embeddings, rope_theta: as in its Hugging Face config.
+    """
+
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    max_position_embeddings: Positive
+    tie_word_embeddings: bool = True
+    rope_theta: float = Field(default=10000.0, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the first weights.")
+
+
+class LoraOptions(Record):
+    """A low-rank adapter is trained instead of the weights.
+
+    rank: of its matrices.
+    alpha: what the adapter adds is multiplied by alpha / rank.
+    targets: the last words of the names of linear layers; null: all of the decoder.
+    dropout: on the adapter's input; none in reinforcement learning.
+    """
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    dropout: Share = 0.0
+
+
+class ModelOptions(Record):
+    """What is trained: the weights of `path`, or new ones of the shape `from_scratch`.
+
+    path: a Hugging Face folder, or owner/name of the hub.
+    """
+
+    path: ModelName | None = None
+    from_scratch: Qwen3Shape | None = None
+    lora: LoraOptions | None = None
+    tokenizer: ModelName | None = Field(default=None, validate_default=True, description="Default: that of `path`.")
+
+    @field_validator("from_scratch")
+    @classmethod
+    def _one_origin(cls, value: Qwen3Shape | None, info: ValidationInfo) -> Qwen3Shape | None:
+        if value is not None and info.data.get("path") is not None:
+            raise ValueError("model.path is given too; keep one of the two")
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _beside_learned_weights(cls, value: LoraOptions | None, info: ValidationInfo) -> LoraOptions | None:
+        if value is not None and info.data.get("from_scratch") is not None:
+            raise ValueError("an adapter stands beside weights that have learned something; name them with model.path")
+        return value
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _some_origin(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if "path" not in info.data or "from_scratch" not in info.data:
+            return value  # they have an error of their own
+        if info.data["path"] is None and info.data["from_scratch"] is None:
+            raise ValueError("name a model: model.path=FOLDER, or model.from_scratch with a shape")
+        if info.data["from_scratch"] is not None and value is None:
+            raise ValueError("a model from scratch needs a tokenizer, such as data/tiny_policy/tokenizer")
+        return value
+
+
+class OffloadOptions(Record):
+    """What lives in the memory of the CPU instead of the GPU's, and is slower there.
+
+    optimizer: its states, the float32 weights and the gradients; the step is taken on the CPU.
+    parameters: the weights too, as long as no layer needs them.
+    """
+
+    optimizer: Literal["cpu"] | None = None
+    parameters: Literal["cpu"] | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _optimizer_too(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("optimizer") is None:
+            raise ValueError("the optimizer's states are several times larger; set engine.offload.optimizer, too")
+        return value
+
+
+class EngineOptions(Record):
+    """How DeepSpeed runs it.
+
+    zero_stage: what ranks share out: 1 the optimizer's states, 2 gradients too, 3 weights too.
+    precision: of weights and arithmetic; bf16 keeps float32 master weights.
+    activation_checkpointing: layers keep their inputs only, and are computed again for the backward: less memory, more time.
+    compile: layers through torch.compile; it takes its time in the first step, and pays in runs of more than a few minutes.
+    sequence_parallel: so many ranks share each micro-batch: its tokens, and in attention its heads.
+    tensor_parallel: so many ranks share each layer.
+    """
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    offload: OffloadOptions = OffloadOptions()
+    sequence_parallel: Positive = 1
+    tensor_parallel: Positive = 1
+
+    @field_validator("precision")
+    @classmethod
+    def _master_weights(cls, value: str, info: ValidationInfo) -> str:
+        if value == "bf16" and info.data.get("zero_stage") == 0:
+            raise ValueError("the float32 master weights of bf16 live in ZeRO; set engine.zero_stage to 1, 2 or 3")
+        return value
+
+    @property
+    def together(self) -> int:
+        """The ranks that compute the same samples."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _one_way_to_share(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("zero_stage") not in (1, 2):
+            raise ValueError("it trains with ZeRO 1 and 2 only; set engine.zero_stage to 1 or 2")
+        if value > 1 and info.data.get("sequence_parallel", 1) > 1:
+            raise ValueError("engine.sequence_parallel is given too; keep one of the two")
+        if value > 1 and info.data.get("compile"):
+            raise ValueError("engine.compile is given too, and it exchanges layers; keep one of the two")
+        if value > 1 and info.data.get("offload") != OffloadOptions():
+            raise ValueError("engine.offload is given too; keep one of the two")
+        return value
+
+    @field_validator("compile")
+    @classmethod
+    def _whole_layers(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("zero_stage") == 3:
+            raise ValueError("ZeRO-3 gathers weights while a layer runs; set engine.zero_stage to 0, 1 or 2")
+        return value
+
+    @field_validator("offload")
+    @classmethod
+    def _of_zero(cls, value: OffloadOptions, info: ValidationInfo) -> OffloadOptions:
+        stage = info.data.get("zero_stage")
+        if value.optimizer is not None and stage == 0:
+            raise ValueError("ZeRO moves them; set engine.zero_stage to 1, 2 or 3")
+        if value.parameters is not None and stage != 3:
+            raise ValueError("parameters are moved by ZeRO-3 only; set engine.zero_stage to 3")
+        return value
 
 
 class DataOptions(Record):
@@ -93,13 +294,6 @@ class CheckpointOptions(Record):
     keep: Positive = 2
     best: str | None = None
     mode: str = Field(default="max", pattern="^(max|min)$")
-
-
-# key -> its default for a file, and what a live run has instead
-OF_A_FILE = {
-    "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
-    "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
-}
 
 
 class Recipe(Record):

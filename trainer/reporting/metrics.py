@@ -1,4 +1,4 @@
-"""How the run is going: on the screen, in metrics.jsonl always, and in whatever sinks there are."""
+"""Metrics of a step: names, units, and their log."""
 
 from __future__ import annotations
 
@@ -15,6 +15,94 @@ import orjson
 from ..recipe.recipe import read_launch
 from .display import display
 from .sinks import Sinks
+
+MEASURED = {
+    "step": "Batches trained, counted from 1; 0 is before the first.",
+    "loss": "What was minimised, a mean over the optimiser steps of the batch.",
+    "lr": "The learning rate of the last optimiser step.",
+    "grad_norm": "Norm of the gradient before clipping.",
+    "skipped_steps": "Optimiser steps whose loss or gradient was no number, so far.",
+    "global_valid_toks": "Trained tokens of the batch, over all ranks.",
+    "global_valid_seqs": "Samples of the batch, over all ranks.",
+    "tokens_per_s": "Tokens of the batch, prompts included, by the seconds of training.",
+    "time/train": "Seconds of forward, backward and optimiser steps.",
+    "time/elapsed": "Seconds since the start of this process.",
+    # live rollouts
+    "time/generation": "Seconds that the step waited for rollouts.",
+    "time/logprob": "Seconds for what the trainer itself says of the rollouts before it trains them, and for advantages.",
+    "time/weight_sync": "Seconds of the push, its proof included.",
+    "policy_version": "Pushes so far.",
+    "lag": "Trainer's version minus the oldest version in a sample; the largest of the step.",
+    "lag/mean": "The same, a mean over rollouts.",
+    "stale_dropped": "Rollouts collected again because weights from before the last push had a part in them.",
+    "num_equal_groups": "Groups replaced by dynamic sampling because they teach nothing.",
+    # rollouts, live or from a file
+    "reward/mean": "Over the rollouts of the batch that were scored.",
+    "reward/std": "Their standard deviation.",
+    "reward/{environment}/mean": "The mean of each of several environments.",
+    "frac_reward_zero_std": "Share of groups whose rewards are all equal.",
+    "num_valid_samples": "Scored rollouts.",
+    "num_unscored": "Rollouts with the reward null.",
+    "frac_unscored": "Their share of all rollouts that did not fail; `reward/mean` is of the others.",
+    "num_failed": "Rollouts that were given up.",
+    "completions/mean_length": "Sampled tokens of a rollout.",
+    "completions/max_length": "Those of the longest.",
+    "completions/clipped_ratio": "Share of rollouts that were cut off.",
+    "num_turns": "Model calls of a rollout.",
+    "tool_calls": "Tool calls of a rollout.",
+    "tool_errors": "Of them, those that were answered with an error.",
+    "approx_entropy": "Mean of -log p of the sampled tokens, by the sampler.",
+    "tasks/{environment}/epoch": "Without a curriculum: how often each of its tasks has come.",
+    "tasks/{environment}/solved": "Curriculum: share of tasks that are always solved.",
+    "tasks/{environment}/unsolved": "Share of tasks that are never solved.",
+    "tasks/{environment}/mixed": "Share of tasks that are solved at times.",
+    "tasks/{environment}/unseen": "Share of tasks that were not drawn yet.",
+    "tasks/{environment}/effective": "The number of equally weighted tasks that the draw is worth.",
+    # the policy's loss
+    "actor_loss": "The surrogate alone, without KL and entropy.",
+    "probs_ratio": "Mean ratio of now to then.",
+    "probs_ratio_clamped": "The same after clipping.",
+    "clip_ratio/low_mean": "Share of tokens whose ratio was clipped from below.",
+    "clip_ratio/high_mean": "Share of tokens whose ratio was clipped from above.",
+    "clip_ratio/region_mean": "Both.",
+    "token_mult_prob_error": "Mean of exp |log p of the trainer - log p of the sampler|; 1 where they agree.",
+    "mismatch_kl": "KL of sampler and trainer, by the estimator k3.",
+    "kl_penalty": "KL to the reference, by the recipe's estimator.",
+    "entropy": "Exact entropy of the distributions that were sampled from; with `loss.entropy_coef`.",
+    "sampling_importance_ratio": "Mean importance weight of the correction.",
+    "is_oob_ratio": "Share of tokens whose weight was outside the bounds.",
+    "is_dropped_ratio": "Share of tokens whose weight became 0.",
+    "is_dropped_sequences": "Share of rollouts whose weights all became 0.",
+    # the critic's
+    "value_loss": "Half the squared error of the critic, clipped.",
+    "value_clip_ratio": "Share of values for which the clipped error was the larger one.",
+    "values": "Mean value.",
+    "returns": "Mean of what the values should have been.",
+    "explained_variance": "Share of the returns' variance that the critic explained before the step.",
+    "critic_grad_norm": "Norm of the critic's own gradient; ZeRO 0.",
+    # preferences
+    "preference_loss": "DPO: the loss of the pairs without `sft_weight`.",
+    "sft_loss": "DPO: the negative log-likelihood of what was chosen, a mean over its tokens.",
+    "rewards/chosen": "DPO: beta times the gain in log p of what was chosen.",
+    "rewards/rejected": "DPO: the same of what was rejected.",
+    "rewards/margins": "DPO: the difference of both.",
+    "rewards/accuracies": "DPO: share of pairs in which what was chosen gained more.",
+    "logps/chosen": "DPO: log p of what was chosen, a sum over its tokens.",
+    "logps/rejected": "DPO: log p of what was rejected.",
+    # held-out tasks and files
+    "time/eval": "Seconds of an evaluation.",
+    "val/accuracy": "Mean of avg@k over the environments.",
+    "val/{metric}": "On a held-out file: each of the algorithm's own metrics.",
+    "val/perplexity": "On a held-out file, SFT: exp of the loss.",
+    "eval/{environment}/avg@{k}": "Mean reward of k sampled attempts at each held-out task.",
+    "eval/{environment}/pass@{k}": "Unbiased chance that one of k attempts gets the whole reward.",
+    "eval/{environment}/greedy": "Mean reward without sampling.",
+    "eval/{environment}/{name}/low": "Lower end of the 95 % interval over tasks of any of these three.",
+    "eval/{environment}/{name}/high": "Its upper end.",
+    "eval/{environment}/{name}/count": "Attempts that were scored.",
+    "eval/{environment}/{name}/failed": "Attempts that failed.",
+    "eval/{environment}/{name}/unscored": "Attempts with the reward null.",
+}
 
 
 class Metrics:

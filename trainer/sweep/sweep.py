@@ -1,4 +1,4 @@
-"""Every combination of some values is a run: checked before the first starts, one after another, a table at the end.
+"""Sweeps: a grid of recipes, each a training process; results as a table.
 
 runs/grpo/                  the sweep's folder: the recipe's `output`
     lr=1e-6,seed=0/         a run's folder, as any
@@ -11,28 +11,279 @@ begins the others anew; with --resume those that have a checkpoint go on from it
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
+import re
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import IO, Literal, NamedTuple
+
+import orjson
+import yaml
 
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.files import jsonl
 from ngym.files.file_lock import held_folder
+from ngym.runtime.signals import await_exit, put_off
 
 from ..checkpoints.store import FOLDER as CHECKPOINTS
 from ..output_files import METRICS, POLICY, RESOLVED
 from ..recipe.recipe import as_yaml, read_launch
 from ..train import OTHERWISE, checked
-from . import child_process, results
-from .grid import Axis, Combination, axes, combinations
-from .results import Outcome
 
+ENDING_S = 60  # for what it started to stop, and for its last words to arrive
+Status = Literal["finished", "failed", "interrupted"]
+FILE = "sweep.jsonl"
+WIDEST = 1000  # characters of a plain line: it is for a file, which does not wrap
+SHOWN_METRICS = ("loss", "reward/mean", "frac_unscored")
+NOT_SHOWN = ("low", "high", "count", "failed", "pass")
+UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 INTERRUPTED = 130
+
+
+class Ended(NamedTuple):
+    """exit_code: negative for the signal that killed it. last: the last line that said something."""
+
+    exit_code: int
+    last: str
+
+
+def run_command(command: Sequence[str], log: Path) -> Ended:
+    """Wait until it ends. Interrupted here (Ctrl-C), it is told to end, too, and that is waited for.
+
+    It has a process group of its own, so that Ctrl-C reaches it once, through us, with all that it started.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    reader: threading.Thread | None = None
+    last = [""]
+    try:
+        with put_off():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+            assert process.stdout is not None
+            reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
+            reader.start()
+        code = await_exit(process)
+    except BaseException:
+        if process is not None:
+            _end(process)
+        raise
+    finally:
+        if reader is not None:
+            reader.join(ENDING_S)
+    return Ended(code, last[0])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C would; by force where that takes too long, or when we are interrupted again.
+
+    Where Ctrl-C is ignored, as behind a script's `&`, it ignores it, too, and is terminated.
+    """
+    with put_off():
+        if process.poll() is not None:
+            return
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    os.killpg(process.pid, signal.SIGTERM if ignored else signal.SIGINT)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            await_exit(process, ENDING_S)
+    finally:
+        with put_off():
+            running = process.poll() is None
+        if running:
+            os.killpg(process.pid, signal.SIGKILL)
+            await_exit(process)
+
+
+def _copy(stream: IO[bytes], log: Path, last: list[str]) -> None:
+    with log.open("wb") as file:
+        for raw in stream:
+            file.write(raw)
+            line = raw.decode(errors="replace")
+            print(line, end="", flush=True)
+            last[0] = line.strip() or last[0]
+
+
+class Outcome(NamedTuple):
+    """One run that was started.
+
+    values: of the swept keys. metrics: the last value of each that decides between runs. problem: of a failed one, the
+    last line that it said.
+    """
+
+    run: str
+    values: dict[str, str]
+    status: Status
+    exit_code: int
+    seconds: float
+    problem: str | None
+    metrics: dict[str, float]
+
+
+def read(folder: Path) -> dict[str, Outcome]:
+    """The outcomes of an earlier sweep, by the name of the run; {} if there was none.
+
+    Raises:
+        UsageError: a line is none of ours.
+    """
+    if not (folder / FILE).exists():
+        return {}
+
+    def wrong(row: dict[str, object]) -> str | None:
+        return None if set(row) == set(Outcome._fields) else "no outcome of a run; is this file of a sweep?"
+
+    rows = [line.row for line in jsonl.checked(folder / FILE, wrong)]
+    return {row["run"]: Outcome(**row) for row in rows}
+
+
+def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
+    """The whole file, anew."""
+    jsonl.write_whole(folder / FILE, b"".join(orjson.dumps(outcome._asdict()) + b"\n" for outcome in outcomes))
+
+
+def last_metrics(file: Path) -> dict[str, float]:
+    """Of a run's metrics.jsonl: the last loss, the last reward and the last held-out evaluation."""
+    found: dict[str, float] = {}
+    if file.exists():
+        for line in jsonl.read(file):
+            found |= {name: _number(value) for name, value in line.row.items() if _decides(name)}
+    return found
+
+
+def show(outcomes: Sequence[Outcome], waiting: Sequence[str]) -> None:
+    """The table of a sweep; `waiting` are the names of runs that were not started."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = sorted({name for outcome in outcomes for name in outcome.metrics}, key=_order)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("run", "status", *names, "seconds", ""):
+        table.add_column(heading, justify="right" if heading in (*names, "seconds") else "left", overflow="fold")
+    for outcome in outcomes:
+        values = [f"{outcome.metrics[name]:.4g}" if name in outcome.metrics else "-" for name in names]
+        status = outcome.status if outcome.status != "failed" else f"failed ({outcome.exit_code})"
+        table.add_row(outcome.run, status, *values, f"{outcome.seconds:.0f}", outcome.problem or "")
+    for run in waiting:
+        table.add_row(run, "not started", *("-" for _ in names), "-", "")
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
+
+
+def _decides(name: str) -> bool:
+    last = name.rpartition("/")[2].partition("@")[0]
+    return name in SHOWN_METRICS or (name.startswith(("eval/", "val/")) and last not in NOT_SHOWN)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (SHOWN_METRICS.index(name) if name in SHOWN_METRICS else len(SHOWN_METRICS), name)
+
+
+def _number(value: float | None) -> float:
+    """JSON has no word for what is no number, and writes null."""
+    return math.nan if value is None else value
+
+
+LONGEST_VALUE, LONGEST_NAME = 40, 160  # characters; a file name may have 255 bytes
+
+
+class Axis(NamedTuple):
+    """A key of the recipe and the values that it takes, as they were written."""
+
+    key: str
+    values: list[str]
+
+
+class Combination(NamedTuple):
+    """One run of a sweep."""
+
+    name: str
+    values: dict[str, str]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+
+def axes(sweeps: Sequence[str]) -> list[Axis]:
+    """What was written as `key=value,value`.
+
+    Raises:
+        UsageError: it is not of that form, or a key or value stands twice; one line for each mistake.
+    """
+    found: list[Axis] = []
+    wrong: list[str] = []
+    for sweep in sweeps:
+        try:
+            found.append(_axis(sweep))
+        except UsageError as error:
+            wrong.append(str(error))
+    keys = Counter(axis.key for axis in found)
+    wrong += [f"--sweep {key}: given {count} times; list all values once" for key, count in keys.items() if count > 1]
+    if wrong:
+        raise UsageError("\n".join(wrong))
+    return found
+
+
+def combinations(of: Sequence[Axis]) -> list[Combination]:
+    """Their cartesian product; the last axis changes fastest."""
+    labels = _labels([axis.key for axis in of])
+    words = [_words(axis.values) for axis in of]
+    found = []
+    for places in product(*(range(len(axis.values)) for axis in of)):
+        parts = [f"{label}={word[place]}" for label, word, place in zip(labels, words, places, strict=True)]
+        values = {axis.key: axis.values[place] for axis, place in zip(of, places, strict=True)}
+        found.append(Combination(_at_most(LONGEST_NAME, ",".join(parts)), values))
+    return found
+
+
+def _axis(sweep: str) -> Axis:
+    key, equals, listed = sweep.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--sweep {sweep!r} is not of the form key=value,value, such as optimizer.lr=1e-6,3e-6")
+    text = f"[{listed}]"
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or "it cannot be read"
+        raise UsageError(f"--sweep {sweep!r}: not a list of YAML values: {reason}; quote what is no word") from None
+    if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) or not node.value:
+        raise UsageError(f"--sweep {sweep!r}: give at least one value, such as {key}=1,2")
+    values = [text[value.start_mark.index : value.end_mark.index].strip() for value in node.value]
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise UsageError(f"--sweep {sweep!r}: the value {twice[0]} stands twice")
+    return Axis(key, values)
+
+
+def _labels(keys: Sequence[str]) -> list[str]:
+    """The last word of each key; the whole key where two would be called the same."""
+    words = Counter(key.rpartition(".")[2] for key in keys)
+    return [word if words[word := key.rpartition(".")[2]] == 1 else key for key in keys]
+
+
+def _words(values: Sequence[str]) -> list[str]:
+    """Each value as a word; those that would be the same word get a hash of their own."""
+    words = [_at_most(LONGEST_VALUE, UNSAFE.sub("-", value.strip("\"'[]{} "))) for value in values]
+    count = Counter(words)
+    return [word if count[word] == 1 else f"{word}-{_hash(value)}" for word, value in zip(words, values, strict=True)]
+
+
+def _at_most(length: int, word: str) -> str:
+    """Its end, which is what tells paths apart, and a hash of the whole where it is too long."""
+    return word if len(word) <= length else f"{_hash(word)}-{word[9 - length :]}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 class Run(NamedTuple):
@@ -66,7 +317,7 @@ def _sweep(
     folder: Path, runs: Sequence[Run], files: Sequence[str], overrides: Sequence[str], overwrite: bool, resume: bool
 ) -> None:
     names = [run.combination.name for run in runs]
-    earlier = results.read(folder)
+    earlier = read(folder)
     others = [outcome for name, outcome in earlier.items() if name not in names]  # of other values in the same folder
     known = {} if overwrite else _finished(earlier, runs)
     for run in runs:
@@ -83,11 +334,11 @@ def _sweep(
                     _run(run, files, overrides, resume, known)
                 finally:
                     redone = {**earlier, **known}  # until a run is done again, its earlier outcome counts
-                    results.write(folder, others + [redone[name] for name in names if name in redone])
+                    write(folder, others + [redone[name] for name in names if name in redone])
     finally:
         ended = [known[name] for name in names if name in known]
         print()
-        results.show(ended, [name for name in names if name not in known])
+        show(ended, [name for name in names if name not in known])
     failed = sum(outcome.status == "failed" for outcome in ended)
     if failed:
         raise NgymError(f"{failed} of {len(runs)} runs failed; what they said is in {folder}/*.log")
@@ -189,15 +440,15 @@ def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool,
     words = [*files, *overrides, *run.combination.overrides, _output(run.folder), how]
     began, earlier = time.monotonic(), None if goes_on else _version(run.folder / METRICS)
 
-    def enter(status: results.Status, code: int, problem: str | None) -> None:
+    def enter(status: Status, code: int, problem: str | None) -> None:
         seconds = round(time.monotonic() - began, 1)
         file = run.folder / METRICS
         # a run that never began to train has none; what is there is an earlier run's
-        metrics = {} if _version(file) == earlier else results.last_metrics(file)
+        metrics = {} if _version(file) == earlier else last_metrics(file)
         known[name] = Outcome(name, values, status, code, seconds, problem, metrics)
 
     try:
-        ended = child_process.run([sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"))
+        ended = run_command([sys.executable, "-m", "ngym", "train", *words], run.folder.with_name(f"{name}.log"))
     except (KeyboardInterrupt, SystemExit):
         enter("interrupted", INTERRUPTED, None)
         raise

@@ -1,4 +1,12 @@
-"""Which weights do the services serve? Those of the trainer, under a version that counts the pushes of the run."""
+"""Publishes weights to the model servers, apart or on shared GPUs.
+
+    sampling   the servers hold weights and KV cache; the trainer's states are in the host's memory
+    training   the servers sleep; the states are back
+    pushing    the trainer's weights and those of the servers are there, and nothing else of either
+
+Every rank goes through the turns together; rank 0 tells the servers. A server that was started again meanwhile is awake
+all the time: telling it to wake changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +19,53 @@ from torch import Tensor
 from ngym.telemetry import tracing
 
 from ..data.samples import Sample, Segment
+from ..engine.distributed import wait_for_all
 from ..engine.engine import Engine
 from ..model.packing import pack
 from ..recipe.recipe import Recipe
-from .colocated import Colocated
 from .push import AdapterShape, Proof, Pusher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 PROMPT = "Tom has 37 coins and buys 58 more. How many coins does Tom have?"
+
+
+class Colocated:
+    """The turns.
+
+    Args:
+        pusher: to the servers, on rank 0; None elsewhere.
+    """
+
+    def __init__(self, engine: Engine, pusher: Pusher | None) -> None:
+        self._engine = engine
+        self._pusher = pusher
+
+    def train(self) -> None:
+        """Nothing is sampled from here on, and everything of the trainer is in its place."""
+        if self._pusher:
+            self._pusher.sleep()
+        wait_for_all()
+        self._engine.reload()
+
+    def push(self) -> None:
+        """New weights can be computed with and gathered here, and loaded there."""
+        if self._pusher:
+            self._pusher.sleep()
+        wait_for_all()
+        self._engine.offload(weights=False)
+        wait_for_all()
+        if self._pusher:
+            self._pusher.wake("weights")
+
+    def sample(self) -> None:
+        """The servers generate."""
+        self._engine.offload(weights=True)
+        wait_for_all()
+        if self._pusher:
+            self._pusher.wake("weights", "kv_cache")
 
 
 class Publisher:

@@ -1,4 +1,6 @@
-"""RMS norm on a CPU by vLLM's own C++ kernels, which vLLM itself uses on GPUs only: 3 microseconds instead of 60.
+"""CPU kernels for vLLM: attention, and log-probabilities of sampled tokens.
+
+No route that can be reached tells a rank. Where more than the sampled token is asked for, vLLM's own answer stands.
 
 Measured with 64 requests at a time: 7 % more tokens a second from a tiny model. They are registered with
 vLLM as implementations of its operators, and chosen by its argument `ir_op_priority`.
@@ -12,9 +14,25 @@ import torch
 from torch import Tensor
 from vllm import ir
 from vllm.config.kernel import IrOpPriorityConfig
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.sampler import Sampler
 
+vllms = Sampler.gather_logprobs
 PROVIDER = "ngym_cpu"
 VECTOR = 16
+
+
+def leave_out_ranks() -> None:
+    """In this process, and in those forked from it."""
+    Sampler.gather_logprobs = staticmethod(gather_logprobs)
+
+
+def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """logprobs [B, V], token_ids [B] -> those of the tokens [B, 1], then [B, num_logprobs] of the likeliest; ranks [B]."""
+    if num_logprobs > 0:
+        return vllms(logprobs, num_logprobs, token_ids)
+    column = token_ids.unsqueeze(-1)
+    return LogprobsTensors(column.to(torch.int32), logprobs.gather(-1, column), torch.zeros_like(token_ids))
 
 
 def prefer_ours(arguments: Namespace) -> None:

@@ -1,16 +1,36 @@
-"""The tokens of one call to the engine, exactly as it saw and sampled them."""
+"""Token ids, log-probabilities and end-of-turn tokens of vLLM's answers."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
+from ngym.rollout.token_splice import Ends
 from ngym.schema import TOKEN_FIELDS, Json
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
+REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
+recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
+
+
+def turn_ends(engine: Engine) -> Ends:
+    tokenizer = engine.get_tokenizer()
+    generation = engine.model_config.try_get_generation_config()
+    ends = generation.get("eos_token_id") or []
+    of_model = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
+    special = {token: id for token, id in tokenizer.get_vocab().items() if token in (*TURNS, *REQUESTS)}
+    requests = frozenset(id for token, id in special.items() if token in REQUESTS)
+    return Ends(frozenset(of_model | set(special.values())), requests)
 
 
 @dataclass
@@ -68,5 +88,4 @@ class SampledLogprobs(LogprobsProcessor):
         self.cumulative_logprob += sum(logprobs)
 
 
-recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
 """Where the calls of the current request are recorded; None: nobody asks."""

@@ -1,4 +1,10 @@
-"""The weight push over HTTP: begin, files, commit. Half a push changes nothing, and nobody pushes without the token.
+"""The routes of weight pushes: authorization, state, sleep, transfer.
+
+    POST /weights/sleep  {level}  generations in flight end; then the weights go to the host, and the KV cache is dropped;
+                                  with level 2 the weights are dropped, too, and nothing is generated before a push
+    POST /weights/wake  {parts}   ["weights"]: new ones can be pushed; all of it (the default): generation goes on
+
+Requests that come meanwhile wait. On a CPU nothing is lent, and sleep is a pause: the same calls, the same order.
 
     POST   /weights         {version, tensors}       -> {push, lease_s}   names and shapes are those of our checkpoint
                             or {.., adapter: {rank, alpha}}               they are those of PEFT
@@ -17,32 +23,191 @@ transfer neither holds: transfer.py says what does.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from vllm.platforms import current_platform
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from ngym.errors import BadRequest, NotFound, ServiceError
+from ngym.errors import BadRequest, NotFound, NotReady, ServiceError, Unauthorized
 from ngym.net.json_limits import BULK_WEIGHT
 from ngym.services.base.app import JsonResponse
 from ngym.services.base.request_bodies import json_body, validated
 
-from ..engine import Engine, PauseMode, Seconds
+from ..engine import MEMORY, Engine, PauseMode, Seconds
 from ..options import PushOptions
 from .adapter import AdapterFiles, AdapterShape
-from .files import named, received
-from .push_auth import Route, check_token, guarded, while_alive
-from .push_state import Begin, Commit, NamedFile, Prove, Push, Received
-from .sleep import Sleep
-from .staging import Announced, Shapes, Stage, check_adapter, check_announced
+from .staging import Announced, Shapes, Stage, check_adapter, check_announced, named, received
 from .transfer import Transfer
 
+Route = Callable[[Request], Awaitable[Response]]
+WEIGHTS_DROPPED = (
+    2  # vLLM's level of sleep; 1 keeps them on the host, so that a server whose trainer is gone can still wake
+)
 SHA256 = re.compile("[0-9a-f]{64}")
 FILES = "/weights/files"
+
+
+def guarded(route: Route, token: str | None) -> Route:
+    """The route for those who know the token; the body is not read before that."""
+
+    async def opened(request: Request) -> Response:
+        check_token(request, token)
+        return await route(request)
+
+    return opened
+
+
+def check_token(request: Request, token: str | None) -> None:
+    if token is None:
+        problem = (
+            "the weight push is closed, because this server was given no token; start it with ng_run, "
+            "or set push_token: ${oc.env:NAME} in its stanza"
+        )
+        raise Unauthorized(problem, status=403)
+    told = request.headers.get("authorization", "")
+    if not hmac.compare_digest(told.encode(), f"Bearer {token}".encode()):
+        raise Unauthorized(
+            "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
+            "beside the config of ng_run, or the push_token of this server's stanza"
+        )
+
+
+def while_alive(route: Route) -> Route:
+    """An engine that dies meanwhile is started again, with this server: a pusher may come back."""
+
+    async def told(request: Request) -> Response:
+        try:
+            return await route(request)
+        except EngineDeadError:
+            raise NotReady("vLLM's engine process died; the server restarts") from None
+
+    return told
+
+
+class Begin(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=1)
+    tensors: list[Announced]
+    adapter: AdapterShape | None = None
+    transfer: bool = False
+
+
+class NamedFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+
+
+class Commit(BaseModel):
+    """keep: generations in flight go on with the new weights; wait: they end first; abort: they end now."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: PauseMode = "keep"
+
+
+class Received(BaseModel):
+    """What vLLM's own weight transfer wants to know: its record for the backend."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    info: dict[str, Any]
+
+
+class Rest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    level: Literal[1, 2] = 1
+
+
+class Wake(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    parts: tuple[Literal["weights", "kv_cache"], ...] = ("weights", "kv_cache")
+
+
+class Prove(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+
+
+@dataclass
+class Push:
+    """One push that is under way.
+
+    stage: None when no files come, but a transfer. started: that has been, and there is no way back.
+    """
+
+    version: int
+    stage: Stage | None
+    adapter: AdapterShape | None
+    started: bool = False
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease: asyncio.TimerHandle | None = None
+
+
+class Sleep:
+    """The handlers; whoever calls them has shown the token.
+
+    Args:
+        patience_s: how long generations in flight may take to end.
+    """
+
+    def __init__(self, engine: Engine, patience_s: float) -> None:
+        self._engine = engine
+        self._patience_s = patience_s
+        self._one_at_a_time = asyncio.Lock()
+
+    async def sleep(self, request: Request) -> Response:
+        engine = self._engine
+        if not current_platform.is_cpu() and not engine.model_config.enable_sleep_mode:
+            problem = "this server cannot lend its memory; set engine.enable_sleep_mode: true in its stanza"
+            raise ServiceError(problem, status=409)
+        body: Rest = validated(Rest, await json_body(request), "a sleep")
+        async with self._one_at_a_time:
+            if not engine.asleep:
+                await engine.pause_for_push("wait", self._patience_s)
+                engine.asleep = MEMORY  # before it is: who asked may go away meanwhile
+                engine.weights_dropped = body.level == WEIGHTS_DROPPED
+                await self._or_broken(engine.sleep(body.level, "keep"))
+        return self._told()
+
+    async def wake(self, request: Request) -> Response:
+        engine = self._engine
+        body: Wake = validated(Wake, await json_body(request), "a waking")
+        async with self._one_at_a_time:
+            if engine.weights_dropped and "kv_cache" in body.parts:
+                raise ServiceError(
+                    "its weights were dropped (sleep of level 2); wake `weights`, and push first", status=409
+                )
+            parts = [part for part in body.parts if part in engine.asleep]
+            if parts:
+                await self._or_broken(engine.wake_up(parts))  # with the last of them, generation goes on
+                engine.asleep -= frozenset(parts)
+        return self._told()
+
+    async def _or_broken(self, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._engine.broken = f"vLLM could not lend its memory, or take it back: {error}; the server has to restart"
+            raise ServiceError(self._engine.broken, retryable=True) from error
+
+    def _told(self) -> Response:
+        return JsonResponse({"asleep": sorted(self._engine.asleep)})
 
 
 class WeightPush:

@@ -1,4 +1,4 @@
-"""Are these the weights of our model, all of them and sound? Pushed files lie aside until that is known.
+"""Weight files and tensors received, checked and staged before they are loaded.
 
     bytes -> 00000.part -> right digest? known tensors, finite? -> 00000.safetensors -> ... -> is every tensor there?
 
@@ -7,6 +7,7 @@ The engine reads a stage only when it is complete, and nobody else can change th
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import math
@@ -23,8 +24,9 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
+from starlette.requests import ClientDisconnect, Request
 
-from ngym.errors import BadRequest, ServiceError
+from ngym.errors import MOST_NAME, BadRequest, ServiceError, cut
 
 PREFIX = "ngym-weights-"
 PROMISED = "promised"
@@ -33,10 +35,8 @@ SWEEP_AFTER_S = 60.0
 HEADER_ROOM = 1 << 20  # bytes of a file beside its tensors: names and offsets ...
 HEADER_ROOM_PER_TENSOR = 1 << 10
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
-
 PEFT_PREFIX = "base_model.model."  # PEFT's names of an adapter's tensors
 PEFT_ENDS = (".lora_A.weight", ".lora_B.weight")
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -249,3 +249,42 @@ def _sweep(place: Path) -> None:
             continue  # in use
         finally:
             os.close(lock)
+
+
+async def received(request: Request, stage: Stage, patience_s: float) -> Path:
+    """The file that the request's body is.
+
+    patience_s: for each part of it.
+    """
+    part, size, loop = stage.next_file(), 0, asyncio.get_running_loop()
+    try:
+        with part.open("wb") as file:
+            async with asyncio.timeout(patience_s) as waiting:
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > stage.room:
+                        raise stage.too_large()
+                    file.write(chunk)
+                    waiting.reschedule(loop.time() + patience_s)
+    except (ClientDisconnect, TimeoutError):
+        raise BadRequest(f"the file broke off after {size} bytes; push again", retryable=True) from None
+    return part
+
+
+def named(path: str, root: Path | None) -> Path:
+    """The file that this path means: under weights_root, wherever its symbolic links lead."""
+    if root is None:
+        raise BadRequest("field 'path': this server reads no files; set weights_root in its stanza, or send bytes")
+    if "\0" in path:
+        raise BadRequest("field 'path': a path has no null character")
+    try:
+        file = (root / path).resolve()
+        is_file = file.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, or links in a ring
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is no path of a file: {reason}") from None
+    if not file.is_relative_to(root):
+        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is not under this server's weights_root {root}")
+    if not is_file:
+        raise BadRequest(f"field 'path': there is no file {cut(str(file), MOST_NAME)}")
+    return file

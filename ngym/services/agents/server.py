@@ -1,10 +1,17 @@
-"""agent(): a way of driving a model through a task, as an application; `/run` is one whole rollout."""
+"""agent(): a way of driving a model through a task, as an application; `/run` is one whole rollout.
+
+Without this, thousands of rollouts that arrive together go through the agent in step: all seed, then all ask the model,
+then all verify. Each wave opens as many connections as there are rollouts, and the next service is idle until it is over. With
+it, as many are under way as the agent and its peers keep up with. Rollouts that wait for a slow peer hold up nobody:
+while they wait, the loop turns and others begin.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
@@ -18,22 +25,53 @@ from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import by_size, serialized
-from ngym.peers.session import ToolErrors
+from ngym.peers.peer import ToolErrors
 from ngym.rollout.segments import without_tokens
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
-from ngym.services.agents.start_pacing import Turns
 from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
-from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
+from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES, invoke_agent
 from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
-from ngym.services.base.spans import invoke_agent
 
+STARTS = 8  # rollouts that begin in one turn of the event loop
 BEGINNING_CHARS = 1000
 METRICS_S = 120.0
 ABANDON_S = 10.0
 CLOCKS_S = 0.01  # a timer of the event loop's may come so much too early
 _ANY: Json = {"type": "object"}
+Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
+AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
+
+
+class Turns:
+    """First come, first served. One per process and event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def mine(self) -> None:
+        """Returns when the caller may begin."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._next)
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        begun = 0
+        while self._waiting and begun < STARTS:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its caller was cancelled
+                turn.set_result(None)
+                begun += 1
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
 
 
 class AgentOptions(ServiceOptions):
@@ -50,10 +88,6 @@ class AgentOptions(ServiceOptions):
         "gym server of another make answers with 4xx or 500.",
     )
     max_tool_calls: int = Field(default=1000, ge=1, description="In one rollout; the model is told of those beyond.")
-
-
-Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
-AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
 
 
 def agent(

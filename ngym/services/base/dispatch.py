@@ -1,4 +1,4 @@
-"""What happens to a request before its handler? Its ids are taken from the headers, its body is bounded, it is counted and timed.
+"""What surrounds each request's handler: request ids, bounded bodies, deadlines, disconnected callers, event streams, spans.
 
 What its caller has hung up on, or set a deadline to that is over, is cancelled.
 
@@ -9,28 +9,189 @@ with parameters other than a rollout's id, the documentation, what does not exis
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ngym.errors import BadRequest, NotReady, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE
-from ngym.services.base.deadlines import in_time
-from ngym.services.base.disconnects import Body, Caller, CallerGone, nobody
+from ngym.process_memory import is_room_for
+from ngym.schema import DEADLINE_HEADER, Json
+from ngym.telemetry import tracing
 
+LARGE = 1 << 20  # of a larger body, each such part is received only if there is room for it
+LOOKS_AFTER_S = 0.25  # answers that come sooner pay nothing for being watched
+CLIENT_CLOSED_REQUEST = 499
+HEADERS = {"cache-control": "no-cache"}
+MEDIA_TYPE = "text/event-stream"
 CALL_BYTES = 16 << 20  # arguments of a tool, and what is not one of these:
 ROW_BYTES = 64 << 20  # a row, a conversation; images are in them
 BULK_BYTES = 256 << 20  # many rows
-
 OF_A_ROLLOUT = "/rollouts/{rollout_id}"
-
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    """The handler's response. PeerTimeout once the caller's deadline is over; of a plain function in a thread only its answer
+    can be dropped.
+    """
+    remaining_s = request_context.current.get().remaining_s()
+    if remaining_s is None:
+        return await handler(request)
+    if remaining_s <= 0:
+        raise _over(request, "was not begun")
+    timer = asyncio.timeout(remaining_s)
+    try:
+        async with timer:
+            return await handler(request)
+    except TimeoutError:
+        if timer.expired():
+            raise _over(request, "was stopped") from None
+        raise
+
+
+def _over(request: Request, what: str) -> PeerTimeout:
+    return PeerTimeout(f"{request.scope['path']} {what}: its caller's time was over ({DEADLINE_HEADER})")
+
+
+class CallerGone(Exception):
+    """The caller hung up; nobody reads an answer."""
+
+
+class Body:
+    """`receive` of a request whose body may have `most` bytes, announced or not; BadRequest (413) for more.
+
+    NotReady where memory is short.
+
+    Attributes:
+        read: whether it has been read to its end; who receives from then on hears when the caller hangs up.
+    """
+
+    __slots__ = ("_declared", "_looks_at", "_most", "_receive", "_size", "read")
+
+    def __init__(self, receive: Receive, headers: Mapping[str, str], most: int) -> None:
+        declared = headers.get("content-length", "")
+        self._declared = int(declared) if declared.isdigit() else 0
+        self._receive = receive
+        self._most = most
+        self._size = self._looks_at = 0
+        self.read = False
+
+    def _look(self) -> None:
+        """Is there room for it, and for what is made of it?"""
+        largest = max(self._size, self._declared)
+        if largest > self._most:
+            raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
+        if largest > LARGE and not is_room_for(2 * largest - self._size):
+            raise NotReady("there is not enough memory for this request now")
+        self._looks_at = min(self._size + LARGE, self._most + 1)
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            if self._size >= self._looks_at:
+                self._look()
+            self.read = not message.get("more_body", False)
+        return message
+
+
+class Caller:
+    """`with Caller(receive):` cancels what is awaited inside when the caller hangs up, and raises CallerGone.
+
+    receive: a request's whose body has been read; or a Body, and then it looks once that is read: until then, whoever
+    reads it hears of that.
+    """
+
+    __slots__ = ("_gone", "_receive", "_task", "_timer", "_watch")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+        self._watch: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[object] = task
+        self._timer = asyncio.get_running_loop().call_later(LOOKS_AFTER_S, self._look)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._gone and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
+            raise CallerGone from None
+
+    def _look(self) -> None:
+        if isinstance(self._receive, Body) and not self._receive.read:
+            self._timer = asyncio.get_running_loop().call_later(LOOKS_AFTER_S, self._look)
+            return
+        self._watch = asyncio.get_running_loop().create_task(self._until_gone())
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+
+def nobody() -> Response:
+    """The answer that nobody reads; the metrics show its status."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def whole_stream(written: bytes) -> Response:
+    """A stream that is already whole, in one piece: chunks would only cost."""
+    return Response(written, media_type=MEDIA_TYPE, headers=HEADERS)
+
+
+class EventStream(Response):
+    """Sends what `parts` yields as soon as it is there; a client that reads slowly holds up nobody but itself.
+
+    first, parts: server-sent events, already written. parts is closed in any case.
+
+    Attributes:
+        when_over: called when it has ended, whichever way.
+    """
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, first: bytes, parts: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.when_over: Callable[[], None] = lambda: None
+        self._first = first
+        self._parts = parts
+        self.init_headers(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with Caller(receive):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                async for part in self._parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except CallerGone:
+            pass  # nobody reads on
+        finally:
+            try:
+                await self._parts.aclose()
+            finally:
+                self.when_over()
 
 
 class Served(NamedTuple):
@@ -145,3 +306,40 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
         answered = respond(request, error)
         response: Response = await answered if inspect.isawaitable(answered) else answered
         return response
+
+
+def invoke_agent(handler: Handler) -> Handler:
+    """An agent's handler of a whole rollout, within its span."""
+
+    async def traced(request: Request) -> Response:
+        context = request.app.state.context
+        with tracing.span(f"invoke_agent {context.name}", "server") as span:
+            span.set("gen_ai.operation.name", "invoke_agent")
+            span.set("gen_ai.agent.name", context.name)
+            span.set("gen_ai.provider.name", "ngym")
+            return await handler(request)
+
+    return traced
+
+
+def execute_tool(name: str) -> tracing.Span:
+    """The span of a tool's call."""
+    span = tracing.span(f"execute_tool {name}", "server")
+    span.set("gen_ai.operation.name", "execute_tool")
+    span.set("gen_ai.tool.name", name)
+    span.set("gen_ai.tool.type", "function")
+    return span
+
+
+def verify() -> tracing.Span:
+    """The span of a rollout's scoring."""
+    span = tracing.span("verify", "server")
+    span.set("gen_ai.evaluation.name", "reward")
+    return span
+
+
+def scored(span: tracing.Span, outcome: Json) -> None:
+    """What the rewards are; a null reward is none."""
+    span.set("gen_ai.evaluation.score.value", outcome["reward"])
+    for name, value in (outcome.get("reward_components") or {}).items():
+        span.set(f"ngym.reward.{name}", value)

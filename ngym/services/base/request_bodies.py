@@ -22,7 +22,7 @@ from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, cut, refu
 from ngym.net.json_limits import LOOP_BYTES, MAX_DEPTH, NODE_WEIGHT, Result, by_size, is_deep, json_weight
 from ngym.process_memory import is_room_for, parsed_bytes
 from ngym.schema import Json
-from ngym.services.base.disconnects import LARGE
+from ngym.services.base.dispatch import LARGE
 from ngym.services.base.options import ServiceOptions
 
 CALL_WEIGHT = 200_000  # of the JSON of a tool's arguments

@@ -18,8 +18,7 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, ServiceError
 from ngym.process_memory import fitted
 from ngym.schema import IDEMPOTENCY_HEADER
-from ngym.services.base.deadlines import in_time
-from ngym.services.base.dispatch import Handler
+from ngym.services.base.dispatch import Handler, in_time
 from ngym.services.gym.sessions import REPEATABLE_S, session_id_of
 
 MAX_BYTES = 16 << 20  # of answers that are kept

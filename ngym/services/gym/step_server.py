@@ -18,8 +18,7 @@ from ngym.services.base.app import JsonResponse, Lifespan, add_route
 from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
-from ngym.services.gym.aggregate_metrics import ComputeMetrics
-from ngym.services.gym.server import EMPTY_RESPONSE, VerifyRequest, gym_server
+from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
 

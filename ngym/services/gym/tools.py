@@ -16,8 +16,8 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, ServiceError, ToolError, UpstreamError, boundary, place
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
-from ngym.services.base import spans
 from ngym.services.base.app import JsonResponse, add_route, context_of
+from ngym.services.base.dispatch import execute_tool
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import CALL_WEIGHT, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of
@@ -58,7 +58,7 @@ class Tool(NamedTuple):
         Raises:
             ToolError: for the model. ServiceError: the environment failed, and the session has no reward any more.
         """
-        with spans.execute_tool(self.described["name"]) as span:
+        with execute_tool(self.described["name"]) as span:
             span.say("gen_ai.tool.call.arguments", arguments)
             try:
                 answer = await self.call(arguments, session, request)

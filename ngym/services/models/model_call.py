@@ -1,15 +1,65 @@
-"""What is a call to a model? What its back end is given beside the request, and what it may be written as."""
+"""A call to a model: what its back end gets beside the request, such as token ids that the client sent back."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 
-from ngym.schema import Json
-from ngym.services.models.client_token_ids import SeenCall
+from ngym.errors import BadRequest
+from ngym.schema import TOKEN_FIELDS, Json
+
+
+class SeenCall(NamedTuple):
+    """An earlier call that this one continues.
+
+    place: the index, in the native request's messages (chat) or input items (responses), of the last item of its answer.
+    prompt_token_ids, generation_token_ids: [P], [G], what the engine was given and what it sampled.
+    turn_goes_on: whether the model's turn goes on after it: what a client appended there the engine has not seen.
+    """
+
+    place: int
+    prompt_token_ids: list[int]
+    generation_token_ids: list[int]
+    turn_goes_on: bool
+
+
+def take_seen(items: Any) -> SeenCall | None:
+    """Remove the token fields from these items or messages; the call whose ids the last of them carried.
+
+    Raises:
+        BadRequest: they are no token ids.
+    """
+    if not isinstance(items, list):
+        return None
+    last = None
+    for index, item in enumerate(items):
+        if TOKEN_FIELDS[0] in item:
+            prompt, sampled, _ = (item.pop(name, None) for name in TOKEN_FIELDS)
+            last = (index, prompt, sampled)
+    if last is None:
+        return None
+    index, prompt, sampled = last
+    for name, ids in zip(TOKEN_FIELDS, (prompt, sampled), strict=False):
+        _check_ids(ids, f"field 'input[{index}].{name}'")
+    return SeenCall(index, prompt, sampled, index + 1 < len(items) and is_the_models(items[index + 1]))
+
+
+def is_the_models(item: Json) -> bool:
+    """Whether an item or message is something that the model said."""
+    return item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning")
+
+
+def _check_ids(ids: Any, where: str) -> None:
+    try:
+        array("I", ids)  # in C: a conversation's ids are many
+    except (TypeError, ValueError, OverflowError):
+        raise BadRequest(
+            f"{where}: must be a list of token ids; send the item back as it came, or without it"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

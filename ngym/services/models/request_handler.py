@@ -1,4 +1,4 @@
-"""One call: a client's request in, its answer or stream out; between them the back end, in its own tongue.
+"""One call to a model server: a client's request in, its answer or stream out.
 
 body -> checked -> (conversation of previous_response_id) -> native request -> seen ids -> respond or stream -> captured,
 stored -> the client's API
@@ -8,40 +8,159 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from fastapi import Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from ngym.convert import finish_reason, usage_from_chat
+from ngym.convert import finish_reason, sse, usage_from_chat
 from ngym.errors import BadRequest, ServiceError, boundary
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size
 from ngym.rollout.segments import ModelCall as CallTokens
 from ngym.rollout.segments import tokens_of
-from ngym.schema import Json
+from ngym.schema import TOKEN_FIELDS, Json
 from ngym.services.base.admission import Admission
 from ngym.services.base.app import JsonResponse, context_of
-from ngym.services.base.dispatch import Handler
-from ngym.services.base.event_stream import EventStream, whole_stream
+from ngym.services.base.dispatch import EventStream, Handler, whole_stream
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import Native, Tongue
-from ngym.services.models.client_token_ids import take_seen
-from ngym.services.models.model_call import ModelCall, Respond, Stream
+from ngym.services.models.model_call import ModelCall, Respond, Stream, take_seen
 from ngym.services.models.response_store import ResponseStore, input_items
-from ngym.services.models.sse_writer import Writer, complete
-from ngym.services.models.stream_assembly import WHOLE
 from ngym.services.models.token_capture import Captures, Question
 from ngym.services.models.traffic_metrics import Call, Traffic
 
+_TOOL: Json = {"description": None, "parameters": None, "strict": None}
+_SCHEMA: Json = {"description": None, "strict": False}
 ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 OF_THE_SERVER = ("stream", "stream_options", "previous_response_id")  # fields that no back end sees
 RETRIES = "x-stainless-retry-count"  # what the SDKs of OpenAI and Anthropic send
+
+
+class Writer:
+    """One stream.
+
+    Args:
+        body, stored: as in `complete`.
+
+    Attributes:
+        began: whether anything was written.
+        response: the Response as the last event that had one told it; empty in other APIs.
+    """
+
+    def __init__(self, tongue: Tongue, body: Json, stored: bool) -> None:
+        self.began = False
+        self.response: Json = {}
+        self._tongue = tongue
+        self._body = body
+        self._stored = stored
+        self._number = 0
+
+    def written(self, events: Iterable[Json]) -> bytes:
+        parts = []
+        for event in events:
+            if self._tongue.name == "responses":
+                event["sequence_number"] = self._number
+                self._number += 1
+                if "response" in event:
+                    self.response = event["response"]
+                    complete(self.response, self._body, self._stored)
+            parts.append(sse(event))
+        self.began = self.began or bool(parts)
+        return b"".join(parts)
+
+    def failed(self, error: ServiceError) -> bytes:
+        """What a stream ends with that cannot go on."""
+        if self._tongue.name != "responses":
+            return sse(self._tongue.refusal(error))
+        told = {"code": "server_error", "message": error.detail}
+        response = {**self.response, "status": "failed", "error": told}
+        return self.written([{"type": "response.failed", "response": response}])
+
+
+def complete(response: Json, body: Json, stored: bool) -> None:
+    """Add to a Response what is this server's doing; and make the request's fields whole, as the specification has them repeated.
+
+    body: the request. stored: whether the Response can be asked for later.
+    """
+    response["previous_response_id"] = body.get("previous_response_id")
+    response["store"] = stored
+    if response.get("tools"):
+        tools = response["tools"]
+        response["tools"] = [_TOOL | tool if tool.get("type") == "function" else tool for tool in tools]
+    if response.get("reasoning"):
+        response["reasoning"] = {"effort": None, "summary": None} | response["reasoning"]
+    if "text" in body:
+        text = {"format": {"type": "text"}} | (response.get("text") or {})
+        if text["format"].get("type") == "json_schema":
+            text["format"] = _SCHEMA | text["format"]
+        response["text"] = text
+
+
+class WholeResponse:
+    """Of Responses events: the last one holds it."""
+
+    def __init__(self) -> None:
+        self.answer: Json | None = None
+
+    def take(self, event: Json) -> None:
+        if event["type"] in ("response.completed", "response.incomplete"):
+            self.answer = event["response"]
+
+
+class WholeCompletion:
+    """Of chat chunks: their pieces put together. Token data stands beside the delta of the chunk that ends the choice."""
+
+    def __init__(self) -> None:
+        self.answer: Json | None = None
+        self._text: dict[str, list[str]] = {}
+        self._calls: dict[int, Json] = {}
+        self._arguments: dict[int, list[str]] = {}
+
+    def take(self, chunk: Json) -> None:
+        if self.answer is not None:
+            self.answer["usage"] = chunk.get("usage") or self.answer["usage"]
+        for choice in chunk.get("choices") or ():
+            self._delta(choice.get("delta") or {})
+            if choice.get("finish_reason"):
+                self.answer = self._whole(chunk, choice)
+
+    def _delta(self, delta: Json) -> None:
+        for name in ("content", "refusal", "reasoning_content"):
+            if delta.get(name):
+                self._text.setdefault(name, []).append(delta[name])
+        for part in delta.get("tool_calls") or ():
+            index, function = part["index"], part.get("function") or {}
+            call = self._calls.setdefault(index, {"id": "", "type": "function", "name": ""})
+            call["id"] = part.get("id") or call["id"]
+            call["name"] = function.get("name") or call["name"]
+            self._arguments.setdefault(index, []).append(function.get("arguments") or "")
+
+    def _whole(self, chunk: Json, choice: Json) -> Json:
+        message: Json = {"role": "assistant", "content": None}
+        message |= {name: "".join(parts) for name, parts in self._text.items()}
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": "".join(self._arguments[index])},
+                }
+                for index, call in sorted(self._calls.items())
+            ]
+        message |= {name: choice[name] for name in TOKEN_FIELDS if choice.get(name) is not None}
+        ended: dict[str, Any] = {"index": 0, "message": message, "finish_reason": choice["finish_reason"]}
+        told: Json = {name: chunk[name] for name in ("id", "created", "model", "ng") if name in chunk}
+        return {"object": "chat.completion", **told, "choices": [ended], "usage": chunk.get("usage")}
+
+
+Whole = WholeResponse | WholeCompletion
+WHOLE: dict[str, Callable[[], Whole]] = {"responses": WholeResponse, "chat": WholeCompletion}
 
 
 class BackEnd(NamedTuple):

@@ -17,12 +17,10 @@ from ngym.errors import BadRequest, ConfigError, NotFound
 from ngym.schema import Json
 from ngym.services.base.admission import Admission
 from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
-from ngym.services.base.dispatch import ROW_BYTES
-from ngym.services.base.event_stream import MEDIA_TYPE
+from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
-from ngym.services.models.client_token_ids import SeenCall
-from ngym.services.models.model_call import ModelCall, Respond, Stream
+from ngym.services.models.model_call import ModelCall, Respond, SeenCall, Stream
 from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, refusals, rollout_of
 from ngym.services.models.response_store import ResponseStore
 from ngym.services.models.token_capture import Captures

@@ -43,7 +43,7 @@ def text(specimen: Specimen) -> str:
             name = family.name + ("_total" if family.type == "counter" else "")
             shown = f"{name}{{{','.join(labels)}}}" if labels else name
             rows.append((code(shown), family.type, words(family.documentation), of_what))
-    measured = trainer("reporting.metric_names").MEASURED
+    measured = trainer("reporting.metrics").MEASURED
     return "\n".join(
         [
             INTRO,

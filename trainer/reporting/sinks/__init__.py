@@ -21,7 +21,7 @@ import yaml
 
 from ngym.schema import Json
 
-from ...recipe.logging import LoggingOptions
+from ...recipe.recipe import LoggingOptions
 from .remote import Remote, SinkFailed
 from .tensorboard import TensorBoard
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ngym.schema import Json
 
-from ...recipe.logging import MlflowOptions
+from ...recipe.recipe import MlflowOptions
 
 PARAMS_AT_ONCE = 100  # more are refused
 PARAM_CHARS = 500

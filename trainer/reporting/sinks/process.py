@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ngym.schema import Json
 
-from ...recipe.logging import MlflowOptions, WandbOptions
+from ...recipe.recipe import MlflowOptions, WandbOptions
 from .mlflow import Mlflow
 from .wandb import Wandb
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ngym.schema import Json
 
-from ...recipe.logging import WandbOptions
+from ...recipe.recipe import WandbOptions
 
 
 class Wandb:

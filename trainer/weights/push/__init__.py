@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ngym.errors import NgymError, UsageError
 
-from .replica import AdapterShape, Mode, Passing, Proof, PushFailed, Replica
-from .tensors import File, check_finite, checkpoint, files
+from .replica import AdapterShape, File, Mode, Passing, Proof, PushFailed, Replica, check_finite, checkpoint, files
 
 if TYPE_CHECKING:
     from .transfer import Transfer

@@ -1,1 +1,0 @@
-"""Anthropic's Messages API, for clients and as a back end."""

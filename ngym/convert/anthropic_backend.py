@@ -1,0 +1,327 @@
+"""The Anthropic Messages API as a back end: Responses requests to Messages, answers back.
+
+Left out on the way to them, because nothing there corresponds: reasoning without a signature (they refuse it), an
+assistant's message in which nothing was said, `metadata`, `store`, `prompt_cache_*`, `modalities`,
+`strict: false`, an image's `detail`, and fields with a value that changes nothing (a penalty of 0). What they do not
+have is refused by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ngym.convert.anthropic_blocks import arguments_object, arguments_text, block_from_part
+from ngym.convert.chat_items import text_only
+from ngym.convert.chat_requests import without_allowed_tools
+from ngym.convert.reasoning import BETWEEN, is_signed, own_block, thinking_text
+from ngym.errors import BadRequest
+from ngym.schema import Json
+
+_TIERS = {"auto": "auto", "default": "standard_only"}
+_SAME = frozenset({"model", "temperature", "top_p", "top_k", "thinking", "stream"})
+_READ = frozenset({"messages", "max_tokens", "max_completion_tokens", "stop", "user", "safety_identifier"})
+_DROPPED = frozenset({"metadata", "store", "stream_options", "prompt_cache_key", "prompt_cache_retention"})
+_NEUTRAL: Json = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "n": 1,
+    "chat_template_kwargs": {},
+    "stop_token_ids": [],
+    "verbosity": "medium",
+}
+_FINISH = {
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "refusal": "content_filter",
+    "tool_use": "tool_calls",
+}
+
+
+_READ |= {"service_tier", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"}
+_DROPPED |= {"prompt_cache_options", "modalities"}
+
+
+def messages_api_request(request: Json, *, max_tokens: int) -> Json:
+    """A Chat Completions request -> Messages request.
+
+    max_tokens: where the request sets no bound; Anthropic wants one.
+
+    Raises:
+        BadRequest: it asks for what the Messages API does not have; the field is named.
+    """
+    for name, value in request.items():
+        if name in _SAME or name in _READ or name in _DROPPED or (name in _NEUTRAL and value == _NEUTRAL[name]):
+            continue
+        raise BadRequest(f"field {name!r}: Anthropic's API does not have it; leave it out")
+    body = {name: request[name] for name in _SAME if name in request}
+    body["max_tokens"] = request.get("max_completion_tokens") or request.get("max_tokens") or max_tokens
+    system, body["messages"] = _messages(request["messages"])
+    if system:
+        body["system"] = system
+    stop = request.get("stop")
+    if stop:
+        body["stop_sequences"] = [stop] if isinstance(stop, str) else stop
+    user = request.get("user") or request.get("safety_identifier")
+    if user:
+        body["metadata"] = {"user_id": user}
+    if "service_tier" in request:
+        if request["service_tier"] not in _TIERS:
+            raise BadRequest(f"field 'service_tier': Anthropic's API knows {' and '.join(_TIERS)} only")
+        body["service_tier"] = _TIERS[request["service_tier"]]
+    return body | _tools(request) | _output(request)
+
+
+def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
+    """The system prompt (system messages that lead), and the rest; outputs of one turn's calls are one message."""
+    system: list[str] = []
+    result: list[Json] = []
+    results: list[Json] | None = None
+    for index, message in enumerate(messages):
+        where, role = f"messages[{index}].content", message["role"]
+        if role == "tool":
+            if results is None:
+                results = []
+                result.append({"role": "user", "content": results})
+            results.append(_tool_result(message, where))
+            continue
+        results = None
+        if role in ("system", "developer"):
+            text = text_only(message.get("content"), where)
+            if result:
+                result.append({"role": "system", "content": text})
+            elif text:
+                system.append(text)
+        elif role == "user":
+            result.append({"role": "user", "content": _content(message.get("content"), where)})
+        else:
+            blocks = _assistant_blocks(message)
+            result += [{"role": "assistant", "content": blocks}] if blocks else []
+    return "\n\n".join(system), result
+
+
+def _assistant_blocks(message: Json) -> list[Json]:
+    blocks = [own_block(block) for block in message.get("thinking_blocks") or () if is_signed(block)]
+    content = message.get("content") or message.get("refusal") or ""
+    texts = [content] if isinstance(content, str) else [text_only([part], "content") for part in content]
+    blocks += [{"type": "text", "text": text} for text in texts if text]
+    for call in message.get("tool_calls") or ():
+        given = arguments_object(call["function"]["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+    return blocks
+
+
+def _tool_result(message: Json, where: str) -> Json:
+    content = _content(message.get("content"), where)
+    block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}
+    return block | ({"is_error": True} if message.get("is_error") else {})
+
+
+def _content(content: str | list[Json] | None, where: str) -> str | list[Json]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [block_from_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def _tools(request: Json) -> Json:
+    request = without_allowed_tools(request)
+    tools = [_tool(tool["function"]) for tool in request.get("tools") or ()]
+    if not tools:
+        return {}
+    choice: Json = {"type": "auto"}
+    match request.get("tool_choice"):
+        case "none":
+            return {"tools": tools, "tool_choice": {"type": "none"}}
+        case "required":
+            choice = {"type": "any"}
+        case {"type": "function", "function": {"name": str(name)}}:
+            choice = {"type": "tool", "name": name}
+    if request.get("parallel_tool_calls") is False:
+        choice["disable_parallel_tool_use"] = True
+    return {"tools": tools, "tool_choice": choice}
+
+
+def _tool(function: Json) -> Json:
+    tool = {
+        "name": function["name"],
+        "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+    }
+    if function.get("description"):
+        tool["description"] = function["description"]
+    return tool | ({"strict": True} if function.get("strict") else {})
+
+
+def _output(request: Json) -> Json:
+    """thinking and output_config, from reasoning_effort and response_format."""
+    config: Json = {}
+    effort = request.get("reasoning_effort")
+    off = {"thinking": {"type": "disabled"}} if effort == "none" else {}
+    if effort and not off:
+        config["effort"] = "low" if effort == "minimal" else effort
+    match request.get("response_format"):
+        case None | {"type": "text"}:
+            pass
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            config["format"] = {"type": "json_schema", "schema": schema}
+        case _:
+            raise BadRequest("field 'response_format': Anthropic's API knows text and json_schema only")
+    return off | ({"output_config": config} if config else {})
+
+
+def chat_from_message(message: Json) -> Json:
+    """An Anthropic message -> a Chat Completion; its texts are one text, signed reasoning is in `thinking_blocks`."""
+    blocks = message["content"]
+    said: Json = {"role": "assistant", "content": None, "refusal": None}
+    text = "".join(block["text"] for block in blocks if block["type"] == "text")
+    thoughts = [own_block(block) for block in blocks if block["type"] in ("thinking", "redacted_thinking")]
+    calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
+    if text or not (thoughts or calls):
+        said["content"] = text
+    if thinking_text(thoughts):
+        said["reasoning_content"] = thinking_text(thoughts)
+    if any(map(is_signed, thoughts)):
+        said["thinking_blocks"] = thoughts
+    if calls:
+        said["tool_calls"] = calls
+    return {
+        **head_of(message),
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": said, "logprobs": None, **finish_of(message)}],
+        "usage": chat_usage(message.get("usage")),
+    }
+
+
+def chat_usage(usage: Json | None) -> Json | None:
+    """Anthropic's usage -> Chat usage, in which the cached part is part of the prompt; unknown is null."""
+    if usage is None:
+        return None
+    read, written = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
+    prompt, said = usage.get("input_tokens"), usage.get("output_tokens")
+    whole = None if prompt is None else prompt + (read or 0) + (written or 0)
+    reasoning = (usage.get("output_tokens_details") or {}).get("thinking_tokens")
+    return {
+        "prompt_tokens": whole,
+        "prompt_tokens_details": {"cached_tokens": read, "cache_write_tokens": written},
+        "completion_tokens": said,
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": None if whole is None or said is None else whole + said,
+    }
+
+
+def head_of(message: Json) -> Json:
+    """id, created and model of a completion or chunk."""
+    return {
+        "id": "chatcmpl-" + str(message["id"]).removeprefix("msg_"),
+        "created": int(time.time()),
+        "model": message["model"],
+    }
+
+
+def finish_of(message: Json) -> Json:
+    """finish_reason, and as vLLM tells it the stop string that was met."""
+    told: Json = {"finish_reason": _FINISH.get(message.get("stop_reason") or "", "stop")}
+    return told | ({"stop_reason": message["stop_sequence"]} if message.get("stop_sequence") else {})
+
+
+def _call(block: Json) -> Json:
+    function = {"name": block["name"], "arguments": arguments_text(block)}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+class MessageChunks:
+    """One answer of Anthropic's API as Chat chunks, as it comes."""
+
+    def __init__(self) -> None:
+        self._message: Json = {}
+        self._head: Json = {}
+        self._blocks: dict[int, Json] = {}
+        self._calls = 0
+        self._reasoned = False
+
+    def take(self, event: Json) -> Iterator[Json]:
+        """The chunks of one event; the last two have the finish_reason and usage."""
+        match event["type"]:
+            case "message_start":
+                self._message = dict(event["message"])
+                self._head = head_of(self._message) | {"object": "chat.completion.chunk"}
+                yield self._chunk({"role": "assistant", "content": ""})
+            case "content_block_start":
+                yield from self._block(event)
+            case "content_block_delta":
+                yield from self._delta(self._blocks[event["index"]], event["delta"])
+            case "content_block_stop":
+                yield from self._stop(self._blocks.pop(event["index"]))
+            case "message_delta":
+                self._message |= event["delta"]
+                told = {name: value for name, value in event["usage"].items() if value is not None}
+                self._message["usage"] = {**self._message["usage"], **told}
+            case "message_stop":
+                last = self._chunk({})
+                last["choices"][0] |= finish_of(self._message)
+                yield last
+                yield {**last, "choices": [], "usage": chat_usage(self._message["usage"])}
+            case "error":
+                yield {"error": event["error"]}
+
+    def end(self) -> Iterator[Json]:
+        """Nothing: who reads the chunks sees by the missing finish_reason that an answer is not whole."""
+        return iter(())
+
+    def _block(self, event: Json) -> Iterator[Json]:
+        block = self._blocks[event["index"]] = dict(event["content_block"])
+        match block["type"]:
+            case "text":
+                if block["text"]:
+                    yield self._chunk({"content": block["text"]})
+            case "thinking":
+                block["said"] = []
+                yield from self._thinking(block, block["thinking"])
+            case "redacted_thinking":
+                yield self._chunk({"thinking_blocks": [own_block(block)]})
+            case "tool_use":
+                block["place"], block["said"] = self._calls, False
+                self._calls += 1
+                yield self._chunk_of_call(block, "", id=block["id"], type="function")
+
+    def _delta(self, block: Json, delta: Json) -> Iterator[Json]:
+        match delta["type"]:
+            case "text_delta":
+                yield self._chunk({"content": delta["text"]})
+            case "thinking_delta":
+                yield from self._thinking(block, delta["thinking"])
+            case "signature_delta":
+                block["signature"] = delta["signature"]
+            case "input_json_delta" if delta["partial_json"] and block["type"] == "tool_use":
+                block["said"] = True
+                yield self._chunk_of_call(block, delta["partial_json"])
+
+    def _stop(self, block: Json) -> Iterator[Json]:
+        if block["type"] == "thinking" and block.get("signature"):
+            yield self._chunk({"thinking_blocks": [own_block(block | {"thinking": "".join(block["said"])})]})
+        elif block["type"] == "tool_use" and not block["said"]:
+            yield self._chunk_of_call(block, arguments_text(block))
+
+    def _thinking(self, block: Json, text: str) -> Iterator[Json]:
+        if text:
+            between = BETWEEN if self._reasoned and not block["said"] else ""
+            self._reasoned = True
+            block["said"].append(text)
+            yield self._chunk({"reasoning_content": between + text})
+
+    def _chunk(self, delta: Json) -> Json:
+        return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
+
+    def _chunk_of_call(self, block: Json, arguments: str, **begun: Any) -> Json:
+        """begun: what only the first chunk of a call has."""
+        named = {"name": block["name"]} if begun else {}
+        return self._chunk(
+            {"tool_calls": [{"index": block["place"], **begun, "function": {**named, "arguments": arguments}}]}
+        )

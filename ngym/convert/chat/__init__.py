@@ -1,1 +1,0 @@
-"""Chat Completions to Responses items, and back."""

@@ -1,0 +1,402 @@
+"""Reasoning in answers: `<think>` tags, signed reasoning, and reasoning that arrives in pieces.
+
+A model that signs its reasoning (Anthropic's) refuses it without the signature, so it is kept and sent back. On a Chat
+message the blocks stand beside `reasoning_content`, which has their text for everybody else.
+
+Only reasoning at the very start counts; a `<think>` further on is text (code, a quotation). The first closer closes, as
+in every chat template: what a nested block leaves behind is text. A closer without an opener ends reasoning that the
+template opened (DeepSeek-R1, Qwen3-Thinking put `<think>` into the prompt). An opener without a closer was cut off:
+all of it is reasoning.
+
+ChunkReader also remembers what stands beside the text: why the model stopped, usage, token data, logprobs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ngym.errors import UpstreamError
+from ngym.schema import TOKEN_FIELDS, Json
+
+BETWEEN = "\n\n"
+OPEN = "<think>"
+CLOSE = "</think>"
+ReasoningStyle = Literal["field", "tags"]
+_BLOCK = re.compile(r"(\s*<think>)(.*?)(</think>|\Z)", re.DOTALL)
+_UNOPENED = re.compile(r"()((?:(?!<think>).)*?)(</think>)", re.DOTALL)
+_WORD = re.compile(r"\S")
+_TAG = re.compile(r"</?think>")
+GAVE_UP = frozenset({"abort", "error"})
+ENDED_EARLY = "the model's back end ended its stream before the answer was finished"
+
+
+"""What stands between two pieces of reasoning where an API has one text for all of it."""
+
+
+def thinking(text: str, signature: str | None = None) -> Json:
+    """A thinking block; the reasoning of most models is not signed."""
+    return {"type": "thinking", "thinking": text, "signature": signature or ""}
+
+
+def is_signed(block: Json) -> bool:
+    """Whether its model wants this block back."""
+    return block["type"] == "redacted_thinking" or bool(block.get("signature"))
+
+
+def own_block(block: Json) -> Json:
+    """A block without what only others know."""
+    names = ("type", "data") if block["type"] == "redacted_thinking" else ("type", "thinking", "signature")
+    return {name: block.get(name) or "" for name in names}
+
+
+def thinking_text(blocks: Iterable[Json]) -> str:
+    """The text of thinking blocks, for readers that know no signatures."""
+    return BETWEEN.join(block["thinking"] for block in blocks if block.get("thinking"))
+
+
+def reasoning_from_block(block: Json, item_id: str) -> Json:
+    """A thinking block -> a reasoning item; the signature, or what was redacted, is its `encrypted_content`."""
+    item: Json = {"type": "reasoning", "id": item_id, "summary": [], "content": []}
+    if block["type"] == "redacted_thinking":
+        return item | {"encrypted_content": block["data"]}
+    item["content"] = [{"type": "reasoning_text", "text": block["thinking"]}]
+    if block.get("signature"):
+        item["encrypted_content"] = block["signature"]
+    return item | ({"ng": block["ng"]} if "ng" in block else {})
+
+
+def block_from_reasoning(item: Json) -> Json:
+    """A reasoning item -> its thinking block; what has only an `encrypted_content` is redacted."""
+    parts = item.get("content") or item.get("summary") or ()
+    if not parts and item.get("encrypted_content"):
+        return {"type": "redacted_thinking", "data": item["encrypted_content"]}
+    block = thinking("".join(part["text"] for part in parts), item.get("encrypted_content"))
+    return block | ({"ng": item["ng"]} if "ng" in item else {})
+
+
+"""How a Chat back end says reasoning: in `reasoning_content` ("field"), or in the content, between tags ("tags")."""
+
+
+class Block(NamedTuple):
+    """One block of reasoning; `opener + text + closer` are its bytes. A missing tag is ""."""
+
+    text: str
+    opener: str = OPEN
+    closer: str = CLOSE
+
+
+class Split(NamedTuple):
+    """Reasoning blocks, and the text after them."""
+
+    blocks: list[Block]
+    text: str
+
+
+class Told(NamedTuple):
+    """What ThinkSplitter knows of a stream of content."""
+
+    kind: Literal["think", "reasoning", "thought", "text"]
+    text: str
+
+
+def split_think(content: str) -> Split:
+    """Content with think tags -> its leading reasoning and the rest; `join_think` is the exact inverse."""
+    blocks: list[Block] = []
+    at = 0
+    found = _BLOCK.match(content) or _UNOPENED.match(content)
+    while found:
+        blocks.append(Block(found[2], found[1], found[3]))
+        at = found.end()
+        found = _BLOCK.match(content, at)
+    return Split(blocks, content[at:])
+
+
+def join_think(blocks: Iterable[Block], text: str) -> str:
+    """Reasoning blocks and text -> content with think tags, byte for byte as it was split."""
+    return "".join(block.opener + block.text + block.closer for block in blocks) + text
+
+
+class ThinkSplitter:
+    """`split_think` for content that comes in pieces: text in, ("think", opener), ("reasoning", text), ("thought",
+    closer) and ("text", text) out.
+
+    Reasoning that the template opened is known by its closer only: where content does not begin with a tag, nothing is
+    told before a tag or the end decides what it is.
+    """
+
+    def __init__(self) -> None:
+        self._state: Literal["start", "unopened", "block", "after", "text"] = "start"
+        self._held = ""
+        self._searched = 0
+
+    def take(self, text: str) -> Iterator[Told]:
+        """What is certain with this further piece."""
+        self._held += text
+        while self._held:
+            state, held = self._state, self._held
+            if state == "text":
+                yield Told("text", self._release(len(held)))
+            elif state == "block":
+                yield from self._in_block()
+            elif state == "unopened":
+                yield from self._unopened()
+            else:
+                yield from self._before_block()
+            if (self._state, self._held) == (state, held):
+                return
+
+    def end(self) -> Iterator[Told]:
+        """What was held back; whatever comes now is text."""
+        if self._held:
+            yield Told("reasoning" if self._state == "block" else "text", self._release(len(self._held)))
+        if self._state == "block":
+            yield Told("thought", "")
+        self._state = "text"
+
+    def _release(self, length: int) -> str:
+        text, self._held, self._searched = self._held[:length], self._held[length:], 0
+        return text
+
+    def _in_block(self) -> Iterator[Told]:
+        end = self._held.find(CLOSE)
+        known = end if end >= 0 else len(self._held) - _overhang(self._held, CLOSE)
+        if known:
+            yield Told("reasoning", self._release(known))
+        if end >= 0:
+            yield Told("thought", self._release(len(CLOSE)))
+            self._state = "after"
+
+    def _before_block(self) -> Iterator[Told]:
+        word = _WORD.search(self._held, self._searched)
+        start = word.start() if word else len(self._held)
+        if self._held.startswith(OPEN, start):
+            yield Told("think", self._release(start + len(OPEN)))
+            self._state = "block"
+        elif OPEN.startswith(self._held[start : start + len(OPEN)]):
+            self._searched = start
+        else:
+            self._state = "text" if self._state == "after" else "unopened"
+
+    def _unopened(self) -> Iterator[Told]:
+        tag = _TAG.search(self._held, self._searched)
+        self._searched = max(0, len(self._held) - len(CLOSE))
+        if tag is None:
+            return
+        self._state = "text"
+        if tag[0] == CLOSE:
+            yield Told("think", "")
+            if tag.start():
+                yield Told("reasoning", self._release(tag.start()))
+            yield Told("thought", self._release(len(CLOSE)))
+            self._state = "after"
+
+
+def _overhang(text: str, tag: str) -> int:
+    """How many of the text's last characters may be the beginning of the tag."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
+
+
+"""vLLM's finish reasons when it was paused or lost its engine."""
+
+
+class Piece(NamedTuple):
+    """One thing that a chunk says.
+
+    think: a block of reasoning begins; more: nothing.
+    reasoning, text, refusal, arguments: more of it (`call`: which call's arguments).
+    thought: the block is over; more: `tags` if they are not the usual ones, or `signature`.
+    redacted: a block of reasoning whose text nobody may read; more: the block.
+    call: a tool call begins; text: the tool's name, call: its number, more: its `id`.
+    """
+
+    kind: Literal["think", "reasoning", "thought", "redacted", "text", "refusal", "call", "arguments"]
+    text: str = ""
+    call: int = 0
+    more: Json = {}  # noqa: RUF012  # never written to
+
+
+class ChunkReader:
+    """Chunks in, pieces out; the attributes are what was said beside them.
+
+    Attributes:
+        head: id, created and model of the first chunk.
+        finish: the finish_reason, None until it comes; stop: vLLM's stop_reason.
+        usage, ng: of the chunks, None until they come.
+        error: what the back end says went wrong.
+        logprobs: of all sampled tokens so far, where the back end tells them; latest: those of the chunk being read.
+    """
+
+    def __init__(self, style: ReasoningStyle = "field") -> None:
+        self.head: Json = {}
+        self.finish: str | None = None
+        self.stop: str | int | None = None
+        self.usage: Json | None = None
+        self.ng: Json | None = None
+        self.error: str | None = None
+        self.logprobs: list[Json] = []
+        self.latest: list[Json] = []
+        self._splitter = ThinkSplitter() if style == "tags" else None
+        self._opener: str | None = None
+        self._thinking = False
+        self._signed = self._reasoned = False
+        self._calls: dict[int | None, _Begun] = {}
+        self._begun = 0
+        self._tokens: Json = {}
+        self._prompt: list[int] | None = None
+        self._sampled: list[int] | None = None
+
+    def read(self, chunk: Json) -> Iterator[Piece]:
+        """The pieces of one chunk."""
+        if "error" in chunk:
+            self.error = _message(chunk["error"])
+            return
+        self.head = self.head or chunk
+        self.usage = chunk.get("usage") or self.usage
+        self.ng = chunk.get("ng", self.ng)
+        if chunk.get("prompt_token_ids") is not None:
+            self._prompt = chunk["prompt_token_ids"]
+        for choice in chunk.get("choices") or ():
+            self._beside(choice)
+            yield from self._delta(choice.get("delta") or {})
+
+    def end(self) -> Iterator[Piece]:
+        """What was held back, and the end of what is open; then look whether `trouble` says something."""
+        yield from self._end_text()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why there is no whole answer; None where there is one."""
+        if self.error:
+            return self.error
+        if self.finish in GAVE_UP:
+            return f"the model's back end gave up ({self.finish})"
+        return ENDED_EARLY if self.finish is None else None
+
+    def tokens(self) -> Json:
+        """TOKEN_FIELDS, all or none; also where they came as vLLM writes them (`return_token_ids`, `logprobs`).
+
+        Raises:
+            UpstreamError: ids and logprobs are not equally many.
+        """
+        if self._tokens or self._prompt is None or self._sampled is None:
+            return self._tokens
+        logprobs = [entry["logprob"] for entry in self.logprobs]
+        if len(logprobs) != len(self._sampled):
+            raise UpstreamError(
+                f"the model's back end gave {len(self._sampled)} token ids but {len(logprobs)} logprobs",
+                failure="model_error",
+            )
+        return dict(zip(TOKEN_FIELDS, (self._prompt, self._sampled, logprobs), strict=True))
+
+    def _beside(self, choice: Json) -> None:
+        self.finish = choice.get("finish_reason") or self.finish
+        self.stop = choice.get("stop_reason", self.stop)
+        if choice.get("token_ids") is not None:
+            self._sampled = [] if self._sampled is None else self._sampled
+            self._sampled += choice["token_ids"]
+        self.latest = (choice.get("logprobs") or {}).get("content") or []
+        self.logprobs += self.latest
+        if TOKEN_FIELDS[0] in choice:
+            self._tokens = {name: choice[name] for name in TOKEN_FIELDS}
+
+    def _delta(self, delta: Json) -> Iterator[Piece]:
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        if reasoning:
+            yield from self._reasoning(reasoning)
+        for block in delta.get("thinking_blocks") or ():
+            yield from self._block(block)
+        if delta.get("content"):
+            told = self._splitter.take(delta["content"]) if self._splitter else (Told("text", delta["content"]),)
+            yield from self._told(told)
+        if delta.get("refusal"):
+            yield from self._end_text()
+            yield Piece("refusal", delta["refusal"])
+        for call in delta.get("tool_calls") or ():
+            yield from self._call(call)
+
+    def _reasoning(self, text: str) -> Iterator[Piece]:
+        if not self._thinking:
+            self._thinking = True
+            yield Piece("think")
+            text = text.removeprefix(BETWEEN) if self._signed and self._reasoned else text
+        if text:
+            self._reasoned = True
+            yield Piece("reasoning", text)
+
+    def _block(self, block: Json) -> Iterator[Piece]:
+        """A signed block is told whole when it is over; its text came before it, in reasoning_content."""
+        if block["type"] == "redacted_thinking":
+            yield from self._end_thought({})
+            yield Piece("redacted", more=block)
+        else:
+            if not self._thinking:
+                self._thinking = True
+                yield Piece("think")
+                if block["thinking"]:
+                    self._reasoned = True
+                    yield Piece("reasoning", block["thinking"])
+            yield from self._end_thought({"signature": block["signature"]} if block.get("signature") else {})
+        self._signed = True
+
+    def _told(self, pieces: Any) -> Iterator[Piece]:
+        for kind, text in pieces:
+            match kind:
+                case "think":
+                    yield from self._end_thought({})
+                    self._thinking, self._opener = True, text
+                    yield Piece("think")
+                case "thought":
+                    tags = [self._opener, text]
+                    yield from self._end_thought({} if tags == ["<think>", "</think>"] else {"tags": tags})
+                case "reasoning":
+                    yield Piece("reasoning", text)
+                case _:
+                    yield from self._end_thought({})
+                    yield Piece("text", text)
+
+    def _end_thought(self, more: Json) -> Iterator[Piece]:
+        if self._thinking:
+            self._thinking = False
+            yield Piece("thought", more=more)
+
+    def _call(self, call: Json) -> Iterator[Piece]:
+        """A call begins with its name; what came before that waits for it. Some back ends repeat id and name.
+
+        Others leave the index out, or give all calls the same: there another id begins another call.
+        """
+        yield from self._end_text()
+        index, call_id, function = call.get("index"), call.get("id") or "", call.get("function") or {}
+        begun = self._calls.get(index)
+        if begun is None or (call_id and begun.call_id and call_id != begun.call_id):
+            begun = self._calls[index] = _Begun(self._begun)
+            self._begun += 1
+        begun.call_id = begun.call_id or call_id
+        begun.waiting += function.get("arguments") or ""
+        if not begun.named and function.get("name"):
+            begun.named = True
+            yield Piece("call", function["name"], begun.place, {"id": begun.call_id})
+        if begun.named and begun.waiting:
+            yield Piece("arguments", begun.waiting, begun.place)
+            begun.waiting = ""
+
+    def _end_text(self) -> Iterator[Piece]:
+        if self._splitter:
+            yield from self._told(self._splitter.end())
+        yield from self._end_thought({})
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A tool call of which something has come."""
+
+    place: int
+    call_id: str = ""
+    waiting: str = ""
+    named: bool = False
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)

@@ -1,1 +1,0 @@
-"""Reasoning in text, in signed blocks, and in the pieces of a stream."""

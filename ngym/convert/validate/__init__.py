@@ -1,1 +1,0 @@
-"""Validation of the fields and items of a request."""

@@ -1,0 +1,125 @@
+"""Chooses the replica of a call, and bounds the share of calls that are retries.
+
+What one process knows of the replicas that it calls: who failed of late, and how many of its own calls each has in flight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+WINDOW_S = 60.0
+SLICES = 12
+FREE_RETRIES = 10  # in each window: with few requests a share says nothing
+REST_S = 1.0  # after a failure; twice as long after each further one
+LONGEST_REST_S = 30.0
+SLACK = 1.25  # times the average of calls in flight: what a replica may have before a new conversation goes elsewhere
+
+
+@dataclass
+class _Slice:
+    began: float
+    requests: int = 0
+    retries: int = 0
+
+
+class RetryBudget:
+    """Retries are at most `ratio` of the requests of the last minute, and ten: a server that is down is not asked five times as often."""
+
+    def __init__(self, ratio: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ratio = ratio
+        self._clock = clock
+        self._slices: deque[_Slice] = deque()
+        self.spent = 0
+        self.refused = 0
+
+    def request(self) -> None:
+        self._now().requests += 1
+
+    def retry(self) -> bool:
+        """Whether one more retry is within the budget; if so it is counted."""
+        now = self._now()
+        retries = sum(one.retries for one in self._slices)
+        if retries >= FREE_RETRIES + self._ratio * sum(one.requests for one in self._slices):
+            self.refused += 1
+            return False
+        now.retries += 1
+        self.spent += 1
+        return True
+
+    def _now(self) -> _Slice:
+        now = self._clock()
+        while self._slices and now - self._slices[0].began > WINDOW_S:
+            self._slices.popleft()
+        if not self._slices or now - self._slices[-1].began > WINDOW_S / SLICES:
+            self._slices.append(_Slice(now))
+        return self._slices[-1]
+
+
+@dataclass(slots=True)
+class Sticky:
+    """Where one conversation goes: to the replica that `key` leads to, and to no other unless that fails.
+
+    key: the same for conversations that begin alike, so that a replica's prefix cache knows them.
+    """
+
+    key: str
+    url: str | None = None
+
+
+class Replicas:
+    """Those of one service."""
+
+    def __init__(self) -> None:
+        self.in_flight: Counter[str] = Counter()
+        self._rests_until: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
+
+    def any(self, urls: Sequence[str]) -> str:
+        """One that is up, at random."""
+        return random.choice(self._up(urls))
+
+    def of(self, conversation: Sticky, urls: Sequence[str]) -> str:
+        """The conversation's own; another, and from then on that one, where it is gone or failed of late."""
+        up = self._up(urls)
+        if conversation.url is not None and conversation.url in up:
+            return conversation.url
+        most = math.ceil(SLACK * (1 + sum(self.in_flight[url] for url in up)) / len(up))
+        chosen = rendezvous(conversation.key, [url for url in up if self.in_flight[url] < most])
+        conversation.url = chosen
+        return chosen
+
+    def failed(self, url: str) -> None:
+        """It could not be reached, or said that it cannot serve: it is left alone for a while."""
+        rest_s = min(LONGEST_REST_S, REST_S * 2 ** self._failures[url])
+        self._failures[url] += 1
+        self._rests_until[url] = time.monotonic() + rest_s
+
+    def answered(self, url: str) -> None:
+        self._failures.pop(url, None)
+        self._rests_until.pop(url, None)
+
+    def has_stand_in(self, url: str, urls: Sequence[str]) -> bool:
+        """Whether this one failed of late and another did not."""
+        now = time.monotonic()
+        return self._rests(url, now) and not all(self._rests(other, now) for other in urls)
+
+    def _up(self, urls: Sequence[str]) -> Sequence[str]:
+        """Those that do not rest; where all do, the one that is over with it first: somebody has to be asked."""
+        if not self._rests_until:
+            return urls
+        now = time.monotonic()
+        return [url for url in urls if not self._rests(url, now)] or [min(urls, key=lambda url: self._rests_until[url])]
+
+    def _rests(self, url: str, now: float) -> bool:
+        return self._rests_until.get(url, now) > now
+
+
+def rendezvous(key: str, urls: Sequence[str]) -> str:
+    """The replica of a key: every client computes the same, and a lost replica moves only its own keys."""
+    return max(urls, key=lambda url: hashlib.blake2b(f"{key}\0{url}".encode(), digest_size=8).digest())

@@ -1,0 +1,257 @@
+"""Metrics of the services of a run: memory, scrapes of /metrics, Prometheus discovery, and their polling."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from ngym.supervise.display import Traffic
+from ngym.supervise.probe import get
+from ngym.supervise.service import State
+
+PROC = Path("/proc")
+PAGE_BYTES = resource.getpagesize()
+PROBES = frozenset({"/", "/health", "/ready", "/metrics"})  # ours, not the work that a service is there for
+EVERY_S = 5.0
+TIMEOUT_S = 2.0
+WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's own page has thousands of lines
+
+
+SESSION, RESIDENT = 3, 21  # fields of /proc/PID/stat after the name
+
+
+def resident_bytes(leaders: Collection[int]) -> dict[int, int]:
+    """Resident bytes by session leader, which every service's process is; pages that its processes share count in each."""
+    found = dict.fromkeys(leaders, 0)
+    if not found:
+        return {}
+    for stat in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):  # it has just ended
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            session = int(fields[SESSION])
+            if session in found:
+                found[session] += int(fields[RESIDENT]) * PAGE_BYTES
+    return {leader: size for leader, size in found.items() if size}
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """The counters of one service, or of all its replicas. at: seconds of any clock.
+
+    buckets: upper bound in seconds -> requests that took no longer. errors: failure class -> count.
+    """
+
+    at: float
+    statuses: Counter[str] = field(default_factory=Counter)
+    buckets: dict[float, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    waiting: int | None = None
+    policy_version: int | None = None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A service now. p50_s, p95_s: of the interval's requests, of all since its start where there were none.
+
+    statuses, errors: since its start. tokens_per_s and what follows: of model servers; waiting: calls in its queue.
+    """
+
+    requests: int
+    requests_per_s: float
+    p50_s: float | None
+    p95_s: float | None
+    in_flight: int
+    statuses: dict[str, int]
+    errors: dict[str, int]
+    errors_per_s: float
+    input_tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    waiting: int | None = None
+    policy_version: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def read(text: str, at: float) -> Scrape:
+    """A scrape in Prometheus' text format. ValueError for what is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    scrape, waiting, version = Scrape(at), [], []
+    in_flight = 0
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if labels.get("route") in PROBES:
+                continue
+            match name:
+                case "ngym_requests_total":
+                    scrape.statuses[labels["status"]] += int(value)
+                case "ngym_request_seconds_bucket":
+                    bound = float(labels["le"])
+                    scrape.buckets[bound] = scrape.buckets.get(bound, 0) + int(value)
+                case "ngym_errors_total":
+                    scrape.errors[labels["class"]] += int(value)
+                case "ngym_model_tokens_total":
+                    scrape.tokens[labels["way"]] += int(value)
+                case "ngym_requests_in_flight":
+                    in_flight = max(0, int(value) - 1)  # the scrape is one itself
+                case "ngym_calls_waiting" | "vllm:num_requests_waiting":
+                    waiting.append(int(value))
+                case "ngym_policy_version":
+                    version.append(int(value))
+    told = {"waiting": sum(waiting) if waiting else None, "policy_version": max(version, default=None)}
+    return Scrape(at, scrape.statuses, scrape.buckets, scrape.errors, scrape.tokens, in_flight, **told)
+
+
+def together(replicas: Iterable[Scrape]) -> Scrape:
+    """The replicas of a service as one; at least one. The policy version is the oldest that one of them has."""
+    first, *others = replicas
+    for other in others:
+        first = Scrape(
+            first.at,
+            first.statuses + other.statuses,
+            _combined(first.buckets, other.buckets, 1),
+            first.errors + other.errors,
+            first.tokens + other.tokens,
+            first.in_flight + other.in_flight,
+            _of_both(sum, first.waiting, other.waiting),
+            _of_both(min, first.policy_version, other.policy_version),
+        )
+    return first
+
+
+def numbers(before: Scrape, now: Scrape) -> Numbers:
+    """What happened between two scrapes; a service that was started again in between has counted from 0 since."""
+    seconds = max(now.at - before.at, 1e-9)
+    if now.statuses.total() < before.statuses.total():
+        before = Scrape(before.at)
+    recent = _combined(now.buckets, before.buckets, -1)
+    buckets = recent if any(recent.values()) else now.buckets
+    is_model = now.waiting is not None
+    return Numbers(
+        requests=now.statuses.total(),
+        requests_per_s=(now.statuses.total() - before.statuses.total()) / seconds,
+        p50_s=quantile(0.5, buckets),
+        p95_s=quantile(0.95, buckets),
+        in_flight=now.in_flight,
+        statuses=dict(sorted(now.statuses.items())),
+        errors=dict(sorted(now.errors.items())),
+        errors_per_s=max(0, now.errors.total() - before.errors.total()) / seconds,
+        input_tokens_per_s=(now.tokens["input"] - before.tokens["input"]) / seconds if is_model else None,
+        output_tokens_per_s=(now.tokens["output"] - before.tokens["output"]) / seconds if is_model else None,
+        waiting=now.waiting,
+        policy_version=now.policy_version,
+    )
+
+
+def quantile(share: float, buckets: Mapping[float, int]) -> float | None:
+    """As Prometheus' histogram_quantile: linear within the bucket; the largest bound for what is above all. None of nothing."""
+    bounds = sorted(buckets)
+    if not bounds or not buckets[bounds[-1]]:
+        return None
+    rank, below, lower = share * buckets[bounds[-1]], 0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= rank:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (rank - below) / (buckets[bound] - below)
+        below, lower = buckets[bound], bound
+    return lower
+
+
+def _combined(some: Mapping[float, int], others: Mapping[float, int], sign: int) -> dict[float, int]:
+    """Buckets added; empty ones stay: they say where the next one begins."""
+    return {bound: some.get(bound, 0) + sign * others.get(bound, 0) for bound in some.keys() | others.keys()}
+
+
+def _of_both(how: Callable[[list[int]], int], one: int | None, other: int | None) -> int | None:
+    known = [value for value in (one, other) if value is not None]
+    return how(known) if known else None
+
+
+def targets(states: Sequence[State], head_url: str) -> list[dict[str, Any]]:
+    """Prometheus' http_sd format: the head, and every service process of ours. Somebody else's may have no metrics."""
+    ours = [state for state in states if state.app is not None]
+    described = [
+        (state.url, {"service": state.name, "kind": state.kind, "replica": str(state.replica)}) for state in ours
+    ]
+    return [_target(url, labels) for url, labels in [(head_url, {"service": "head", "kind": "head"}), *described]]
+
+
+def _target(url: str, labels: dict[str, str]) -> dict[str, Any]:
+    parts = urlsplit(url)
+    told = {"__scheme__": parts.scheme, **labels}
+    if path := parts.path.rstrip("/"):
+        told["__metrics_path__"] = f"{path}/metrics"
+    return {"targets": [parts.netloc], "labels": told}
+
+
+def exposition(states: Sequence[State]) -> bytes:
+    """Whether each process is ready, how often it was started again, and what memory it takes with those it started."""
+    registry = CollectorRegistry()
+    registry.register(_Services(states))
+    return generate_latest(registry)
+
+
+class _Services:
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterator[Metric]:
+        names = ["service", "replica"]
+        ready = GaugeMetricFamily("ngym_service_ready", "1 while the service is ready", labels=names)
+        restarts = CounterMetricFamily("ngym_service_restarts", "How often it was started again", labels=names)
+        memory = GaugeMetricFamily(
+            "ngym_service_resident_memory_bytes", "Of the service and the processes that it started", labels=names
+        )
+        sizes = resident_bytes([state.pid for state in self._states if state.pid])
+        for state in self._states:
+            labels = [state.name, str(state.replica)]
+            ready.add_metric(labels, float(state.status == "ready"))
+            restarts.add_metric(labels, state.restarts)
+            if state.pid in sizes:
+                memory.add_metric(labels, sizes[state.pid])
+        yield from (ready, restarts, memory)
+
+
+async def look_for_ever(
+    states: Callable[[], Iterable[State]], token: str | None, tell: Callable[[Mapping[str, Traffic]], None]
+) -> None:
+    """Tell, again and again, what each process of ours did since the look before. token: the run's."""
+    before: dict[str, Scrape] = {}
+    while True:
+        ours = [state for state in states() if state.app and state.status == "ready"]
+        found = await asyncio.gather(*(_scrape(state.url, token) for state in ours))
+        now = {state.label: scrape for state, scrape in zip(ours, found, strict=True) if scrape is not None}
+        tell({label: _traffic(before[label], scrape) for label, scrape in now.items() if label in before})
+        before = now
+        await asyncio.sleep(EVERY_S)
+
+
+def _traffic(before: Scrape, now: Scrape) -> Traffic:
+    seen = numbers(before, now)
+    return Traffic(seen.requests_per_s, sum(seen.errors.values()))
+
+
+async def _scrape(url: str, token: str | None) -> Scrape | None:
+    try:
+        reply = await get(f"{url}/metrics", TIMEOUT_S, token)
+        lines = reply.body.decode().splitlines() if reply.status == 200 else []
+        return read("\n".join(line for line in lines if line.startswith(WANTED)) + "\n", time.monotonic())
+    except (OSError, ValueError):  # it is busy, or of another make
+        return None
