@@ -14,6 +14,7 @@ from ngym.grading.answers import number, same_number, without_reasoning
 from ngym.grading.number_match import close
 from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
+from ngym.services.gym.server import ReferenceText
 from ngym.stats.score_summary import means_by
 
 RELATIVE_TOLERANCE = 1e-6
@@ -131,10 +132,10 @@ class ExpectedCall(BaseModel):
 class Task(VerifyRequest):
     expected_calls: list[ExpectedCall]
     expected_answer: Decimal | None = Field(default=None, description="Where no call is needed: the number to answer.")
-    asks_for: list[str] = Field(
+    asks_for: list[ReferenceText] = Field(
         default=[], description="Where a call cannot be made: words that ask for what is missing."
     )
-    not_for: list[str] = Field(
+    not_for: list[ReferenceText] = Field(
         default=[], description="Words that ask for something else, which was said or not needed."
     )
 

@@ -15,6 +15,7 @@ from ngym.grading.llm_judge import NO_VERDICT, PLAIN_TEXT, Question, Verdict, as
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.peers import Peers
 from ngym.services.base.options import ServiceName
+from ngym.services.gym.server import ReferenceText
 
 MOST = 16
 TIE = 0.5
@@ -106,15 +107,17 @@ class JudgeOptions(ServiceOptions):
 
 
 class Criterion(BaseModel):
-    text: str
+    text: ReferenceText
     weight: float = Field(default=1.0, gt=0)
 
 
 class JudgeTask(VerifyRequest):
     mode: Literal["rubric", "pairwise", "ranking", "group"]  # group: among the other rollouts of the task
-    question: str  # what the policy was asked, as the judge is told it
+    question: ReferenceText  # what the policy was asked, as the judge is told it
     rubric: list[Criterion] = Field(default_factory=list)
-    references: list[str] = Field(default_factory=list)  # pairwise: one; ranking: those that the answer is put among
+    references: list[ReferenceText] = Field(
+        default_factory=list
+    )  # pairwise: one; ranking: those that the answer is put among
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> JudgeTask:

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from pydantic import StrictFloat, StrictInt
+
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import formula
+from ngym.services.gym.server import ReferenceText
 from ngym.workers import Outcome, WorkerPool
 
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", warm="warm")
@@ -17,7 +20,7 @@ class MathOptions(ServiceOptions):
 
 
 class MathTask(VerifyRequest):
-    expected_answer: str | int | float
+    expected_answer: ReferenceText | StrictInt | StrictFloat
     simplified: bool = False  # whether an answer with more left to compute than in expected_answer is wrong
 
 

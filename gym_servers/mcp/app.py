@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import mcp_types as types
 import orjson
 from fastapi import Request
-from pydantic import BaseModel, field_validator, model_validator
+from pydantic import BaseModel, StrictFloat, StrictInt, field_validator, model_validator
 from starlette.responses import Response
 
 from ngym import ServiceContext, Session, ToolError, VerifyRequest, gym_server
@@ -26,6 +26,7 @@ from ngym.errors import ConfigError
 from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
 from ngym.rollout.tool_calls import calls_in
+from ngym.services.gym.server import ReferenceText
 from ngym.services.gym.tools import RESERVED, Tool, inspected, offer
 
 from .connection import Connections, Options
@@ -135,7 +136,7 @@ class Call(BaseModel):
 
 
 class Task(VerifyRequest):
-    expected_answer: str | int | float | None = None
+    expected_answer: ReferenceText | StrictInt | StrictFloat | None = None
     expected_tool_calls: list[Call] | None = None
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from ngym import VerifyRequest, gym_server
+from ngym.services.gym.server import ReferenceText
 from ngym.workers import WorkerPool
 
 from .extraction import MAX_CHARS, Mode, Options, chosen
@@ -18,14 +19,14 @@ from .extraction import MAX_CHARS, Mode, Options, chosen
 class Template(BaseModel):
     """The row's own way of reading an answer: patterns whose first group is the letter, tried in order."""
 
-    output_regex: str | list[str] = []
+    output_regex: ReferenceText | list[ReferenceText] = []
 
 
 class McqaTask(VerifyRequest):
     """options: `[{"A": text}, {"B": text}, ...]`; a row without them allows every letter."""
 
-    options: list[dict[str, str]] = Field(default_factory=list)
-    expected_answer: str
+    options: list[dict[str, ReferenceText]] = Field(default_factory=list)
+    expected_answer: ReferenceText
     grading_mode: Mode = "any"
     template_metadata: Template | None = None
 

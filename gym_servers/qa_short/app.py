@@ -17,6 +17,7 @@ from ngym.grading.number_match import apart, day, quantity, unit
 from ngym.grading.reward_parts import Shaping, shaped
 from ngym.grading.text_match import exact, f1, normal
 from ngym.schema import Json
+from ngym.services.gym.server import ReferenceText
 from ngym.stats.score_summary import means_by
 
 Kind = Literal["text", "number", "date"]
@@ -109,10 +110,10 @@ class QaOptions(ServiceOptions):
 
 
 class QaTask(VerifyRequest):
-    expected_answer: str | Annotated[list[str], Field(max_length=MAX_ACCEPTED)] = Field(
+    expected_answer: ReferenceText | Annotated[list[ReferenceText], Field(max_length=MAX_ACCEPTED)] = Field(
         min_length=1
     )  # a list: any of them, as in TriviaQA and NQ-open
-    aliases: tuple[str, ...] = Field(default=(), max_length=MAX_ACCEPTED)  # further accepted spellings
+    aliases: tuple[ReferenceText, ...] = Field(default=(), max_length=MAX_ACCEPTED)  # further accepted spellings
     answer_kind: Kind = "text"
     tolerance: float = Field(default=0.0, ge=0)  # relative, for numbers
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import canonical, without_reasoning
 from ngym.rollout.tool_calls import calls_in
+from ngym.services.gym.server import ReferenceText
 
 from .corpus import Index, Library, library, words
 
@@ -31,8 +32,8 @@ class Open(BaseModel):
 
 class Task(VerifyRequest):
     library: int
-    expected_answer: str
-    support: list[str] = Field(min_length=1, description="The documents that together prove the answer.")
+    expected_answer: ReferenceText
+    support: list[ReferenceText] = Field(min_length=1, description="The documents that together prove the answer.")
 
 
 async def search(body: Search, session: Session) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ from ngym import ServiceOptions, Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.llm_judge import Question, ask, one_of
 from ngym.peers import Peers
 from ngym.services.base.options import ServiceName
+from ngym.services.gym.server import ReferenceText
 
 from .conduct import Rules, Verdict, answered, refused, with_tools
 
@@ -23,7 +24,7 @@ class SafetyOptions(ServiceOptions):
 
 
 class SafetyTask(VerifyRequest, Rules):
-    question: str = ""  # what a judge is told was asked
+    question: ReferenceText = ""  # what a judge is told was asked
 
 
 class ListFiles(BaseModel):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, field_validator
 from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import number, same_number
 from ngym.rollout.tool_calls import Call, calls_in
+from ngym.services.gym.server import ReferenceText
 
 from .world import CITIES, TOOLS, world
 
@@ -36,9 +37,9 @@ class City(BaseModel):
 
 class Task(VerifyRequest):
     world: int
-    needs: list[str] = Field(description="The facts that the answer rests on.")
+    needs: list[ReferenceText] = Field(description="The facts that the answer rests on.")
     minimal_calls: int
-    expected_answer: str = Field(description="A number, or a city.")
+    expected_answer: ReferenceText = Field(description="A number, or a city.")
 
     @field_validator("expected_answer")
     @classmethod

@@ -10,6 +10,7 @@ from zlib import crc32
 from pydantic import BaseModel
 
 from ngym import VerifyRequest, gym_server
+from ngym.services.gym.server import ReferenceText
 
 SKIES = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy", "stormy", "cold", "warm", "hazy")
 
@@ -54,7 +55,7 @@ class GetWeather(BaseModel):
 
 
 class WeatherTask(VerifyRequest):
-    expected_city: str | None = None
+    expected_city: ReferenceText | None = None
 
 
 async def get_weather(body: GetWeather) -> dict[str, str]:

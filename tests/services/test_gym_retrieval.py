@@ -41,7 +41,7 @@ def test_the_answer_stands_in_the_support_and_each_step_to_it_can_be_found_by_na
 
 
 def test_bm25_puts_the_rare_word_first_and_leaves_out_what_does_not_fit():
-    index = sys.modules[f"{server.__name__}.bm25"].Index(
+    index = sys.modules[f"{server.__name__}.corpus"].Index(
         {"a": "red red apple", "b": "red pear", "c": "red plum tart", "d": "blue"}
     )
     assert index.best("Red PEAR", 3) == ["b", "a", "c"]

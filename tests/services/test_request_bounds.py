@@ -95,6 +95,22 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pyt
     assert not parses
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("mcqa", {"options": [{"A": "x" * 1_000_001}], "expected_answer": "A"}),
+        ("math", {"expected_answer": "7" * 1_000_001}),
+        ("qa_short", {"expected_answer": ["4", "x" * 1_000_001]}),
+        ("safety", {"kind": "refuse", "banned": ["x" * 1_000_001]}),
+    ],
+)
+async def test_a_reference_text_that_would_hold_its_server_is_refused(name: str, row: Json) -> None:
+    row = {"responses_create_params": {"input": "q"}, "response": {"output": [says("4")]}, **row}
+    async with serving(name) as peers:
+        answer = await asked(peers, "/verify", json.dumps(row).encode())
+    assert answer.status_code == 422 and "1000000 characters" in answer.text
+
+
 def test_long_conversations_images_and_token_ids_are_light_enough() -> None:
     message = {"role": "user", "content": [{"type": "input_text", "text": 'He said: "{[,:]}" ' * 100}]}
     image = {

@@ -8,16 +8,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ngym.errors import BadRequest, ServiceError, boundary
-from ngym.grading.answers import last_text
+from ngym.grading.answers import TEXT_LIMIT, last_text
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT
 from ngym.schema import SESSION_HEADER, Json
@@ -147,6 +147,10 @@ def _numbers(rows: Iterable[Json]) -> dict[str, float]:
         if len(numbers) > 1:
             out[f"std/{key}"] = stdev(numbers)
     return out
+
+
+ReferenceText = Annotated[str, StringConstraints(max_length=TEXT_LIMIT)]
+"""A text of the row that `verify` compares with. Longer ones are refused, so that no row holds the event loop of the service."""
 
 
 class VerifyRequest(BaseModel):
