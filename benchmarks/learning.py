@@ -20,7 +20,7 @@ from pathlib import Path
 import orjson
 from lessons.problem import Lesson, Problem
 
-from ngym.cli.walkthrough import Walk
+from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped
 from ngym.files.jsonl import read, write_whole
 from ngym.schema import Json

@@ -1,5 +1,5 @@
 """`python -m ngym` is `ng`."""
 
-from ngym.cli.main import main
+from ngym.cli.shell.main import main
 
 main(prog_name="ng")

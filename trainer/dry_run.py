@@ -12,7 +12,7 @@ from .checkpoints.resume import resumable
 from .output_files import POLICY, holds_a_run
 from .recipe.recipe import as_yaml, read_launch
 from .recipe.validation import of_live
-from .sweep.sweep import planned
+from .sweep import planned
 from .train import check_live, checked
 
 

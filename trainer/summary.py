@@ -9,7 +9,7 @@ from ngym.files import jsonl
 from ngym.schema import Json
 
 from .output_files import METRICS, POLICY
-from .sweep.sweep import read
+from .sweep import read
 
 
 def of_run(output: Path) -> Json:

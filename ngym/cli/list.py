@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 import orjson
 
-from ngym.cli.main import command
+from ngym.cli.shell.main import command
 from ngym.config.shipped_files import app_file, shipped
 from ngym.did_you_mean import did_you_mean
 from ngym.runtime.live_region import aligned

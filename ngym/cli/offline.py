@@ -9,9 +9,9 @@ from statistics import fmean
 
 import click
 
-from ngym.cli.exit_status import writing
-from ngym.cli.main import command
-from ngym.cli.walkthrough import Walk
+from ngym.cli.shell.exit_status import writing
+from ngym.cli.shell.main import command
+from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped
 
 QUICKSTART = Path("runs/quickstart/sft/policy")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
-from ngym.cli.main import Choice, command
+from ngym.cli.shell.main import Choice, command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:

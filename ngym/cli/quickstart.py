@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import click
 
-from ngym.cli.exit_status import writing
-from ngym.cli.main import command
-from ngym.cli.walkthrough import Walk
+from ngym.cli.shell.exit_status import writing
+from ngym.cli.shell.main import command
+from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped
 from ngym.schema import Json
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ngym.cli.completion_names import services
-from ngym.cli.main import command, config_options
+from ngym.cli.shell.completion_names import services
+from ngym.cli.shell.main import command, config_options
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config

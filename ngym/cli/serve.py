@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from ngym.cli.completion_names import services
-from ngym.cli.main import command, config_options
+from ngym.cli.shell.completion_names import services
+from ngym.cli.shell.main import command, config_options
 from ngym.errors import ConfigError, UsageError
 from ngym.net.address_rules import is_loopback
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ngym.cli.main import command
+from ngym.cli.shell.main import command
 from ngym.errors import NgymError, UsageError
 from ngym.net.address_rules import wrong_url
 from ngym.net.auth import RUN_TOKEN

@@ -13,8 +13,8 @@ import click
 import orjson
 from click.shell_completion import CompletionItem
 
-from ngym.cli.completion_names import is_value, keys
-from ngym.cli.main import command
+from ngym.cli.shell.completion_names import is_value, keys
+from ngym.cli.shell.main import command
 from ngym.config.shipped_files import RECIPES
 from ngym.errors import UsageError
 
@@ -27,7 +27,7 @@ Exit codes: 0    the policy is saved (with --sweep: each run's is)
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """The recipes that travel with ngym; then, or once a word has begun, keys; else files."""
-    from ngym.cli.completion_names import of_recipe
+    from ngym.cli.shell.completion_names import of_recipe
 
     known = list(of_recipe())
     names = sorted(path.name for path in RECIPES.glob("*.yaml"))
@@ -40,7 +40,7 @@ def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list
 
 
 def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    from ngym.cli.completion_names import of_recipe
+    from ngym.cli.shell.completion_names import of_recipe
 
     return keys(list(of_recipe()), ctx, parameter, begun)
 
@@ -81,7 +81,7 @@ def main(
         return
     with _all_to_stderr() if as_json else nullcontext():
         if sweeps:
-            output = trainer("sweep.sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
+            output = trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:
             output = trainer("train").main(files, overrides, overwrite=overwrite, resume=resume)
     if as_json and trainer("recipe.recipe").read_launch().rank == 0:

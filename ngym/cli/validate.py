@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import orjson
 
-from ngym.cli.completion_names import services
-from ngym.cli.exit_status import EXIT_DONE, EXIT_FAILED
-from ngym.cli.main import command, config_options
+from ngym.cli.shell.completion_names import services
+from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED
+from ngym.cli.shell.main import command, config_options
 from ngym.errors import ConfigError
 
 if TYPE_CHECKING:

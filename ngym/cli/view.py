@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ngym.cli.main import command
+from ngym.cli.shell.main import command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:

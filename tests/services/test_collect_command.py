@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from machine import PATIENCE_S, until
 from stub_agents import head, problem, scored, task
 
-from ngym.cli.collect import main
+from ngym.cli.rollouts.collect import main
 from ngym.collect.nemo_flags import hint, translated
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
@@ -53,7 +53,7 @@ def signalled(self, text, nl=True):
         os.kill(os.getpid(), number)
 
 collect_run.Session._echo = signalled
-from ngym.cli.main import main
+from ngym.cli.shell.main import main
 main(prog_name="ng")
 """
 

@@ -24,7 +24,7 @@ from machine import PATIENCE_S, descendants, running, until
 from pydantic import BaseModel
 
 from ngym import Session, VerifyRequest, gym_server
-from ngym.cli import walkthrough
+from ngym.cli.shell import walkthrough
 from ngym.cli.train import trainer
 from ngym.collect.concurrency import Gate
 from ngym.collect.fetch_captures import Pickup
@@ -342,7 +342,7 @@ def sleeping() -> list[psutil.Process]:
 def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_as_it_starts: None, ctrl_c: Any
 ) -> None:
-    child = trainer("sweep.sweep")
+    child = trainer("sweep")
     monkeypatch.setattr(child, "ENDING_S", PATIENCE_S)
     before = signal.signal(signal.SIGINT, ctrl_c)
     began = time.monotonic()

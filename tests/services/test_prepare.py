@@ -19,7 +19,7 @@ from machine import reserved_port
 from paths import ROOT
 from shipped import says, serving
 
-from ngym.cli.prepare import main
+from ngym.cli.rollouts.prepare import main
 from ngym.config.environment_card import facts_in
 from ngym.errors import ConfigError, UsageError
 from ngym.files.jsonl import checked

@@ -13,7 +13,7 @@ from house import house
 from pydantic import BaseModel
 
 from ngym import ServiceError, Session, VerifyRequest, gym_server
-from ngym.cli.reverify import main
+from ngym.cli.rollouts.reverify import main
 from ngym.grading.reverify import verified
 
 

@@ -229,5 +229,5 @@ def test_without_a_destination_a_span_is_nothing() -> None:
 
 
 def test_opentelemetry_is_only_imported_where_traces_are_configured() -> None:
-    code = "import sys, ngym.services.base.runner, ngym.cli.collect_run; sys.exit('opentelemetry.sdk' in sys.modules)"
+    code = "import sys, ngym.services.base.runner, ngym.cli.rollouts.collect_run; sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode == 0

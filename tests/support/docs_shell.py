@@ -16,7 +16,7 @@ import click
 from docs_world import PORTS
 from documents import ROOT
 
-from ngym.cli.main import COMMANDS
+from ngym.cli.shell.main import COMMANDS
 from ngym.cli.train import trainer
 from ngym.config.service_config import load_config
 from ngym.errors import NgymError

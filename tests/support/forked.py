@@ -150,7 +150,7 @@ def _command(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
         return
     sys.argv = ["ngym", *words]
-    from ngym.cli.main import main
+    from ngym.cli.shell.main import main
 
     main()
 

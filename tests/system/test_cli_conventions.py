@@ -26,10 +26,10 @@ import yaml
 from click.testing import CliRunner, Result
 from machine import PATIENCE_S, wait_until
 
-from ngym.cli import exit_status
 from ngym.cli.init import _write, project
-from ngym.cli.main import COMMANDS, GROUPS, OWN, command, context_settings
-from ngym.cli.main import main as ng
+from ngym.cli.shell import exit_status
+from ngym.cli.shell.main import COMMANDS, GROUPS, OWN, command, context_settings
+from ngym.cli.shell.main import main as ng
 from ngym.errors import NgymError, UsageError
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "starlette", "torch", "uvicorn", "yaml"}
@@ -101,7 +101,7 @@ def _examples(main: click.Command) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_no_help_imports_anything_heavy_or_much(tmp_path: Path) -> None:
-    scripts = json.dumps([[module, ["--help"]] for module, _ in COMMANDS.values()] + [["ngym.cli.main", []]])
+    scripts = json.dumps([[module, ["--help"]] for module, _ in COMMANDS.values()] + [["ngym.cli.shell.main", []]])
     code = f"""
 import importlib, json, sys
 from click.testing import CliRunner
@@ -321,8 +321,8 @@ finally:
 """
 WALK = """
 import sys
-from ngym.cli.main import command
-from ngym.cli.walkthrough import Walk
+from ngym.cli.shell.main import command
+from ngym.cli.shell.walkthrough import Walk
 
 @command("ng_x")
 def main():
@@ -406,7 +406,7 @@ def test_an_unexpected_error_is_a_line_after_its_traceback_in_a_log() -> None:
 
 
 def test_on_a_terminal_the_traceback_is_in_a_file_that_the_line_names(tmp_path: Path) -> None:
-    code = "from ngym.cli.main import command\n@command('ng_x')\ndef main(): 1 / 0\nmain()"
+    code = "from ngym.cli.shell.main import command\n@command('ng_x')\ndef main(): 1 / 0\nmain()"
     reader, terminal = pty.openpty()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], stderr=terminal, env=environment, check=False)
@@ -545,7 +545,7 @@ def test_a_shell_completes_commands_options_services_recipes_and_files(here: Pat
         "ng help sta",
     ]
     for name in ("ng", "ng_collect_rollouts", "ng_train", "ng_export"):
-        entry = "ngym.cli.main" if name == "ng" else COMMANDS[name.removeprefix("ng_")][0]
+        entry = "ngym.cli.shell.main" if name == "ng" else COMMANDS[name.removeprefix("ng_")][0]
         script = here / name
         script.write_text(f"#!{sys.executable}\nfrom {entry} import main\nmain(prog_name={name!r})\n")
         script.chmod(0o755)

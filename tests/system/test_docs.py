@@ -17,7 +17,7 @@ import pytest
 import yaml
 from documents import ROOT, anchors, links, pages, readmes
 
-from ngym.cli.main import COMMANDS
+from ngym.cli.shell.main import COMMANDS
 from ngym.cli.train import trainer
 
 

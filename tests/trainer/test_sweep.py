@@ -18,7 +18,7 @@ from machine import running, wait_until
 from ngym.cli.train import main, trainer
 from ngym.errors import UsageError
 
-combinations, outcomes = map(trainer, ("sweep.sweep", "sweep.sweep"))
+combinations, outcomes = map(trainer, ("sweep", "sweep"))
 TINY = ["hidden_size=32", "intermediate_size=48", "num_key_value_heads=2", "head_dim=8"]
 SHAPE = [f"model.from_scratch.{size}" for size in TINY]
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ngym.cli import completion_names
 from ngym.cli.init import project
-from ngym.cli.main import main as ng
+from ngym.cli.shell import completion_names
+from ngym.cli.shell.main import main as ng
 from ngym.cli.train import trainer
 from ngym.config.service_config import Settings
 
@@ -127,7 +127,7 @@ def test_a_completion_imports_little(here: Path, line: str, heavy: list[str]) ->
     code = f"""
 import json, sys
 from click.testing import CliRunner
-from ngym.cli.main import main
+from ngym.cli.shell.main import main
 words = json.loads({words!r})
 environment = {{"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_NG_COMPLETE": "bash_complete"}}
 result = CliRunner(env=environment).invoke(main, [], prog_name="ng")

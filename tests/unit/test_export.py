@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
-from ngym.cli.export import main
+from ngym.cli.rollouts.export import main
 from ngym.cli.train import trainer
 from ngym.export.options import FORMATS, Options
 from ngym.export.run import export
@@ -478,7 +478,7 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
     rows = [rollout(1, "long " * 4000, task=n) for n in range(100)]
     source, output = write(tmp_path / "in.jsonl", *rows), write(tmp_path / "out.jsonl", "old")
     arguments = ["--format", "demonstrations", "--input", source, "--output", output, "--overwrite"]
-    program = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)); from ngym.cli.export import main; main({[*map(str, arguments)]!r})"
+    program = f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)); from ngym.cli.rollouts.export import main; main({[*map(str, arguments)]!r})"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )

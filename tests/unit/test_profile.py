@@ -8,7 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from ngym.cli.profile import main
+from ngym.cli.rollouts.profile import main
 
 
 def rollout(index: int, reward: float | None) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import re
 
 import click
 
-from ngym.cli.main import COMMANDS
-from ngym.cli.main import main as everything
+from ngym.cli.shell.main import COMMANDS
+from ngym.cli.shell.main import main as everything
 
 from .markup import code, fence, table, words
 from .specimen import Specimen

@@ -15,7 +15,7 @@ from typing import TextIO
 import click
 import orjson
 
-from ngym.cli.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from ngym.collect.aggregate import environment_metrics
 from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known, discover

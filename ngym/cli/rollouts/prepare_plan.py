@@ -14,7 +14,7 @@ from ngym.prepare.sets import PublicSet, find_sets
 from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
-    from ngym.cli.prepare import Mirrors
+    from ngym.cli.rollouts.prepare import Mirrors
 
 HEADER = ("NAME", "ENVIRONMENT", "ROWS", "LICENCE", "SOURCE")
 TOLD = ("name", "title", "environment", "host", "repo", "revision", "licence", "rows", "note")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from ngym.cli.main import COMMANDS, Choice, command
-from ngym.cli.main import main as ng
+from ngym.cli.shell.main import COMMANDS, Choice, command
+from ngym.cli.shell.main import main as ng
 
 # What click writes -> the same, but that no space goes after a word that ends with `.` or `=`. fish knows that by itself.
 UNFINISHED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ngym.cli.main import COMMANDS, Command, CommandList, command
+from ngym.cli.shell.main import COMMANDS, Command, CommandList, command
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:

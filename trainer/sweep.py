@@ -37,10 +37,10 @@ from ngym.files import jsonl
 from ngym.files.file_lock import held_folder
 from ngym.runtime.signals import await_exit, put_off
 
-from ..checkpoints.store import FOLDER as CHECKPOINTS
-from ..output_files import METRICS, POLICY, RESOLVED
-from ..recipe.recipe import as_yaml, read_launch
-from ..train import OTHERWISE, checked
+from .checkpoints.store import FOLDER as CHECKPOINTS
+from .output_files import METRICS, POLICY, RESOLVED
+from .recipe.recipe import as_yaml, read_launch
+from .train import OTHERWISE, checked
 
 ENDING_S = 60  # for what it started to stop, and for its last words to arrive
 Status = Literal["finished", "failed", "interrupted"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
-from ngym.cli.main import command
+from ngym.cli.shell.main import command
 from ngym.errors import UsageError
 from ngym.schema import Json
 

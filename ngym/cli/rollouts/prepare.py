@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import orjson
 
-from ngym.cli.main import command
+from ngym.cli.shell.main import command
 from ngym.config.shipped_files import shipped
 from ngym.errors import NgymError, UsageError
 
@@ -89,7 +89,7 @@ def main(
               ng_prepare gsm8k --limit 500 --output data/gsm8k_small
     """
     if listed or name is None:
-        from ngym.cli.prepare_plan import show_sets
+        from ngym.cli.rollouts.prepare_plan import show_sets
 
         show_sets(as_json)
         return
@@ -103,7 +103,7 @@ def main(
     check_free(folder, chosen.name)
     mirrors = Mirrors(cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
     if dry_run:
-        from ngym.cli.prepare_plan import show_plan
+        from ngym.cli.rollouts.prepare_plan import show_plan
 
         show_plan(chosen, mirrors, folder, _environment(chosen, configs)[1], as_json)
         return

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import click
 
 from ngym import __version__
-from ngym.cli.completion_names import overrides
-from ngym.cli.exit_status import ended, exit_code
+from ngym.cli.shell.completion_names import overrides
+from ngym.cli.shell.exit_status import ended, exit_code
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,23 +24,23 @@ COMMANDS = {
     "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and teach it."),
     "init": ("ngym.cli.init", "Make a folder with an environment of your own."),
     "list": ("ngym.cli.list", "Show every environment: domain, kind, rows, licence."),
-    "prepare": ("ngym.cli.prepare", "Turn a public set into rows that its environment accepts."),
+    "prepare": ("ngym.cli.rollouts.prepare", "Turn a public set into rows that its environment accepts."),
     "validate": ("ngym.cli.validate", "Check a config; try its environments without a model."),
     "run": ("ngym.cli.run", "Start every service of the config and keep it running."),
     "status": ("ngym.cli.status", "Show the services of the run in this folder."),
     "serve": ("ngym.cli.serve", "Run one service of the config, alone, in this process."),
-    "collect_rollouts": ("ngym.cli.collect", "Run an agent over tasks and write scored rollouts."),
+    "collect_rollouts": ("ngym.cli.rollouts.collect", "Run an agent over tasks and write scored rollouts."),
     "view": ("ngym.cli.view", "Look at rollouts and training runs in a browser."),
-    "profile": ("ngym.cli.profile", "Say which tasks are solved, and which teach nothing."),
-    "reverify": ("ngym.cli.reverify", "Verify stored rollouts again, without a model."),
-    "export": ("ngym.cli.export", "Turn rollouts into training files."),
+    "profile": ("ngym.cli.rollouts.profile", "Say which tasks are solved, and which teach nothing."),
+    "reverify": ("ngym.cli.rollouts.reverify", "Verify stored rollouts again, without a model."),
+    "export": ("ngym.cli.rollouts.export", "Turn rollouts into training files."),
     "train": ("ngym.cli.train", "Train a policy."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
 }
 # Of `ng` alone: they have no script of their own.
 OWN = {
-    "help": ("ngym.cli.help", "Show this, or the help of a command."),
-    "completion": ("ngym.cli.completion", "Print what makes a shell complete all commands."),
+    "help": ("ngym.cli.shell.help", "Show this, or the help of a command."),
+    "completion": ("ngym.cli.shell.completion", "Print what makes a shell complete all commands."),
 }
 GROUPS = {
     "Begin": ("quickstart", "init"),
@@ -71,7 +71,7 @@ VERSION = click.Option(
 
 
 class Command(click.Command):
-    """Ends with one clear line and an exit code (ngym/cli/exit_status.py), and tells its version."""
+    """Ends with one clear line and an exit code (ngym/cli/shell/exit_status.py), and tells its version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

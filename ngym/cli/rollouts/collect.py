@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ngym.cli.completion_names import services
-from ngym.cli.main import Choice, Command, command
+from ngym.cli.shell.completion_names import services
+from ngym.cli.shell.main import Choice, Command, command
 from ngym.errors import UsageError
 
 EPILOG = """\
@@ -105,6 +105,6 @@ def main(ctx: click.Context, /, **options: Any) -> None:
               ng_collect_rollouts --agent math_agent --input data/math/train.jsonl --output out.jsonl --repeats 8 --resume
               ng_collect_rollouts --config global_config.yaml --input tasks.jsonl --output out.jsonl policy.replicas=2
     """
-    from ngym.cli.collect_run import Options, collect_into_files
+    from ngym.cli.rollouts.collect_run import Options, collect_into_files
 
     ctx.exit(collect_into_files(Options(**options)))

@@ -1,0 +1,1 @@
+"""The commands that make, score and convert rollout files."""

@@ -1,1 +1,0 @@
-"""Sweeps: a grid of recipes, a process for each run, and a table of the results."""
