@@ -77,7 +77,7 @@ class Engine(AsyncLLM):
     adapter: Adapter | None = None
     """What all generations use beside the weights; None: adapters are off."""
     asleep: frozenset[str] = frozenset()
-    """What of its MEMORY is lent (sleep.py); nothing is generated before all of it is back."""
+    """What of its MEMORY is lent (`sleep`); nothing is generated before all of it is back."""
     weights_dropped: bool = False
     """Whether there are none before the next push."""
     base_version: int = 0
@@ -118,7 +118,7 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        # vLLM's reloading leaves out the experts and sinks of this family; gptoss.py helps our own worker only.
+        # vLLM's reloading leaves out the experts and sinks of this family; worker.py helps our own worker only.
         left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not current_platform.is_cpu()
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None

@@ -348,7 +348,7 @@ def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
     began = time.monotonic()
     try:
         with pytest.raises(Told):
-            child.run(SLEEP, tmp_path / "log")
+            child.run_command(SLEEP, tmp_path / "log")
     finally:
         signal.signal(signal.SIGINT, before)
     assert not running(sleeping()) and time.monotonic() - began < PATIENCE_S

@@ -645,7 +645,7 @@ async def test_with_keys_nobody_asks_the_model_without_one(parts: Any) -> None:
     app = service_app("model", options=ServiceOptions)
     for path in ("/v1/models", "/rollouts/{rollout_id}/v1/models"):
         add_route(app, "GET", path, healthy)
-    app.add_middleware(parts("serving.api_keys").Keys, keys=["one key", "another"], service="policy")
+    app.add_middleware(parts("serving.loading_server").Keys, keys=["one key", "another"], service="policy")
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://policy") as client:
         for path in ("/v1/models", "/rollouts/r-1/v1/models", "/v1/none"):

@@ -23,7 +23,7 @@ checks, config, critic, engine, gae, grpo, loop, offline, model, packing, algori
         "recipe.recipe",
         "model.policy",
         "engine.engine",
-        "losses.advantages",
+        "losses.gae",
         "algorithms.policy_gradient",
         "loop",
         "data.offline",

@@ -16,7 +16,7 @@ from paths import DATA
 from ngym.cli.train import trainer
 
 advantages, gae, objective, shaping = map(
-    trainer, ("losses.advantages", "losses.advantages", "recipe.objective", "losses.advantages")
+    trainer, ("losses.advantages", "losses.gae", "recipe.objective", "losses.advantages")
 )
 PEERS = json.loads((DATA / "peer_advantages.json").read_text("utf-8"))
 OF_A_GROUP = ["group_std", "group_mean", "leave_one_out", "leave_one_out_std"]

@@ -14,18 +14,14 @@ from torch import Tensor
 
 from ..data.rollout_samples import Rollout, filled
 from ..losses.advantages import (
-    Moments,
     advantages,
     component_advantages,
-    gae,
     informative,
     informative_components,
     less_kl,
-    returns_to_go,
     soft_overlong,
-    token_rewards,
-    whiten,
 )
+from ..losses.gae import Moments, gae, returns_to_go, token_rewards, whiten
 from ..losses.policy_loss import kl_estimate
 from ..recipe.algorithms import PolicyGradientOptions
 

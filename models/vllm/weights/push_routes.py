@@ -13,7 +13,7 @@ Requests that come meanwhile wait. On a CPU nothing is lent, and sleep is a paus
     DELETE /weights?push=                            gives up
     POST   /weights/transfer/{connect,start,update}?push=   instead of files: vLLM's own weight transfer (transfer.py)
     POST   /weights/proof   {prompt_token_ids}       -> {policy_version, dtype, logprobs}
-    POST   /weights/{sleep,wake}                     for a trainer on the same GPU (sleep.py)
+    POST   /weights/{sleep,wake}                     for a trainer on the same GPU (`sleep`)
 
 One push at a time. Whatever goes wrong before the commit ends the push and leaves the served weights alone; so does a
 pusher that is not heard of for `lease_s`. The server pauses only within a commit, which needs no pusher to end. For a

@@ -76,7 +76,8 @@ def _keys(model: Definition) -> Iterator[str]:
 def _fields(model: Definition) -> dict[str, tuple[Path, ast.expr]]:
     """Name -> annotation, the inherited ones first."""
     file, node = model
-    assert isinstance(node, ast.ClassDef)
+    if not isinstance(node, ast.ClassDef):
+        return {}
     bases = [found for base in node.bases if isinstance(base, ast.Name) and (found := _find(file, base.id))]
     fields = {name: field for base in bases for name, field in _fields(base).items()}
     own = (each for each in node.body if isinstance(each, ast.AnnAssign) and not _is_class_variable(each.annotation))
