@@ -20,11 +20,11 @@ from parts import play
 from training import MIDDLE, TINY
 from transformers import AutoModelForCausalLM
 
-from ngym.cli.train import trainer
 from ngym.config.service_config import load_config
 from ngym.runtime import event_loop
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
+from ngym.trainer.weights.push import Proof, Pusher
 from trainer import SMALL, new_model
 
 CONFIG = """
@@ -49,9 +49,8 @@ async def pushed(root: Path, pushes: int) -> Json:
     began = time.perf_counter()
     async with Supervisor(load_config([root / "global_config.yaml"])) as stack:
         ready_s = time.perf_counter() - began
-        push = trainer("weights.push")
         network = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-        pusher = push.Pusher(stack.urls["policy"], stack.admin_token)
+        pusher = Pusher(stack.urls["policy"], stack.admin_token)
         first = await asyncio.to_thread(pusher.prepare) + 1
         done = []
         for version in range(first, first + pushes):
@@ -61,7 +60,7 @@ async def pushed(root: Path, pushes: int) -> Json:
                 logits_TV = network(torch.tensor([PROMPT])).logits[0, :-1]
                 logprobs = logits_TV.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
             weights = dict(network.state_dict())
-            done.append(await asyncio.to_thread(pusher.push, version, weights, push.Proof(PROMPT, logprobs)))
+            done.append(await asyncio.to_thread(pusher.push, version, weights, Proof(PROMPT, logprobs)))
         pusher.finish()
     seconds = [one.seconds for one in done[1:]]
     return {

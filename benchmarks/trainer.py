@@ -29,7 +29,6 @@ import torch
 from lockstep import Side
 from trl_environment import TRL, trl_python
 
-from ngym.cli.train import trainer
 from ngym.config.shipped_files import shipped
 
 HERE = Path(__file__).parent
@@ -226,7 +225,9 @@ def whole_groups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def new_model(folder: Path, shape: dict[str, Any]) -> None:
-    config, model = trainer("recipe.recipe"), trainer("model.policy")
+    from ngym.trainer.model import policy as model
+    from ngym.trainer.recipe import recipe as config
+
     options = config.ModelOptions(from_scratch=shape, tokenizer="data/tiny_policy/tokenizer")
     tokenizer = model.load_tokenizer(options)
     model.load_policy(options, tokenizer, 0).network.save_pretrained(folder)

@@ -14,7 +14,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as ng_train does
 
 from lockstep import Turns
 
-from ngym.cli.train import trainer
+from ngym.trainer import loop
+from ngym.trainer.algorithms.dpo import Dpo
+from ngym.trainer.algorithms.policy_gradient import PolicyGradient
+from ngym.trainer.algorithms.sft import Sft
+from ngym.trainer.data.samples import Batch
+from ngym.trainer.engine import distributed, engine
+from ngym.trainer.engine.nan_guard import Guard
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe as config
 
 GRPO = {
     "name": "grpo",
@@ -27,9 +35,6 @@ ALGORITHMS = {"sft": {"name": "sft"}, "dpo": {"name": "dpo", "beta": 0.1}, "grpo
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    config, engine, loop, model, ranks = (
-        trainer(name) for name in ("recipe.recipe", "engine.engine", "loop", "model.policy", "engine.distributed")
-    )
     recipe = config.Recipe.model_validate(
         {
             "algorithm": ALGORITHMS[spec["algorithm"]],
@@ -45,7 +50,7 @@ def main() -> None:
     torch = sys.modules["torch"]
     torch.set_num_threads(spec["threads"])
     launch = config.read_launch()
-    with ranks.joined(launch):
+    with distributed.joined(launch):
         tokenizer = model.load_tokenizer(recipe.model)
         policy = model.load_policy(recipe.model, tokenizer, 0)
         policy.eval()
@@ -63,7 +68,7 @@ def main() -> None:
             batches(samples, learner, recipe),
             recipe.micro_batch_tokens,
             lambda step: 1.0,
-            trainer("engine.nan_guard").Guard(None, 1),
+            Guard(None, 1),
             report,
         )
 
@@ -78,12 +83,12 @@ class Read:
 def read(kind: str, recipe: Any, tokenizer: Any, learner: Any) -> Read:
     path, budget = Path(recipe.data.path), recipe.micro_batch_tokens
     if kind == "grpo":
-        algorithm = trainer("algorithms.policy_gradient").PolicyGradient(recipe.algorithm, 1, None)
+        algorithm = PolicyGradient(recipe.algorithm, 1, None)
         return Read(algorithm, algorithm.samples(path, tokenizer), True)
     if kind == "sft":
-        algorithm = trainer("algorithms.sft").Sft()
+        algorithm = Sft()
         return Read(algorithm, algorithm.samples(path, tokenizer), False)
-    algorithm = trainer("algorithms.dpo").Dpo(recipe.algorithm)
+    algorithm = Dpo(recipe.algorithm)
     newline = tokenizer("\n")["input_ids"][-1]
     samples = [as_trl_counts(pair, newline) for pair in algorithm.samples(path, tokenizer)]
     return Read(algorithm, algorithm.prepare(samples, learner, budget), False)
@@ -101,13 +106,12 @@ def as_trl_counts(pair: Any, newline: int) -> Any:
 
 
 def batches(read: Read, learner: Any, recipe: Any) -> Iterator[Any]:
-    batch_type = trainer("data.samples").Batch
     for start in range(0, len(read.samples), recipe.batch_size):
         part = read.samples[start : start + recipe.batch_size]
         tokens = float(sum(sample.tokens for sample in part))
         if read.live:  # rewards to advantages is a part of the step, there as here
             part = read.algorithm.prepare(part, learner, recipe.micro_batch_tokens)
-        yield batch_type([part], {"tokens": tokens})
+        yield Batch([part], {"tokens": tokens})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from lockstep import Turns
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ngym.cli.train import trainer
+from ngym.trainer.algorithms.sft import Sft
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     network = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=spec["lr"], betas=(0.9, 0.95), weight_decay=0.0)
-    samples = trainer("algorithms.sft").Sft().samples(Path(spec["data"]), tokenizer)
+    samples = Sft().samples(Path(spec["data"]), tokenizer)
     turns = Turns()
     turns.ready()
     for start in range(0, len(samples), spec["batch"]):

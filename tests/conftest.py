@@ -53,9 +53,11 @@ def shared_venvs(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def only_rank() -> Iterator[None]:
     """This process is the only rank of the trainer."""
-    from ngym.cli.train import trainer
 
-    with trainer("engine.distributed").joined(trainer("recipe.recipe").Launch(rank=0, local_rank=0, ranks=1)):
+    from ngym.trainer.engine import distributed
+    from ngym.trainer.recipe import recipe
+
+    with distributed.joined(recipe.Launch(rank=0, local_rank=0, ranks=1)):
         yield
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from types import ModuleType
 
 import click
 import orjson
@@ -74,18 +72,27 @@ def main(
     if resume and overwrite:
         raise UsageError("--resume keeps what the run has, --overwrite removes it; give one of the two")
     if dry_run and sweeps:
-        trainer("dry_run").sweep(files, overrides, sweeps, as_json=as_json)
+        from ngym.trainer import dry_run as dry
+
+        dry.sweep(files, overrides, sweeps, as_json=as_json)
         return
     if dry_run:
-        trainer("dry_run").run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
+        from ngym.trainer import dry_run as dry
+
+        dry.run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
         return
     with _all_to_stderr() if as_json else nullcontext():
         if sweeps:
-            output = trainer("sweep").main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
+            from ngym.trainer import sweep
+
+            output = sweep.main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:
-            output = trainer("train").main(files, overrides, overwrite=overwrite, resume=resume)
-    if as_json and trainer("recipe.recipe").read_launch().rank == 0:
-        summary = trainer("summary")
+            from ngym.trainer import train
+
+            output = train.main(files, overrides, overwrite=overwrite, resume=resume)
+    if as_json and _is_first_rank():
+        from ngym.trainer import summary
+
         click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
 
 
@@ -103,6 +110,7 @@ def _all_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def trainer(module: str) -> ModuleType:
-    """A module of ngym.trainer, imported when it is needed: some import PyTorch."""
-    return importlib.import_module(f"ngym.trainer.{module}")
+def _is_first_rank() -> bool:
+    from ngym.trainer.recipe.recipe import read_launch
+
+    return read_launch().rank == 0

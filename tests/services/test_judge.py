@@ -11,15 +11,15 @@ from house import house
 from paths import ROOT
 
 from ngym import ModelCall, model_server
-from ngym.cli.train import trainer
 from ngym.collect import FailedAttempt, Limits, Recipe, collect
 from ngym.collect.files import Files
 from ngym.collect.run_record import Source
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.loader import load
+from ngym.trainer.online import rollout_stream, task_sampler
+from ngym.trainer.recipe import rl
 
-rl, stream, trainer_tasks = map(trainer, ("recipe.rl", "online.rollout_stream", "online.task_sampler"))
 POLITE = "Dear Ada, thank you. I cannot come, because I am abroad. How about lunch?"
 RUBRIC = [{"text": "It declines.", "weight": 3}, {"text": "It is polite."}]
 
@@ -332,8 +332,10 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
     tasks.write_text("".join(json.dumps(group_task(number)) + "\n" for number in range(2)))
     options = rl.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=2, group_size=4)
     async with living(fair) as peers:
-        source = trainer_tasks.TaskSource(options, seed=0)
-        taking = stream.Stream(peers, source, options, 1.0, 0, 1, tmp_path / "rollouts.jsonl", lambda group: True)
+        source = task_sampler.TaskSource(options, seed=0)
+        taking = rollout_stream.Stream(
+            peers, source, options, 1.0, 0, 1, tmp_path / "rollouts.jsonl", lambda group: True
+        )
         await taking.open(None)
         taking.announced(0, 0)
         taking.published(0, 0)

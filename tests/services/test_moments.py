@@ -25,7 +25,6 @@ from pydantic import BaseModel
 
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
-from ngym.cli.train import trainer
 from ngym.collect.concurrency import Gate
 from ngym.collect.fetch_captures import Pickup
 from ngym.collect.outages import Outages
@@ -263,9 +262,9 @@ async def test_a_push_to_a_server_that_stands_still_ends_with_its_pusher() -> No
 
     server = await asyncio.start_server(stand_still, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    pusher = trainer("weights.push").Pusher(
-        [f"http://{host}:{port}"], "a token for this test", patience_s=2 * PATIENCE_S
-    )
+    from ngym.trainer.weights import push
+
+    pusher = push.Pusher([f"http://{host}:{port}"], "a token for this test", patience_s=2 * PATIENCE_S)
     preparing = asyncio.create_task(asyncio.to_thread(pusher.prepare))
     await asked.wait()
     async with asyncio.timeout(PATIENCE_S):
@@ -342,7 +341,8 @@ def sleeping() -> list[psutil.Process]:
 def test_a_signal_as_a_run_of_a_sweep_starts_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_as_it_starts: None, ctrl_c: Any
 ) -> None:
-    child = trainer("sweep")
+    from ngym.trainer import sweep as child
+
     monkeypatch.setattr(child, "ENDING_S", PATIENCE_S)
     before = signal.signal(signal.SIGINT, ctrl_c)
     began = time.monotonic()

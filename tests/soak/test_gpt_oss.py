@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from vllm_service import Server, Servers, user
 
-from ngym.cli.train import trainer
-
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.soak,  # it has the ids of the real one, 201,088 of them
@@ -121,8 +119,12 @@ def test_it_calls_a_tool_and_goes_on_from_its_own_ids(tmp_path: Path, root: Path
         prompt = ask(server, "r-0", history, 1)["prompt_token_ids"]
         answer = harmony().encode(CALL, allowed_special="all")
         learn(network, prompt, answer)
-        pusher = trainer("weights.push").Pusher([server.url], TOKEN)
-        proof = trainer("weights.push").Proof(prompt, logprobs(network, prompt, 1))
+        from ngym.trainer.weights import push
+
+        pusher = push.Pusher([server.url], TOKEN)
+        from ngym.trainer.weights import push
+
+        proof = push.Proof(prompt, logprobs(network, prompt, 1))
         assert pusher.push(1, dict(network.state_dict()), proof).difference < 1e-4
         pusher.finish()
         first = ask(server, "r-1", history, 60)

@@ -17,7 +17,6 @@ from docs_world import PORTS
 from documents import ROOT
 
 from ngym.cli.shell.main import COMMANDS
-from ngym.cli.train import trainer
 from ngym.config.service_config import load_config
 from ngym.errors import NgymError
 
@@ -192,7 +191,9 @@ def _deeper(name: str, context: click.Context) -> None:
     given = context.params
     if name == "train" and not given.get("sweeps"):
         words = given["recipe"]
-        trainer("recipe.recipe").read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
+        from ngym.trainer.recipe import recipe
+
+        recipe.read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
     if name in ("run", "validate", "collect_rollouts") and given.get("configs"):
         config = load_config(given["configs"], given["overrides"])
         for service in given.get("only") or given.get("names") or filter(None, [given.get("agent")]):

@@ -20,23 +20,14 @@ import torch
 from steps_on_ranks import OPTIMIZER, SHAPE, TOKENIZER
 from transformers import AutoTokenizer
 
-from ngym.cli.train import trainer
 from ngym.config.shipped_files import shipped
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.data import offline, samples
+from ngym.trainer.engine import distributed, engine, nan_guard
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
-config, engine, guard, loop, offline, model, ranks, samples, sft = map(
-    trainer,
-    (
-        "recipe.recipe",
-        "engine.engine",
-        "engine.nan_guard",
-        "loop",
-        "data.offline",
-        "model.policy",
-        "engine.distributed",
-        "data.samples",
-        "algorithms.sft",
-    ),
-)
 RANK = 1  # where it goes wrong
 
 
@@ -81,25 +72,25 @@ def digest(policy: Any) -> str:
 
 
 def main(data: Path, output: Path, stages: list[int]) -> None:
-    launch = config.read_launch()
+    launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
     batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), 15, 1, seed=0))[:4]
     told: dict[str, Any] = {}
 
     def new(stage: int) -> Any:
-        policy = model.load_policy(config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
-        options = config.EngineOptions(zero_stage=stage)
-        return engine.Engine(policy, launch, options, config.OptimizerOptions(**OPTIMIZER))
+        policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
+        options = recipe.EngineOptions(zero_stage=stage)
+        return engine.Engine(policy, launch, options, recipe.OptimizerOptions(**OPTIMIZER))
 
     def trained(learner: Any, kind: str, batches: list[Any], watch: Any, report: Callable[..., None]) -> None:
         with broken_gradient(learner.policy, launch.rank, kind == "gradient"):
             groups = [samples.Batch([batch]) for batch in batches]
             loop.train(learner, Faulty(kind, launch.rank), groups, 150, lambda step: 1.0, watch, report)
 
-    with ranks.joined(launch):
+    with distributed.joined(launch):
         for stage in stages:
             learner, skipped = new(stage), []
-            watch = guard.Guard(None, 3)
+            watch = nan_guard.Guard(None, 3)
             hashes = [digest(learner.policy)]
 
             def report(step: int, values: dict[str, float], into: list[float] = skipped) -> None:
@@ -111,15 +102,15 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             try:
                 trained(learner, "gradient", batches, watch, report)
                 ended = "it went on"
-            except guard.NotFinite as error:
+            except nan_guard.NotFinite as error:
                 ended = str(error)
             hashes.append(digest(learner.policy))
             told[str(stage)] = {"hashes": hashes, "skipped": skipped, "ended": ended}
         (output / f"rank-{launch.rank}.json").write_text(json.dumps(told))
-        ranks.wait_for_all()
+        distributed.wait_for_all()
         if launch.rank == RANK:
             os.kill(os.getpid(), signal.SIGKILL)
-        ranks.wait_for_all()
+        distributed.wait_for_all()
 
 
 if __name__ == "__main__":

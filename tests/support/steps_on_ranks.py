@@ -14,22 +14,15 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from ngym.cli.train import trainer
 from ngym.config.shipped_files import shipped
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.data import offline
+from ngym.trainer.engine import distributed, engine
+from ngym.trainer.evaluation import heldout_loss
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
-config, engine, heldout, loop, offline, model, ranks, sft = map(
-    trainer,
-    (
-        "recipe.recipe",
-        "engine.engine",
-        "evaluation.heldout_loss",
-        "loop",
-        "data.offline",
-        "model.policy",
-        "engine.distributed",
-        "algorithms.sft",
-    ),
-)
 TOKENIZER = "data/tiny_policy/tokenizer"
 SHAPE = {
     "hidden_size": 32,
@@ -51,15 +44,15 @@ def take(learner: Any, batches: list[Any]) -> list[tuple[float, float]]:
 
 
 def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> None:
-    launch = config.read_launch()
+    launch = recipe.read_launch()
     tokenizer = AutoTokenizer.from_pretrained(shipped() / TOKENIZER)
     batches = list(offline.epochs(sft.Sft().samples(data, tokenizer), BATCH, 1, seed=0))[:STEPS]
 
     def new(options: dict[str, Any]) -> Any:
-        policy = model.load_policy(config.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
-        return engine.Engine(policy, launch, config.EngineOptions(**options), config.OptimizerOptions(**OPTIMIZER))
+        policy = model.load_policy(recipe.ModelOptions(from_scratch=SHAPE, tokenizer=TOKENIZER), tokenizer, 0)
+        return engine.Engine(policy, launch, recipe.EngineOptions(**options), recipe.OptimizerOptions(**OPTIMIZER))
 
-    with ranks.joined(launch):
+    with distributed.joined(launch):
         for place, options in enumerate(every):
             learner = new(options)
             steps = take(learner, batches[:1])
@@ -67,10 +60,10 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
             state.mkdir(exist_ok=True)
             told = learner.save_state(state) if again else None
             steps += take(learner, batches[1:])
-            held_out = heldout.HeldOutData(batches[0], sft.Sft(), learner, BUDGET, 1, print).means()["loss"]
+            held_out = heldout_loss.HeldOutData(batches[0], sft.Sft(), learner, BUDGET, 1, print).means()["loss"]
             weights = learner.weights()
             if again:
-                ranks.wait_for_all()
+                distributed.wait_for_all()
                 learner = new(options)
                 learner.load_state(state, told)
                 steps += take(learner, batches[1:])

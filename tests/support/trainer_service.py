@@ -12,8 +12,6 @@ from typing import Any
 from forked import ForkedCommand
 from stub_policy import Stub
 
-from ngym.cli.train import trainer
-
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -32,7 +30,9 @@ def new_policy(root: Path, folder: Path) -> Path:
     """A folder with a new policy."""
     from transformers import AutoTokenizer
 
-    config, model = trainer("recipe.recipe"), trainer("model.policy")
+    from ngym.trainer.model import policy as model
+    from ngym.trainer.recipe import recipe as config
+
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     model.load_policy(options, tokenizer, 0).network.save_pretrained(folder)

@@ -26,7 +26,6 @@ from rich.text import Text
 from stub_agents import head, scored, task
 from terminals import Terminal, terminal
 
-from ngym.cli.train import trainer
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.display import Meter, Standing, display
 from ngym.collect.files import Progress
@@ -50,9 +49,9 @@ app = gym_server(verify=verify)
 TRAINING = """
 import os, sys, time
 from pathlib import Path
-from ngym.cli.train import trainer
+from ngym.trainer.reporting import metrics as reporting
 
-with trainer("reporting.metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
+with reporting.Metrics(Path(sys.argv[1]), 9, True) as metrics:
     for step in range(1, 7):
         values = {"reward/mean": step / 10, "lag": 1.0, "tokens_per_s": 1234.0, "time/generation": 3.0, "time/train": 1.0}
         metrics.log(step, values)
@@ -74,9 +73,9 @@ subprocess.run([sys.executable, "{script}", "demonstrations", "--count", "100", 
 DYING = """
 import os, sys
 from pathlib import Path
-from ngym.cli.train import trainer
+from ngym.trainer.reporting import metrics as reporting
 
-with trainer("reporting.metrics").Metrics(Path(sys.argv[1]), 9, True) as metrics:
+with reporting.Metrics(Path(sys.argv[1]), 9, True) as metrics:
     metrics.log(1, {"loss": 0.5})
     os.write(2, b"out of memory\\n")
     os.abort()
@@ -388,7 +387,8 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
             Row.read += 1
             return super().items()
 
-    display = trainer("reporting.display")
+    from ngym.trainer.reporting import display
+
     with terminal() as seen:
         history = [Row({"loss": float(step), "val/loss": 2.0}) for step in range(5000)]
         history[7]["loss"] = float("nan")
@@ -405,7 +405,9 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
 
 @pytest.mark.parametrize("count", [1, 5, 319, 320, 321, 5000])
 def test_the_means_of_a_curve_are_those_of_its_values(count: int) -> None:
-    curve, values = trainer("reporting.display").Curve(), [float(number * number) for number in range(count)]
+    from ngym.trainer.reporting import display as trainer_display
+
+    curve, values = trainer_display.Curve(), [float(number * number) for number in range(count)]
     for value in values:
         curve.add(value)
     assert (curve.first, curve.last) == (values[0], values[-1])

@@ -18,7 +18,6 @@ from documents import ROOT, Snippet, inline_commands, pages, readmes, snippets
 from pydantic import create_model
 
 from ngym.cli import quickstart
-from ngym.cli.train import trainer
 from ngym.config.environment_card import facts_in
 from ngym.config.service_config import SETTINGS_KEY, load_config
 from ngym.config.shipped_files import app_file
@@ -234,7 +233,9 @@ def _yaml(snippet: Snippet, project: Path, scratch: Path) -> str | None:
         (scratch / "README.md").write_text(snippet.text)
         facts_in(scratch / "README.md")
         return None
-    recipe = trainer("recipe.recipe").Recipe.model_fields
+    from ngym.trainer.recipe import recipe as trainer_recipe
+
+    recipe = trainer_recipe.Recipe.model_fields
     for text in _alternatives(snippet.text):
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
@@ -267,7 +268,9 @@ def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) 
     short = ["rollouts.agent=null", "rollouts.tasks=null"] if "environments" in (values.get("rollouts") or {}) else []
     several = [*short, "evaluation=null"] if short and "evaluation" not in values else short
     try:
-        trainer("recipe.recipe").read_recipe([base, str(scratch / "part.yaml")], several)
+        from ngym.trainer.recipe import recipe as trainer_recipe
+
+        trainer_recipe.read_recipe([base, str(scratch / "part.yaml")], several)
     except ConfigError as error:  # of sinks that the tests have no package for
         if rest := [line for line in str(error).splitlines() if not NO_PACKAGE.search(line)]:
             raise ConfigError("\n".join(rest)) from None

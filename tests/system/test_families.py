@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 from vllm_service import TAGS, TEMPLATE, Servers, user, write_tokenizer
 
-from ngym.cli.train import trainer
 from ngym.services.base.loader import load
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -177,9 +176,13 @@ def test_a_family_calls_tools_in_its_own_form_and_goes_on_from_its_own_ids_under
         history += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
 
         ids = [11, 12, 13, 30, 40, 50, 60]
-        pusher = trainer("weights.push").Pusher([server.url], TOKEN)
+        from ngym.trainer.weights import push
+
+        pusher = push.Pusher([server.url], TOKEN)
         weights = changed(network)
-        proof = trainer("weights.push").Proof(ids, logprobs(network, ids, 1))
+        from ngym.trainer.weights import push
+
+        proof = push.Proof(ids, logprobs(network, ids, 1))
         assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
         pusher.finish()
 
@@ -207,11 +210,17 @@ def test_gpt_oss_takes_new_experts_and_sinks(tmp_path: Path, root: Path) -> None
     network.save_pretrained(tmp_path / "policy")
     options = {"model": str(tmp_path / "policy"), "engine": {"max_model_len": CONTEXT}}
     with Servers(tmp_path, root, {"policy": {"options": options, "admin_token": TOKEN}}) as servers:
-        pusher = trainer("weights.push").Pusher([servers["policy"].url], TOKEN)
+        from ngym.trainer.weights import push
+
+        pusher = push.Pusher([servers["policy"].url], TOKEN)
         ids = list(range(5, 105))  # more than the sliding window
-        assert pusher.prove(trainer("weights.push").Proof(ids, logprobs(network, ids, 1))) < 1e-4
+        from ngym.trainer.weights import push
+
+        assert pusher.prove(push.Proof(ids, logprobs(network, ids, 1))) < 1e-4
         first, weights = logprobs(network, ids, 1), changed(network)
-        proof = trainer("weights.push").Proof(ids, logprobs(network, ids, 1))
+        from ngym.trainer.weights import push
+
+        proof = push.Proof(ids, logprobs(network, ids, 1))
         assert sum(abs(new - old) for new, old in zip(proof.logprobs, first, strict=True)) > 10
         assert pusher.push(pusher.prepare() + 1, weights, proof).difference < 1e-4
         pusher.finish()

@@ -16,8 +16,12 @@ from safetensors.torch import save
 from trainer_service import free_port
 from vllm_service import Server, endless, generating, start, tokens_of, wait_until_ready, write_checkpoint
 
-from ngym.cli.train import trainer
 from ngym.errors import UsageError
+from ngym.trainer.model import lora
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
+from ngym.trainer.weights import push
+from ngym.trainer.weights.push import transfer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("peft") is None, reason="needs vLLM and PEFT"
@@ -28,7 +32,6 @@ LEASE_S = 60.0
 RANK, ALPHA = 3, 6
 PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 LONG = "what is hello world? " * 40  # more than one block of the prefix cache
-config, lora, model, push = map(trainer, ("recipe.recipe", "model.lora", "model.policy", "weights.push"))
 Weights = dict[str, torch.Tensor]
 
 
@@ -38,7 +41,7 @@ class Policy:
     def __init__(self, checkpoint: Path, rank: int = RANK) -> None:
         from transformers import AutoTokenizer
 
-        options = config.ModelOptions(path=str(checkpoint), lora={"rank": rank, "alpha": ALPHA})
+        options = recipe.ModelOptions(path=str(checkpoint), lora={"rank": rank, "alpha": ALPHA})
         self._network = model.load_policy(options, AutoTokenizer.from_pretrained(checkpoint), 0).network
         self._network.set_attn_implementation("sdpa")
 
@@ -286,7 +289,7 @@ def gloo(server: Server, root: Path) -> Iterator[Any]:
     import gloo_transfer
 
     gloo_transfer.register()
-    trainer("weights.push.transfer").INTRODUCTIONS["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
+    transfer.INTRODUCTIONS["gloo"] = lambda address, world: gloo_transfer.SenderInfo(
         rank=0, master_address=address, master_port=int(free_port()), world_size=world
     )
     pusher = push.Pusher([server.url], TOKEN, transport="gloo", patience_s=PATIENCE_S)
@@ -305,14 +308,14 @@ def test_without_a_gpu_its_transports_are_refused_in_one_line(transport: str) ->
 
 
 def test_the_servers_of_a_transfer_follow_the_trainer_in_one_group() -> None:
-    assert trainer("weights.push.transfer")._offsets([2, 1, 4]) == [1, 3, 4]
+    assert transfer._offsets([2, 1, 4]) == [1, 3, 4]
 
 
 def test_handles_of_gpu_memory_travel_as_vllm_reads_them() -> None:
     from vllm.distributed.weight_transfer.clients import _json_safe_update_info
 
     info = {"names": ["x"], "ipc_handles": [{"gpu": (1, "a", b"b")}], "ipc_handles_pickled": None, "tensor_sizes": None}
-    ours = trainer("weights.push.transfer")._as_json(info)
+    ours = transfer._as_json(info)
     assert ours == {name: value for name, value in _json_safe_update_info(info).items() if name in ours}
     assert set(info) - {"ipc_handles"} == set(ours)
 

@@ -22,7 +22,6 @@ import pytest
 from machine import PATIENCE_S
 from vllm_service import Server, Servers, user, write_checkpoint
 
-from ngym.cli.train import trainer
 from ngym.rollout.segments import ModelCall, extend
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.request_handler import WholeCompletion
@@ -250,14 +249,17 @@ def largest_difference(checkpoint: Path, segments: list[Any]) -> float:
     """Between the sampler's log-probabilities in these segments, and the trainer's of the same tokens."""
     import torch
 
-    config, model, packing, ranks, samples = map(
-        trainer, ("recipe.recipe", "model.policy", "model.packing", "engine.distributed", "data.samples")
-    )
+    from ngym.trainer.data import samples
+    from ngym.trainer.engine import distributed
+    from ngym.trainer.model import packing
+    from ngym.trainer.model import policy as model
+    from ngym.trainer.recipe import recipe as config
+
     options = config.ModelOptions(path=str(checkpoint))
     given = [samples.Sample((samples.Segment(one["token_ids"], [tuple(s) for s in one["mask"]]),)) for one in segments]
     samplers = {id(sample.segments[0]): one["logprobs"] for sample, one in zip(given, segments, strict=True)}
     worst = 0.0
-    with ranks.joined(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
+    with distributed.joined(config.Launch(rank=0, local_rank=0, ranks=1)), torch.no_grad():
         policy = model.load_policy(options, model.load_tokenizer(options), 0)
         for micro_batch in packing.plan(given, 8192):
             packed = packing.pack(micro_batch, torch.device("cpu"))

@@ -40,9 +40,10 @@ from vllm_service import (
     write_checkpoint,
 )
 
-from ngym.cli.train import trainer
 from ngym.errors import BadRequest, ServiceError, UsageError
 from ngym.services.base.loader import load
+from ngym.trainer.weights import push
+from ngym.trainer.weights.push import replica
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -51,7 +52,6 @@ LEASE_S = 2.0
 PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 LONG = "what is hello world? " * 40  # more than one block of the prefix cache
 HEAD = "lm_head.weight"
-push, tensors = trainer("weights.push"), trainer("weights.push.replica")
 Weights = dict[str, Tensor]
 
 
@@ -351,7 +351,7 @@ class Session:
 
     def __init__(self, server: Server, weights: Weights) -> None:
         self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S)
-        self.weights = tensors.checkpoint(weights)
+        self.weights = replica.checkpoint(weights)
         self.version = version_of(server) + 1
         self.id = ""
 
@@ -640,7 +640,7 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
 def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:
     session = Session(server, policy.change(8))
     session.begin()
-    files = list(tensors.files(session.weights, limit=20_000))
+    files = list(replica.files(session.weights, limit=20_000))
     assert len(files) > 4
     assert {session.send(file.content, file.sha256).status_code for file in files} == {200}
     assert session.commit().json()["policy_version"] == session.version

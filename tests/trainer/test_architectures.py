@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ngym.cli.train import trainer
 from ngym.errors import ConfigError
+from ngym.trainer.data import samples
+from ngym.trainer.model import attention, packing, policy
 
-attention, config, model, packing, samples = map(
-    trainer, ("model.attention", "recipe.recipe", "model.policy", "model.packing", "data.samples")
-)
 CPU = torch.device("cpu")
 SMALL = {
     "vocab_size": 96,
@@ -74,7 +72,7 @@ def batch() -> list[Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forward(family: str) -> None:
-    ours, theirs = model.Policy(network(family, attention.NAME)), network(family, "eager")
+    ours, theirs = policy.Policy(network(family, attention.NAME)), network(family, "eager")
     packed = packing.pack(batch(), CPU)
     together = ours.logprobs(packed)
     together.sum().backward()
@@ -94,7 +92,7 @@ def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forw
 
 def test_soft_capped_logits_are_refused() -> None:
     with pytest.raises(ConfigError, match="gemma2: its logits are soft-capped"):
-        model.Policy(network("gemma2", attention.NAME, final_logit_softcapping=3.0))
+        policy.Policy(network("gemma2", attention.NAME, final_logit_softcapping=3.0))
 
 
 def test_attention_sinks_are_refused_where_ranks_share_the_tokens() -> None:

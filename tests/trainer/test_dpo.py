@@ -18,22 +18,16 @@ from safetensors.torch import load_file
 from trainer_service import on_two_ranks
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 from ngym.errors import UsageError
+from ngym.trainer import loop
+from ngym.trainer.algorithms import dpo
+from ngym.trainer.data import chat_samples
+from ngym.trainer.engine import engine
+from ngym.trainer.model import decoder, packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import algorithms, recipe
 
-config, conversations, dpo, engine, loop, model, packing, scores = map(
-    trainer,
-    (
-        "recipe.recipe",
-        "data.chat_samples",
-        "algorithms.dpo",
-        "engine.engine",
-        "loop",
-        "model.policy",
-        "model.packing",
-        "model.decoder",
-    ),
-)
 CPU = torch.device("cpu")
 SHAPE = {
     "hidden_size": 32,
@@ -92,7 +86,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def algorithm(**options: Any) -> Any:
-    return dpo.Dpo(trainer("recipe.algorithms").DpoOptions(name="dpo", **options))
+    return dpo.Dpo(algorithms.DpoOptions(name="dpo", **options))
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +97,15 @@ def pairs(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathF
 
 
 def new_policy(tokenizer: PreTrainedTokenizerBase) -> Any:
-    options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    options = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     return model.load_policy(options, tokenizer, seed=0)
 
 
 def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 0) -> Any:
     # the eps of Adam hides no gradient here: a wrong factor on a micro-batch changes the weights by about lr
-    optimizing = config.OptimizerOptions(lr=1e-2, eps=1e-3)
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
-    return engine.Engine(new_policy(tokenizer), launch, config.EngineOptions(zero_stage=stage), optimizing)
+    optimizing = recipe.OptimizerOptions(lr=1e-2, eps=1e-3)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    return engine.Engine(new_policy(tokenizer), launch, recipe.EngineOptions(zero_stage=stage), optimizing)
 
 
 def weights_of(learner: Any) -> dict[str, torch.Tensor]:
@@ -140,7 +134,7 @@ def test_each_loss_is_its_closed_form(options: dict[str, Any], expected: list[fl
         sides = dpo.Side([1, 2, 3], [(1, 3)], chosen=True), dpo.Side([1, 2, 3, 4, 5, 6], [(1, 6)], chosen=False)
         batch = [dpo.PairSample(sides, reference=(reference, -4.0))]
         logprobs = torch.tensor([logprob / 2] * 2 + [-1.0] * 5)  # sorted by their tokens
-        loss = algorithm(**options).loss(scores.Scores(logprobs), packing.pack(batch, CPU))
+        loss = algorithm(**options).loss(decoder.Scores(logprobs), packing.pack(batch, CPU))
         assert loss.sum.item() == pytest.approx(value, abs=1e-6)
 
 
@@ -241,7 +235,7 @@ def test_of_a_pair_only_what_the_assistant_says_after_the_prompt_is_trained(
     prompt = [asked("What is 2+2?"), *called("2+2", "4"), said("It is 4."), asked("And 3+3?")]
     rejected = [said("7"), asked("Really?"), said("Yes.")]
     row = {"prompt": prompt, "chosen": [*called("3+3", "6"), said("It is 6.")], "rejected": rejected, "tools": []}
-    (sides,) = conversations.read_pairs(write(tmp_path / "pairs.jsonl", row), tokenizer)
+    (sides,) = chat_samples.read_pairs(write(tmp_path / "pairs.jsonl", row), tokenizer)
     trained = [
         [tokenizer.decode(segment.token_ids[start:end]) for segment in side.segments for start, end in segment.spans]
         for side in sides
@@ -286,7 +280,7 @@ def test_bad_pairs_are_named_with_file_line_and_reason(tokenizer: PreTrainedToke
         {**good, "prompt": [{"role": "user", "content": 7}]},
     )
     with pytest.raises(UsageError) as failure:
-        conversations.read_pairs(path, tokenizer)
+        chat_samples.read_pairs(path, tokenizer)
     lines = str(failure.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in range(2, 10)]
     expected = [

@@ -13,13 +13,14 @@ import pytest
 from pydantic import ValidationError
 from stub_agents import problem, scored, serving
 
-from ngym.cli.train import trainer
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.runtime.event_loop import never
 from ngym.schema import Json
+from ngym.trainer.evaluation import live_eval
+from ngym.trainer.online import services
+from ngym.trainer.recipe import rl
 
-evaluation, rl, services = map(trainer, ("evaluation.live_eval", "recipe.rl", "online.services"))
 Values = dict[str, Any]
 
 
@@ -77,7 +78,7 @@ def measured(folder: Path, solver: Solver, done: int = 0, **options: Any) -> tup
 
     with reached(solver) as found:
         file = folder / "eval_rollouts.jsonl"
-        asked = evaluation.Evaluation(rl.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done)
+        asked = live_eval.Evaluation(rl.EvaluationOptions(**options), rollouts, 0.7, found, note, 5, file, done)
         for step in range(done, 4):
             asked.after(step, last=step == 3)
         asked.close()

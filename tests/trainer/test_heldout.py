@@ -15,12 +15,15 @@ from click.testing import CliRunner
 from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
+from ngym.trainer.algorithms import dpo, sft
+from ngym.trainer.data import samples as samples_module
+from ngym.trainer.engine import engine
+from ngym.trainer.evaluation import heldout_loss
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import algorithms
+from ngym.trainer.recipe import recipe as config
 
-config, engine, heldout, model, samples_module = map(
-    trainer, ("recipe.recipe", "engine.engine", "evaluation.heldout_loss", "model.policy", "data.samples")
-)
-sft, dpo = map(trainer, ("algorithms.sft", "algorithms.dpo"))
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -59,7 +62,7 @@ def learner(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 def measuring(learner: Any, samples: list[Any], algorithm: Any, budget: int = 100_000, every: int = 2) -> Any:
     noted: list[tuple[int, Values, str]] = []
-    held_out = heldout.HeldOutData(
+    held_out = heldout_loss.HeldOutData(
         samples, algorithm, learner, budget, every, lambda step, values, line: noted.append((step, values, line))
     )
     return held_out, noted
@@ -123,7 +126,7 @@ def test_a_loss_that_is_not_a_number_is_logged_and_ends_the_run(
 
     held_out, noted = measuring(learner, sft.Sft().samples(data, tokenizer)[:2], Broken())
     with pytest.raises(
-        heldout.HeldOutNotFinite, match=r"the held-out loss after step 4 is nan: .* not saved"
+        heldout_loss.HeldOutNotFinite, match=r"the held-out loss after step 4 is nan: .* not saved"
     ) as caught:
         list(held_out.evaluated([], 4))
     assert caught.value.step == 4 and math.isnan(noted[0][1]["val/loss"])
@@ -141,7 +144,7 @@ def test_preferences_are_measured_against_the_policy_that_the_run_began_with(
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    algorithm = dpo.Dpo(trainer("recipe.algorithms").DpoOptions(name="dpo"))
+    algorithm = dpo.Dpo(algorithms.DpoOptions(name="dpo"))
     pairs = algorithm.prepare(algorithm.samples(path, tokenizer), learner, 1000)
     held_out, noted = measuring(learner, pairs, algorithm, budget=100)
     list(held_out.evaluated([], 0))

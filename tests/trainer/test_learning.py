@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 
 LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")
 CONTEXT = 1024
@@ -42,7 +42,9 @@ def test_a_lesson_has_tasks_demonstrations_and_recipes(
     assert {row["agent_ref"]["name"] for row in train} == {lesson.agent}
 
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
-    samples = trainer("data.chat_samples").read_demonstrations(tmp_path / "demonstrations.jsonl", tokenizer)
+    from ngym.trainer.data import chat_samples
+
+    samples = chat_samples.read_demonstrations(tmp_path / "demonstrations.jsonl", tokenizer)
     # one segment each: what is said first is a beginning of what is said later, as in rollouts
     assert {len(sample.segments) for sample in samples} == {1}
     assert max(len(sample.segments[0].token_ids) for sample in samples) < CONTEXT

@@ -17,12 +17,16 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ngym.cli.train import trainer
 from ngym.errors import ConfigError
+from ngym.trainer.data import samples
+from ngym.trainer.engine import engine
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.online import services
+from ngym.trainer.recipe import recipe as config
 
 pytest.importorskip("peft")
 NAMES = ("recipe.recipe", "engine.engine", "model.policy", "recipe.recipe", "model.packing", "data.samples")
-config, engine, model, model_options, packing, samples = map(trainer, NAMES)
 RANK = 4
 Weights = dict[str, torch.Tensor]
 
@@ -137,7 +141,7 @@ def test_a_saved_adapter_is_one_that_peft_loads(base: Path, tmp_path: Path) -> N
 
     data, trained = packed(), adapter(base, targets=["q_proj", "down_proj"])
     step(trained, data, 3)
-    options = model_options.LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "down_proj"])
+    options = config.LoraOptions(rank=RANK, alpha=8, targets=["q_proj", "down_proj"])
     trained.save_adapter(tmp_path / "adapter", options, str(base))
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert described["target_modules"] == ["down_proj", "q_proj"] and described["base_model_name_or_path"] == str(base)
@@ -216,4 +220,4 @@ def test_a_policy_that_ng_train_starts_takes_weights_as_the_recipe_says(
 ) -> None:
     overrides = [f"model.path={base}", "model.lora.rank=16", f"rollouts.transport={transport}"]
     recipe, _ = config.read_recipe(["grpo.yaml"], overrides)
-    assert trainer("online.services").serving_options(recipe) == [f"model={base}", *needs]
+    assert services.serving_options(recipe) == [f"model={base}", *needs]

@@ -13,13 +13,15 @@ from stub_policy import Stub, serving
 from trainer_service import GROUP, TASKS, arguments, free_port, metrics_of, new_policy, train, write_tasks
 from transformers import AutoModelForCausalLM
 
-from ngym.cli.train import trainer
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError
+from ngym.trainer.engine import engine
+from ngym.trainer.model import policy as model
+from ngym.trainer.online import services
+from ngym.trainer.recipe import recipe
+from ngym.trainer.weights import publisher as publish
+from ngym.trainer.weights import push
 
-config, engine, model, publish, push, services = map(
-    trainer, ("recipe.recipe", "engine.engine", "model.policy", "weights.publisher", "weights.push", "online.services")
-)
 STEPS = 8
 Values = dict[str, Any]
 
@@ -97,11 +99,11 @@ def test_what_a_restarted_server_sampled_is_left_out_and_it_gets_the_weights_aga
 def test_a_replica_that_came_back_gets_the_weights_again_also_when_another_has_them(
     policy: Path, only_rank: None
 ) -> None:
-    options = config.ModelOptions(path=str(policy))
+    options = recipe.ModelOptions(path=str(policy))
     tokenizer = model.load_tokenizer(options)
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
-    optimizing = config.OptimizerOptions(lr=1e-3)
-    learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, config.EngineOptions(), optimizing)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    optimizing = recipe.OptimizerOptions(lr=1e-3)
+    learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, recipe.EngineOptions(), optimizing)
     announced: list[int] = []
     with serving(Stub(policy)) as stays, serving(Stub(policy)) as restarts:
         pusher = push.Pusher([stays.url, restarts.url], "token")

@@ -19,11 +19,12 @@ from steps_on_ranks import SHAPE
 from trainer_service import free_port
 from transformers import AutoTokenizer
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 from ngym.config.shipped_files import shipped
 from ngym.errors import ConfigError
-
-config, engine, model = map(trainer, ("recipe.recipe", "engine.engine", "model.policy"))
+from ngym.trainer.engine import engine
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe as config
 
 Options = dict[str, Any]
 OFFLOADED: Options = {"offload": {"optimizer": "cpu"}}

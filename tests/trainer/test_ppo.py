@@ -14,27 +14,15 @@ from torch import Tensor, nn
 from trainer_service import on_two_ranks
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ngym.cli.train import trainer
+from ngym.trainer import loop, sanity_checks
+from ngym.trainer.algorithms import policy_gradient
+from ngym.trainer.data import offline, rollout_samples, samples
+from ngym.trainer.engine import engine
+from ngym.trainer.losses import gae
+from ngym.trainer.model import decoder, packing
+from ngym.trainer.model import policy as critic
+from ngym.trainer.recipe import algorithms, recipe
 
-checks, config, critic, engine, gae, grpo, loop, offline, model, packing, algorithms, rollouts, samples, scores = map(
-    trainer,
-    (
-        "sanity_checks",
-        "recipe.recipe",
-        "model.policy",
-        "engine.engine",
-        "losses.gae",
-        "algorithms.policy_gradient",
-        "loop",
-        "data.offline",
-        "model.policy",
-        "model.packing",
-        "recipe.algorithms",
-        "data.rollout_samples",
-        "data.samples",
-        "model.decoder",
-    ),
-)
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,7 +33,7 @@ SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
 }
-OPTIONS = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+OPTIONS = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
 PPO: dict[str, Any] = {
     "name": "grpo",
     "advantage": {"estimator": "gae", "gamma": 0.99, "lam": 0.95},
@@ -70,19 +58,19 @@ def learner(
     tokenizer: PreTrainedTokenizerBase, stage: int = 0, network: nn.Module | None = None, **changes: Any
 ) -> Any:
     """A policy with a critic that says something; `network` is one that says something else."""
-    policy = model.load_policy(OPTIONS, tokenizer, 0).eval()
+    policy = critic.load_policy(OPTIONS, tokenizer, 0).eval()
     policy.critic = network or critic.CriticNetwork(policy.network, changes.pop("critic_lr", None))
     if network is None:
         nn.init.normal_(policy.critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    optimizing = config.OptimizerOptions(**{"lr": 1e-3, "eps": 1e-3, **changes})
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
-    return engine.Engine(policy, launch, config.EngineOptions(zero_stage=stage), optimizing)
+    optimizing = recipe.OptimizerOptions(**{"lr": 1e-3, "eps": 1e-3, **changes})
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    return engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=stage), optimizing)
 
 
 def rollout(group: int, reward: float, *spans: list[tuple[int, int]], draw: random.Random) -> Any:
     """One with a segment for each list of sampled spans."""
     segments = tuple(
-        rollouts.Said(
+        rollout_samples.Said(
             [draw.randrange(20, 1000) for _ in range(of_segment[-1][1] + 2)],
             of_segment,
             sampler=[-draw.random() for start, end in of_segment for _ in range(start, end)],
@@ -90,7 +78,7 @@ def rollout(group: int, reward: float, *spans: list[tuple[int, int]], draw: rand
         for of_segment in spans
     )
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return rollouts.Rollout(segments=segments, group=str(group), reward=reward, **told)
+    return rollout_samples.Rollout(segments=segments, group=str(group), reward=reward, **told)
 
 
 def batch(seed: int = 0, count: int = 12) -> list[Any]:
@@ -131,7 +119,7 @@ def test_advantages_returns_and_value_loss_by_hand_across_a_tools_answer(tokeniz
     """Two tokens sampled, two of a tool, two sampled; reward 1; gamma 0.99, lambda 0.95."""
     said = [0.1, 0.2, 0.3, 0.4]
     trained = learner(tokenizer, network=Told(said), lr=1e-2)
-    algorithm = grpo.PolicyGradient(options(critic={"value_clip": 0.15, "lr": 0.1}), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(critic={"value_clip": 0.15, "lr": 0.1}), None, None)
     one = rollout(0, 1.0, [(3, 5), (7, 9)], draw=random.Random(0))
     (prepared,) = algorithm.prepare([one], trained, BUDGET)
     (segment,) = prepared.segments
@@ -160,7 +148,7 @@ def test_advantages_returns_and_value_loss_by_hand_across_a_tools_answer(tokeniz
 
 def test_values_and_advantages_follow_time_through_all_segments(tokenizer: PreTrainedTokenizerBase) -> None:
     trained = learner(tokenizer)
-    prepared = grpo.PolicyGradient(options(), None, None).prepare(batch(), trained, 120)
+    prepared = policy_gradient.PolicyGradient(options(), None, None).prepare(batch(), trained, 120)
     for one in prepared:
         values = [value for segment in one.segments for value in segment.values]
         found = [value for segment in one.segments for value in segment.advantages]
@@ -181,7 +169,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_and_leave_the_returns_a
 ) -> None:
     trained = learner(tokenizer)
     plain, white = (
-        grpo.PolicyGradient(options(advantage={**PPO["advantage"], "whiten": whiten}), None, None).prepare(
+        policy_gradient.PolicyGradient(options(advantage={**PPO["advantage"], "whiten": whiten}), None, None).prepare(
             batch(), trained, BUDGET
         )
         for whiten in (False, True)
@@ -202,7 +190,7 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(tokenizer: PreTrainedTok
     found = []
     for budget in (BUDGET, 120, 1):
         trained = learner(tokenizer, critic_lr=3e-3)
-        algorithm = grpo.PolicyGradient(chosen, None, None)
+        algorithm = policy_gradient.PolicyGradient(chosen, None, None)
         prepared = algorithm.prepare(batch(), trained, budget)
         for _ in range(2):  # at the second update ratio and values have moved
             step = loop.take_step(trained, algorithm, prepared, budget, 1.0)
@@ -222,7 +210,7 @@ def test_policy_and_critic_step_each_at_its_own_rate_and_are_clipped_each_on_its
     """An optimiser whose step is the learning rate, wherever the gradient is not tiny: Adam's first."""
     trained = learner(tokenizer, critic_lr=1e-2, lr=1e-4, eps=1e-12, max_grad_norm=1e-3)
     before = everything(trained)
-    algorithm = grpo.PolicyGradient(options(), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(), None, None)
     prepared = algorithm.prepare(batch(), trained, BUDGET)
     update = loop.take_step(trained, algorithm, prepared, BUDGET, 0.5).update
     moved = {name: (now - before[name]).abs().max().item() for name, now in everything(trained).items()}
@@ -233,7 +221,7 @@ def test_policy_and_critic_step_each_at_its_own_rate_and_are_clipped_each_on_its
 
     def gradients(**switches: Any) -> tuple[list[Tensor], list[Tensor]]:
         fresh = learner(tokenizer)
-        algorithm = grpo.PolicyGradient(options(**switches), None, None)
+        algorithm = policy_gradient.PolicyGradient(options(**switches), None, None)
         prepared = algorithm.prepare(batch(), fresh, BUDGET)
         packed = packing.pack(prepared, fresh.device)
         algorithm.step_loss(prepared).loss(fresh.policy(packed, algorithm.asks), packed).sum.backward()
@@ -254,7 +242,7 @@ def test_every_stage_takes_the_same_steps_where_nothing_is_clipped(
     found = []
     for zero_stage in (0, stage):
         trained = learner(tokenizer, zero_stage, max_grad_norm=None, critic_lr=3e-3)
-        algorithm = grpo.PolicyGradient(options(), None, None)
+        algorithm = policy_gradient.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, 120)
         steps = [loop.take_step(trained, algorithm, prepared, 120, 1.0) for _ in range(2)]
         values = algorithm.prepare(batch(), trained, BUDGET)
@@ -267,7 +255,9 @@ def test_every_stage_takes_the_same_steps_where_nothing_is_clipped(
 
 def test_a_critic_learns_the_returns_of_a_batch(tokenizer: PreTrainedTokenizerBase) -> None:
     trained = learner(tokenizer, lr=1e-4, critic_lr=3e-3, eps=1e-8)
-    algorithm = grpo.PolicyGradient(options(advantage={"estimator": "gae"}, critic={"value_clip": None}), None, None)
+    algorithm = policy_gradient.PolicyGradient(
+        options(advantage={"estimator": "gae"}, critic={"value_clip": None}), None, None
+    )
     losses, explained = [], []
     for _ in range(30):  # returns are the rewards: lambda is 1
         step = loop.take_step(trained, algorithm, algorithm.prepare(batch(), trained, BUDGET), BUDGET, 1.0)
@@ -289,16 +279,16 @@ def test_explained_variance_by_hand() -> None:
 def test_a_new_critic_says_0_and_is_no_part_of_the_policy_that_is_saved(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    policy = model.load_policy(OPTIONS, tokenizer, 0).eval()
+    policy = critic.load_policy(OPTIONS, tokenizer, 0).eval()
     bare = set(policy.network.state_dict())
     policy.critic = critic.CriticNetwork(policy.network, None)
     own = {id(parameter) for parameter in policy.network.parameters()}
     assert not own & {id(parameter) for parameter in policy.critic.parameters()}
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
-    trained = engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-3))
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
     packed = packing.pack(batch(), torch.device("cpu"))
     assert trained.values(packed).abs().max() == 0
-    assert trained.scores(packed, scores.Asks(logprobs=False, values=True)).logprobs_N.numel() == 0
+    assert trained.scores(packed, decoder.Asks(logprobs=False, values=True)).logprobs_N.numel() == 0
     assert set(trained.weights()) <= bare
     trained.save(tmp_path / "policy", tokenizer)
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) <= bare
@@ -311,17 +301,17 @@ def test_a_part_of_the_critic_without_a_gradient_is_noticed(tokenizer: PreTraine
             self.spare = nn.Linear(2, 2)
 
     for network, unused in ((critic.CriticNetwork, []), (Idle, ["critic.spare.weight", "critic.spare.bias"])):
-        policy = model.load_policy(OPTIONS, tokenizer, 0).eval()
+        policy = critic.load_policy(OPTIONS, tokenizer, 0).eval()
         policy.critic = Idle(policy.network) if network is Idle else network(policy.network, None)
-        launch = config.Launch(rank=0, local_rank=0, ranks=1)
-        trained = engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-3))
-        algorithm = grpo.PolicyGradient(options(), None, None)
+        launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+        trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
+        algorithm = policy_gradient.PolicyGradient(options(), None, None)
         prepared = algorithm.prepare(batch(), trained, BUDGET)
-        watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
+        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1e9)
         if not unused:
             assert [loop.take_step(trained, algorithm, b.updates[0], BUDGET, 1.0) for b in watched]
             continue
-        with pytest.raises(checks.CheckFailed, match=r"2 of \d+ trainable parameters .* critic\.spare\.weight"):
+        with pytest.raises(sanity_checks.CheckFailed, match=r"2 of \d+ trainable parameters .* critic\.spare\.weight"):
             for found in watched:
                 loop.take_step(trained, algorithm, found.updates[0], BUDGET, 1.0)
 
@@ -361,12 +351,12 @@ def test_two_ranks_learn_from_a_file_what_one_learns(tokenizer: PreTrainedTokeni
     said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
 
-    policy = model.load_policy(OPTIONS, tokenizer, 0).eval()
+    policy = critic.load_policy(OPTIONS, tokenizer, 0).eval()
     policy.critic = critic.CriticNetwork(policy.network, 1e-3)
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
-    one = engine.Engine(policy, launch, config.EngineOptions(), config.OptimizerOptions(lr=1e-3, eps=1e-3))
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    one = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3, eps=1e-3))
     advantage = {"estimator": "gae", "lam": 0.95, "whiten": True}
-    algorithm = grpo.PolicyGradient(
+    algorithm = policy_gradient.PolicyGradient(
         options(advantage=advantage, loss={"anchor": "sampler", "entropy_coef": 0.01}), None, None
     )
     steps = []

@@ -20,15 +20,17 @@ from stub_policy import Stub, serving
 from trainer_service import SHAPE, arguments, free_port, metrics_of, new_policy, train
 from transformers import AutoTokenizer
 
-from ngym.cli.train import trainer
 from ngym.errors import UsageError
 from ngym.peers import Peers
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.checkpoints import store
+from ngym.trainer.data import samples
+from ngym.trainer.engine import engine
+from ngym.trainer.model import policy as model
+from ngym.trainer.online import rollout_spool, rollout_stream, task_sampler
+from ngym.trainer.recipe import recipe, rl
 
-checkpoints, config, engine, loop, model, samples, sft = map(
-    trainer,
-    ("checkpoints.store", "recipe.recipe", "engine.engine", "loop", "model.policy", "data.samples", "algorithms.sft"),
-)
-rl, stream_module, tasks_module = map(trainer, ("recipe.rl", "online.rollout_stream", "online.task_sampler"))
 Values = dict[str, Any]
 
 
@@ -37,10 +39,10 @@ Values = dict[str, Any]
 
 def learner(root: Path, stage: int, precision: str = "fp32", name: str = "adamw") -> Any:
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
-    shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
-    options = config.EngineOptions(zero_stage=stage, precision=precision)
-    optimizing = config.OptimizerOptions(lr=1e-2, name=name, weight_decay=0.1)
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    options = recipe.EngineOptions(zero_stage=stage, precision=precision)
+    optimizing = recipe.OptimizerOptions(lr=1e-2, name=name, weight_decay=0.1)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     return engine.Engine(model.load_policy(shape, tokenizer, 0), launch, options, optimizing)
 
 
@@ -86,7 +88,7 @@ def test_what_is_not_this_models_state_is_refused(root: Path, tmp_path: Path, on
 
 
 def save(folder: Path, step: int, options: Any) -> None:
-    checkpoints.Checkpoints(folder, options).save(step, {"step": step}, lambda aside: _write(aside, step))
+    store.Checkpoints(folder, options).save(step, {"step": step}, lambda aside: _write(aside, step))
 
 
 def _write(aside: Path, step: int) -> None:
@@ -95,24 +97,24 @@ def _write(aside: Path, step: int) -> None:
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    options = checkpoints.CheckpointOptions(keep=2, best="eval/greedy")
+    options = store.CheckpointOptions(keep=2, best="eval/greedy")
     history = [{"step": 0, "eval/greedy": 0.1}, {"step": 2, "eval/greedy": 0.9}, {"step": 4, "eval/greedy": 0.5}]
     for step in range(7):
         save(tmp_path, step, options)
-        checkpoints.Checkpoints(tmp_path, options).tidy(history)
+        store.Checkpoints(tmp_path, options).tidy(history)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-000002", "step-000005", "step-000006"]
     least = options.model_copy(update={"mode": "min"})
-    assert checkpoints.Checkpoints(tmp_path, least).best(history) == 2  # of those that are left
+    assert store.Checkpoints(tmp_path, least).best(history) == 2  # of those that are left
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp_path: Path) -> None:
-    options = checkpoints.CheckpointOptions()
-    with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
-        checkpoints.Checkpoints(tmp_path, options).newest()
+    options = store.CheckpointOptions()
+    with pytest.raises(store.CheckpointUnusable, match="no checkpoint to resume from"):
+        store.Checkpoints(tmp_path, options).newest()
     for step in (3, 6):
         save(tmp_path, step, options)
-    kept = checkpoints.Checkpoints(tmp_path, options)
+    kept = store.Checkpoints(tmp_path, options)
     assert kept.newest().step == 6
     newest = tmp_path / "checkpoints" / "step-000006"
     weights = newest / "policy" / "weights"
@@ -121,18 +123,18 @@ def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp
         weights.unlink()
         if damaged is not None:
             weights.write_bytes(damaged)
-        with pytest.raises(checkpoints.CheckpointUnusable, match=r"step-000006: damaged.*step 3: remove this folder"):
+        with pytest.raises(store.CheckpointUnusable, match=r"step-000006: damaged.*step 3: remove this folder"):
             kept.newest()
         weights.write_bytes(whole)
     (newest / "manifest.json").unlink()
-    with pytest.raises(checkpoints.CheckpointUnusable, match="damaged"):
+    with pytest.raises(store.CheckpointUnusable, match="damaged"):
         kept.newest()
 
 
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Killed at any moment of a save: what is there is whole."""
     script = (
-        "import sys; from pathlib import Path; from ngym.cli.train import trainer; c = trainer('checkpoints.store')\n"
+        "import sys; from pathlib import Path; from ngym.trainer.checkpoints import store as c\n"
         "kept = c.Checkpoints(Path(sys.argv[1]), c.CheckpointOptions(keep=2))\n"
         "def write(aside):\n"
         "    for n in range(20): (aside / f'{n}.bin').write_bytes(bytes(100_000))\n"
@@ -148,7 +150,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> Non
         process.kill()
         said = max([said, *(int(line) for line in process.stdout.read().split())])
         process.wait()
-        newest = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions()).newest()
+        newest = store.Checkpoints(tmp_path, store.CheckpointOptions()).newest()
         assert said <= newest.step <= said + 1 or newest.step > said  # from an earlier life there may be later ones
         assert (newest.folder / "19.bin").stat().st_size == 100_000
 
@@ -298,7 +300,7 @@ def test_groups_that_teach_nothing_are_replaced_up_to_a_bound(policy: Path, tmp_
 
 
 def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
-    spool = trainer("online.rollout_spool")
+    spool = rollout_spool
     path = tmp_path / "rollouts.jsonl"
     row = {
         "_ng_task_index": 3,
@@ -355,8 +357,8 @@ async def test_a_resumed_run_gives_every_number_the_task_that_it_had_before(tmp_
         """Trains after `state` and returns the state of the checkpoint after the first batch."""
         async with agents_serving(answer) as url:
             peers = Peers({"agent": [url]}, owner="the test")
-            source = tasks_module.TaskSource(options, seed=0)
-            stream = stream_module.Stream(peers, source, options, 1.0, 0, 99, spooled, lambda group: True)
+            source = task_sampler.TaskSource(options, seed=0)
+            stream = rollout_stream.Stream(peers, source, options, 1.0, 0, 99, spooled, lambda group: True)
             await stream.open(state)
             first = state["step"] + 1 if state else 0
             for step in range(first, first + takes):

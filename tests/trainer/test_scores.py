@@ -14,25 +14,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, PreTrainedTokenizerBase, Qwen3Config
 
-from ngym.cli.train import trainer
 from ngym.errors import ConfigError
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.data import samples
+from ngym.trainer.engine import engine
+from ngym.trainer.model import chunked_logprobs, decoder, layers, packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
-activations, chunks, compiling, config, engine, loop, model, packing, samples, scores, sft = map(
-    trainer,
-    (
-        "model.layers",
-        "model.chunked_logprobs",
-        "model.layers",
-        "recipe.recipe",
-        "engine.engine",
-        "loop",
-        "model.policy",
-        "model.packing",
-        "data.samples",
-        "model.decoder",
-        "algorithms.sft",
-    ),
-)
 CPU = torch.device("cpu")
 WHOLE = 1 << 30
 SHAPE = {
@@ -56,7 +46,7 @@ def tokenizer(root: Path) -> PreTrainedTokenizerBase:
 
 
 def policy(tokenizer: PreTrainedTokenizerBase, **shape: Any) -> Any:
-    options = config.ModelOptions(from_scratch={**SHAPE, **shape}, tokenizer="data/tiny_policy/tokenizer")
+    options = recipe.ModelOptions(from_scratch={**SHAPE, **shape}, tokenizer="data/tiny_policy/tokenizer")
     return model.load_policy(options, tokenizer, 0)
 
 
@@ -110,24 +100,24 @@ def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
     leaf = hidden.clone().requires_grad_()
     logprobs = (head(leaf) / temperature).log_softmax(-1)
     picked = logprobs.gather(1, token_ids[:, None])[:, 0]
-    expected = scores.Scores(picked, -(logprobs.exp() * logprobs).sum(-1))
+    expected = decoder.Scores(picked, -(logprobs.exp() * logprobs).sum(-1))
     of_full = gradients(expected, leaf)
 
     leaf = hidden.clone().requires_grad_()
     asked = {"head": head, "temperature": temperature, "logits_bytes": rows * 300 * 4}
-    found = chunks.Scorer()(leaf, token_ids, entropy=True, **asked)
+    found = chunked_logprobs.Scorer()(leaf, token_ids, entropy=True, **asked)
     torch.testing.assert_close(found.logprobs_N, expected.logprobs_N, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(found.entropy_N, expected.entropy_N, atol=1e-6, rtol=1e-6)
     for got, right in zip(gradients(found, leaf), of_full, strict=True):
         torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
-    just_logprobs = chunks.Scorer()(hidden, token_ids, entropy=False, **asked)
+    just_logprobs = chunked_logprobs.Scorer()(hidden, token_ids, entropy=False, **asked)
     assert just_logprobs.entropy_N is None and torch.equal(just_logprobs.logprobs_N, found.logprobs_N)
 
 
 def test_a_head_that_is_not_trained_gets_no_gradient() -> None:
     head, hidden = nn.Linear(8, 30).requires_grad_(False), torch.randn(6, 8, requires_grad=True)
     asked = {"head": head, "temperature": 1.0, "entropy": False, "logits_bytes": 2 * 30 * 4}
-    chunks.Scorer()(hidden, torch.arange(6), **asked).logprobs_N.sum().backward()
+    chunked_logprobs.Scorer()(hidden, torch.arange(6), **asked).logprobs_N.sum().backward()
     assert head.weight.grad is None and hidden.grad is not None
 
 
@@ -142,7 +132,7 @@ def test_a_bfloat16_head_has_its_softmax_in_float32() -> None:
     for logits_bytes in (WHOLE, 7 * 300 * 4):
         leaf = hidden.bfloat16().requires_grad_()
         asked = {"head": low, "temperature": 1.0, "entropy": True, "logits_bytes": logits_bytes}
-        answer = chunks.Scorer()(leaf, token_ids, **asked)
+        answer = chunked_logprobs.Scorer()(leaf, token_ids, **asked)
         assert answer.logprobs_N.dtype == answer.entropy_N.dtype == torch.float32
         torch.testing.assert_close(answer.logprobs_N, expected, atol=2e-2, rtol=0)
         (answer.logprobs_N + answer.entropy_N).sum().backward()
@@ -160,7 +150,7 @@ def test_no_tensor_of_tokens_times_vocabulary_exists_forward_or_backward(
     assert tokens > 1000 and vocabulary == 1024
 
     def step() -> None:
-        found = trained(packed, scores.Asks(entropy=True))
+        found = trained(packed, decoder.Asks(entropy=True))
         (found.logprobs_N + found.entropy_N).sum().backward()
 
     assert largest(step) >= tokens * vocabulary  # in one piece it does: what is measured here is measured
@@ -178,9 +168,9 @@ def test_chunks_take_the_same_step_under_every_stage(
     for zero_stage, rows in ((0, 10_000), (stage, 20)):
         network = policy(tokenizer, hidden_size=128, tie_word_embeddings=tied)
         network.logits_bytes = rows * len(tokenizer) * 4
-        launch = config.Launch(rank=0, local_rank=0, ranks=1)
-        optimizing = config.OptimizerOptions(lr=1e-2, eps=1e-3)
-        learner = engine.Engine(network, launch, config.EngineOptions(zero_stage=zero_stage), optimizing)
+        launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+        optimizing = recipe.OptimizerOptions(lr=1e-2, eps=1e-3)
+        learner = engine.Engine(network, launch, recipe.EngineOptions(zero_stage=zero_stage), optimizing)
         norms = [loop.take_step(learner, sft.Sft(), batch(12, seed), 150, 1.0).update.grad_norm for seed in range(2)]
         found.append(({name: tensor.clone() for name, tensor in learner.weights().items()}, norms[-1]))
     (whole, norm), (chunked, chunked_norm) = found
@@ -213,7 +203,7 @@ def test_layers_that_keep_only_their_inputs_have_the_same_gradients(
     for checkpointed in (False, True):
         trained = policy(tokenizer, num_hidden_layers=6).train(training)
         if checkpointed:
-            activations.checkpoint_layers(trained.network)
+            layers.checkpoint_layers(trained.network)
         kept = kept_for_backward(lambda trained=trained: trained.logprobs(packed))
         logprobs = trained.logprobs(packed)
         logprobs.sum().backward()
@@ -244,7 +234,7 @@ def test_a_network_with_dropout_drops_nothing_in_evaluation_mode_checkpointed_or
         torch.manual_seed(0)
         network = AutoModelForCausalLM.from_config(DROPPING[where]).eval()
         if checkpointed:
-            activations.checkpoint_layers(network)
+            layers.checkpoint_layers(network)
         for _ in range(2):
             network.zero_grad()
             logits = network(ids, use_cache=False).logits
@@ -261,19 +251,19 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
     network = AutoModelForCausalLM.from_config(DROPPING["in attention"])
     network.supports_gradient_checkpointing = False
     with pytest.raises(ConfigError, match=r"engine\.activation_checkpointing: the layers of Qwen3ForCausalLM cannot"):
-        activations.checkpoint_layers(network)
+        layers.checkpoint_layers(network)
 
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not any(map(shutil.which, compiling.COMPILERS)), reason="there is no C++ compiler")
+@pytest.mark.skipif(not any(map(shutil.which, layers.COMPILERS)), reason="there is no C++ compiler")
 def test_compiled_layers_have_the_same_gradients_and_are_compiled_once_for_all_layouts(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     plain, compiled = policy(tokenizer).eval(), policy(tokenizer).eval()
-    activations.checkpoint_layers(compiled.network)
-    compiling.compile_layers(compiled.network)
+    layers.checkpoint_layers(compiled.network)
+    layers.compile_layers(compiled.network)
     graphs = []
     for seed in range(5):
         packed = packing.pack(batch(4 + 3 * seed, seed), CPU)

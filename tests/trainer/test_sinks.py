@@ -17,9 +17,10 @@ from click.testing import CliRunner
 from machine import reserved_port
 from paths import SUPPORT
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
+from ngym.trainer.recipe import recipe
+from ngym.trainer.reporting import metrics, sinks
 
-logging, metrics, sinks = map(trainer, ("recipe.recipe", "reporting.metrics", "reporting.sinks"))
 Values = dict[str, Any]
 RESOLVED = "seed: 1\noptimizer: {lr: 0.5, betas: [0.9, 0.95]}\nrollouts: null\n"
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
@@ -30,7 +31,7 @@ needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is
 def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps: int = 3, close_s: float = 60) -> str:
     """A run with these sinks; what it says. Entries: one before the first step, then `steps`."""
     (folder / "recipe.yaml").write_text(RESOLVED, "utf-8")
-    opened = sinks.opened(logging.LoggingOptions(**options), folder, folder / "recipe.yaml")
+    opened = sinks.opened(recipe.LoggingOptions(**options), folder, folder / "recipe.yaml")
     return run(folder, sinks.Sinks(opened._couriers, close_s), capsys, steps)
 
 
@@ -80,8 +81,7 @@ def test_a_folder_that_cannot_be_made_costs_its_entries_and_is_said(
 FULL_DISK = """
 import json, resource, sys
 from pathlib import Path
-from ngym.cli.train import trainer
-metrics, sinks = trainer("reporting.metrics"), trainer("reporting.sinks")
+from ngym.trainer.reporting import metrics, sinks
 folder = Path(sys.argv[1])
 (folder / "recipe.yaml").write_text("{}")
 kept = sinks.opened(sinks.LoggingOptions(tensorboard=True), folder, folder / "recipe.yaml")
@@ -179,7 +179,7 @@ def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
 
 def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
     program = (
-        "from ngym.cli.train import trainer; from test_sinks import Stuck; sinks = trainer('reporting.sinks')\n"
+        "from ngym.trainer.reporting import sinks; from test_sinks import Stuck\n"
         "kept = sinks.Sinks([sinks.Courier('stuck', Stuck())], 0.1)\n"
         "print(list(kept.put(1, {})), list(kept.close()))"
     )
@@ -197,7 +197,7 @@ def test_a_run_ends_though_a_sink_does_not(tmp_path: Path) -> None:
 
 
 def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    remote = sinks.Remote("mlflow", logging.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    remote = sinks.Remote("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     remote.abandon()
     said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in said
@@ -205,7 +205,7 @@ def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys:
 
 @pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
 def test_what_goes_wrong_in_the_process_of_a_sink_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    remote = sinks.Remote("mlflow", logging.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    remote = sinks.Remote("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
     said = run(tmp_path, sinks.Sinks([sinks.Courier("mlflow", remote)], close_s=60), capsys)
     assert said.count("logging.mlflow: entries are lost: ModuleNotFoundError: No module named 'mlflow'; training") == 1
     assert remote._process.returncode is not None, "the process is gone"

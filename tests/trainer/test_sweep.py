@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 from machine import running, wait_until
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 from ngym.errors import UsageError
+from ngym.trainer import sweep as grid
 
-combinations, outcomes = map(trainer, ("sweep", "sweep"))
 TINY = ["hidden_size=32", "intermediate_size=48", "num_key_value_heads=2", "head_dim=8"]
 SHAPE = [f"model.from_scratch.{size}" for size in TINY]
 
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def named(*sweeps: str) -> list[tuple[str, dict[str, str]]]:
-    return [(run.name, run.values) for run in combinations.combinations(combinations.axes(sweeps))]
+    return [(run.name, run.values) for run in grid.combinations(grid.axes(sweeps))]
 
 
 def test_a_sweep_is_every_combination_and_each_has_a_name_that_tells() -> None:
@@ -70,7 +70,7 @@ def test_a_value_of_any_kind_gives_a_name_that_a_folder_can_have(sweep: str, nam
 )
 def test_a_sweep_that_cannot_be_read_is_one_line(sweeps: list[str], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        combinations.axes(sweeps)
+        grid.axes(sweeps)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

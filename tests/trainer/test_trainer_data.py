@@ -16,13 +16,15 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.files.file_lock import held_folder
+from ngym.trainer import output_files
+from ngym.trainer.data import chat_samples, samples
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
-config, conversations, earlier, model, packing, samples = map(
-    trainer, ("recipe.recipe", "data.chat_samples", "output_files", "model.policy", "model.packing", "data.samples")
-)
 CPU = torch.device("cpu")
 SHAPE = {
     "hidden_size": 32,
@@ -52,7 +54,7 @@ def demonstrations(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def policy(tokenizer: PreTrainedTokenizerBase) -> Any:
-    options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    options = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     return model.load_policy(options, tokenizer, seed=0)
 
 
@@ -75,7 +77,7 @@ def ragged(count: int, seed: int = 0) -> list[Any]:
 
 def test_exactly_what_the_assistant_says_is_trained(demonstrations: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [json.loads(line) for line in demonstrations.read_text("utf-8").splitlines()]
-    read = conversations.read_demonstrations(demonstrations, tokenizer)
+    read = chat_samples.read_demonstrations(demonstrations, tokenizer)
     assert len(read) == len(rows)
     for row, sample in zip(rows, read, strict=True):
         (segment,) = sample.segments
@@ -104,12 +106,12 @@ def test_a_template_that_drops_old_reasoning_gives_a_segment_for_each_turn(
     )
     turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     path = write(tmp_path / "two.jsonl", {"messages": turns})
-    (sample,) = conversations.read_demonstrations(path, forgetful)
+    (sample,) = chat_samples.read_demonstrations(path, forgetful)
     said = [forgetful.decode(segment.token_ids) for segment in sample.segments]
     first = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     second = first + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     assert said == [f"{first}<think>\n\n</think>\nb<|im_end|>", f"{second}<think>\n\n</think>\nd<|im_end|>"]
-    assert len(conversations.read_demonstrations(path, tokenizer)[0].segments) == 1
+    assert len(chat_samples.read_demonstrations(path, tokenizer)[0].segments) == 1
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
     function = {"name": "calculator", "arguments": arguments}
     calls = [{"type": "function", "function": function} if wrapped else function]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-    (sample,) = conversations.read_demonstrations(write(tmp_path / "call.jsonl", {"messages": turns}), quoting)
+    (sample,) = chat_samples.read_demonstrations(write(tmp_path / "call.jsonl", {"messages": turns}), quoting)
     (segment,) = sample.segments
     assert quoting.decode(segment.token_ids[slice(*segment.spans[0])]) == f"{said}<|im_end|>"
 
@@ -146,7 +148,7 @@ def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedToken
     refused = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
     path = write(tmp_path / "bad.jsonl", good, "{", {"prompt": "a"}, {"messages": good["messages"][:1]}, refused)
     with pytest.raises(UsageError) as failure:
-        conversations.read_demonstrations(path, tokenizer)
+        chat_samples.read_demonstrations(path, tokenizer)
     lines = str(failure.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4, 5)]
     assert "not JSON" in lines[0]
@@ -327,18 +329,18 @@ def test_what_a_killed_overwrite_has_moved_is_put_back_at_the_next_start(tmp_pat
         (tmp_path / name / "of").write_text("the earlier run")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "policy").mkdir()
-    earlier.set_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
+    output_files.set_aside(tmp_path, ["initial", "checkpoints", "metrics.jsonl"])
     (tmp_path / "initial").mkdir()
     (tmp_path / "initial" / "of").write_text("the new run")
-    earlier.put_back(tmp_path)
+    output_files.put_back(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "initial", "metrics.jsonl", "policy"]
     assert (tmp_path / "initial" / "of").read_text() == "the earlier run"
 
-    earlier.replace(tmp_path, in_use=[tmp_path / "policy"])
+    output_files.replace(tmp_path, in_use=[tmp_path / "policy"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [".old", "initial", "policy"]
     (tmp_path / "policy").rmdir()
     (tmp_path / "metrics.jsonl").write_text("")
-    earlier.replace(tmp_path)
+    output_files.replace(tmp_path)
     assert (tmp_path / ".old" / "metrics.jsonl").read_text() == '{"step": 1}\n', "a run without results replaces none"
 
 

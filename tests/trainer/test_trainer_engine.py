@@ -15,24 +15,17 @@ from safetensors.torch import load_file
 from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.checkpoints import store
+from ngym.trainer.data import offline
+from ngym.trainer.data import samples as samples_module
+from ngym.trainer.engine import engine, nan_guard, optimizer
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
-config, engine, guard, loop, offline, model, optimizer, packing, checkpoint, sft, samples_module = map(
-    trainer,
-    (
-        "recipe.recipe",
-        "engine.engine",
-        "engine.nan_guard",
-        "loop",
-        "data.offline",
-        "model.policy",
-        "engine.optimizer",
-        "model.packing",
-        "checkpoints.store",
-        "algorithms.sft",
-        "data.samples",
-    ),
-)
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -69,11 +62,11 @@ def samples(data: Path, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 def learner(tokenizer: PreTrainedTokenizerBase, stage: int = 0, precision: str = "fp32", **options: Any) -> Any:
     policy = model.load_policy(
-        config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0
+        recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0
     )
-    optimizing = config.OptimizerOptions(**{"lr": 1e-2, **options})
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
-    return engine.Engine(policy, launch, config.EngineOptions(zero_stage=stage, precision=precision), optimizing)
+    optimizing = recipe.OptimizerOptions(**{"lr": 1e-2, **options})
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    return engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=stage, precision=precision), optimizing)
 
 
 def steps(learner: Any, samples: list[Any], count: int, budget: int = 100_000) -> list[Any]:
@@ -148,9 +141,9 @@ def test_muon_updates_are_nearly_orthogonal() -> None:
 
 def test_weight_decay_spares_norms_and_muon_takes_the_matrices_only(tokenizer: PreTrainedTokenizerBase) -> None:
     policy = model.load_policy(
-        config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0
+        recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0
     )
-    built = optimizer.build(policy.network, config.OptimizerOptions(name="muon", lr=1e-3, weight_decay=0.1))
+    built = optimizer.build(policy.network, recipe.OptimizerOptions(name="muon", lr=1e-3, weight_decay=0.1))
     matrices, tables, vectors = built.param_groups
     assert matrices["muon"] and not tables["muon"] and not vectors["muon"]
     assert len(matrices["params"]) == 14 and len(tables["params"]) == 1 and vectors["weight_decay"] == 0
@@ -170,7 +163,7 @@ def test_weight_decay_spares_norms_and_muon_takes_the_matrices_only(tokenizer: P
     ],
 )
 def test_the_schedule_is_its_closed_form(options: dict[str, Any], expected: list[float]) -> None:
-    schedule = config.ScheduleOptions(**options)
+    schedule = recipe.ScheduleOptions(**options)
     assert [optimizer.schedule(step, 5, schedule) for step in range(5)] == pytest.approx(expected, abs=1e-3)
 
 
@@ -194,7 +187,7 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
     packed = packing.pack(samples[:8], torch.device("cpu"))
     with torch.no_grad():
         ours = trained.logprobs(packed)
-        again = model.load_policy(config.ModelOptions(path=str(folder)), tokenizer, 0)
+        again = model.load_policy(recipe.ModelOptions(path=str(folder)), tokenizer, 0)
         assert torch.equal(ours, again.logprobs(packed))
         ids = torch.tensor([samples[0].segments[0].token_ids])
         theirs = loaded(ids).logits
@@ -204,13 +197,13 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
 
 def test_a_save_that_breaks_off_leaves_the_old_folder(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    with checkpoint.committed(folder) as aside:
+    with store.committed(folder) as aside:
         (aside / "weights").write_text("old")
-    with pytest.raises(KeyboardInterrupt), checkpoint.committed(folder) as aside:
+    with pytest.raises(KeyboardInterrupt), store.committed(folder) as aside:
         (aside / "weights").write_text("half of the n")
         raise KeyboardInterrupt
     assert (folder / "weights").read_text() == "old"
-    with checkpoint.committed(folder) as aside:
+    with store.committed(folder) as aside:
         assert not list(aside.iterdir())
         (aside / "weights").write_text("new")
     assert (folder / "weights").read_text() == "new"
@@ -237,7 +230,7 @@ def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
         seen.append(values)
         weights.append(weights_of(trained))
 
-    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, guard.Guard(tmp_path, 2), report)
+    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, nan_guard.Guard(tmp_path, 2), report)
     assert [values["skipped_steps"] for values in seen] == [0, 1, 1]
     assert largest_difference(weights[0], weights[1]) == 0 and largest_difference(weights[1], weights[2]) > 0
     assert "loss" not in seen[1] and seen[2]["loss"] < 8 and seen[2]["grad_norm"] > 0
@@ -255,9 +248,9 @@ def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
     broken, reports = learner(tokenizer), []
     with torch.no_grad():
         next(broken.policy.parameters()).fill_(float("nan"))
-    watch = guard.Guard(tmp_path, 3)
+    watch = nan_guard.Guard(tmp_path, 3)
     with pytest.raises(
-        guard.NotFinite, match=r"step 3: the loss is nan .*3 optimiser steps in a row.*Lower optimizer\.lr"
+        nan_guard.NotFinite, match=r"step 3: the loss is nan .*3 optimiser steps in a row.*Lower optimizer\.lr"
     ) as e:
         loop.train(
             broken,

@@ -29,31 +29,23 @@ from paths import SUPPORT
 from trainer_service import SHAPE, free_port, on_two_ranks, train
 from transformers import AutoTokenizer
 
-from ngym.cli.train import trainer
 from ngym.errors import ConfigError, UsageError
-
-checkpoints, config, engine, model, optimizer_state, resume, rollouts = map(
-    trainer,
-    (
-        "checkpoints.store",
-        "recipe.recipe",
-        "engine.engine",
-        "model.policy",
-        "engine.optimizer_state",
-        "checkpoints.resume",
-        "data.rollout_samples",
-    ),
-)
-guard, loop, sft = map(trainer, ("engine.nan_guard", "loop", "algorithms.sft"))
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.checkpoints import resume, store
+from ngym.trainer.data import rollout_samples
+from ngym.trainer.data import samples as trainer_samples
+from ngym.trainer.engine import engine, nan_guard, optimizer_state
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
 # Killed while it saves
 
 SAVER = """
 import os, random, signal, sys
 from pathlib import Path
-from ngym.cli.train import trainer
+from ngym.trainer.checkpoints import store as checkpoints
 
-checkpoints = trainer("checkpoints.store")
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 kept = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions(keep=1))
 TOUCHES = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree")
@@ -132,18 +124,18 @@ def killed_at_each_moment(folder: Path, kills: int) -> None:
 
 def learner(root: Path, stage: int = 0, precision: str = "fp32") -> Any:
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
-    shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
-    launch = config.Launch(rank=0, local_rank=0, ranks=1)
+    shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     policy = model.load_policy(shape, tokenizer, 0)
-    options = config.EngineOptions(zero_stage=stage, precision=precision)
-    return engine.Engine(policy, launch, options, config.OptimizerOptions(lr=1e-2, name="adamw"))
+    options = recipe.EngineOptions(zero_stage=stage, precision=precision)
+    return engine.Engine(policy, launch, options, recipe.OptimizerOptions(lr=1e-2, name="adamw"))
 
 
 @pytest.fixture(scope="module")
 def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with the checkpoints of steps 2 and 4, of a real learner."""
     folder = tmp_path_factory.mktemp("saved")
-    kept, trained = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions()), learner(root)
+    kept, trained = store.Checkpoints(folder, store.CheckpointOptions()), learner(root)
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
 
     def write(aside: Path) -> None:
@@ -156,8 +148,8 @@ def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory)
 
 
 def refused(run: Path) -> str:
-    with pytest.raises(checkpoints.CheckpointUnusable) as caught:
-        checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
+    with pytest.raises(store.CheckpointUnusable) as caught:
+        store.Checkpoints(run, store.CheckpointOptions()).newest()
     said = str(caught.value)
     assert "step-000004: damaged: " in said and "the one before is of step 2: remove this folder" in said
     assert "\n" not in said
@@ -181,11 +173,11 @@ def test_every_file_of_a_checkpoint_may_be_damaged_in_any_way_and_it_is_noticed(
                 path.write_bytes(damaged)
             refused(run)
             path.write_bytes(whole)
-    assert checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest().step == 4
+    assert store.Checkpoints(run, store.CheckpointOptions()).newest().step == 4
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
-    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    kept = store.Checkpoints(tmp_path, store.CheckpointOptions())
     for step in (2, 4):
         kept.save(step, {"step": step}, lambda aside: None)
     manifest = tmp_path / "checkpoints" / "step-000004" / "manifest.json"
@@ -210,12 +202,12 @@ def test_a_folder_that_only_looks_like_a_checkpoint_is_no_beginning_at_step_0(sa
     newest.mkdir()
     refused(run)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
-        checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
+    with pytest.raises(store.CheckpointUnusable, match="no checkpoint to resume from"):
+        store.Checkpoints(run, store.CheckpointOptions()).newest()
 
 
 def test_the_files_beside_the_checkpoints_are_looked_at_too(tmp_path: Path) -> None:
-    at = checkpoints.Checkpoint(4, tmp_path, {"metrics_bytes": 12})
+    at = store.Checkpoint(4, tmp_path, {"metrics_bytes": 12})
     metrics = tmp_path / "metrics.jsonl"
     for content, problem in (
         (None, "has 0 bytes, fewer than the 12"),
@@ -224,7 +216,7 @@ def test_the_files_beside_the_checkpoints_are_looked_at_too(tmp_path: Path) -> N
     ):
         if content is not None:
             metrics.write_bytes(content)
-        with pytest.raises(checkpoints.CheckpointUnusable, match=problem):
+        with pytest.raises(store.CheckpointUnusable, match=problem):
             resume.cut(metrics, at)
     for content in (b"seed: [", b"\xff\xfe", b"", b"- 1"):
         (tmp_path / "recipe.yaml").write_bytes(content)
@@ -256,7 +248,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
     root: Path, saved: Path, tmp_path: Path, only_rank: None
 ) -> None:
     """Whoever can write a folder can write its manifest, too: the checksums are right."""
-    canary, kept = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    canary, kept = tmp_path / "canary", store.Checkpoints(tmp_path, store.CheckpointOptions())
     for step, bomb in enumerate(pickled(canary), 1):
 
         def write(aside: Path, bomb: bytes = bomb) -> None:
@@ -292,7 +284,7 @@ def test_a_model_that_comes_with_a_pickle_or_with_code_is_refused_and_neither_ru
             (folder / name).write_bytes(bomb)
         tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
         with pytest.raises(ConfigError, match=r"model\.path: no model can be loaded from"):
-            model.load_policy(config.ModelOptions(path=str(folder)), tokenizer, 0)
+            model.load_policy(recipe.ModelOptions(path=str(folder)), tokenizer, 0)
         assert not canary.exists()
 
 
@@ -387,12 +379,12 @@ def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_pa
 def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
 ) -> None:
-    trained, watch = learner(root, stage, precision), guard.Guard(None, 3)
-    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
+    trained, watch = learner(root, stage, precision), nan_guard.Guard(None, 3)
+    kept = store.Checkpoints(tmp_path, store.CheckpointOptions(every=1, keep=1))
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     (tmp_path / "metrics.jsonl").touch()
     saver = resume.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
-    samples = trainer("data.samples")
+    samples = trainer_samples
     batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
 
     def step(number: int, factor: float) -> bool:
@@ -403,11 +395,11 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     assert step(1, 1.0)
     saver.after(1)
     assert step(2, 1e25)
-    with pytest.raises(guard.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
+    with pytest.raises(nan_guard.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
         saver.after(2)
     assert not step(3, 1.0)
     saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
-    with pytest.raises(guard.NotFinite, match="the last 1 optimiser steps were skipped"):
+    with pytest.raises(nan_guard.NotFinite, match="the last 1 optimiser steps were skipped"):
         saver.check()
     assert kept.newest().step == 1
 
@@ -435,7 +427,7 @@ def test_a_row_that_is_no_rollout_is_named_and_nothing_is_made_up_for_it(
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b'{"failure": {}}\n' + line + b"\n")
     with pytest.raises(UsageError) as caught:
-        rollouts.read_rollouts(path, 1.0)
+        rollout_samples.read_rollouts(path, 1.0)
     assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
 
 
@@ -444,10 +436,10 @@ def test_a_rollout_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> Non
     segment = {"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1.0], "policy_version": [[1, 2, 0]]}
     row = orjson.dumps({"reward": 1, "ng": {"rollout_id": "r1", "segments": [segment]}}) + b"\n"
     path.write_bytes(row)
-    assert len(rollouts.read_rollouts(path, 1.0).rollouts) == 1
+    assert len(rollout_samples.read_rollouts(path, 1.0).rollouts) == 1
     path.write_bytes(row + row)
     with pytest.raises(UsageError, match=r"rollouts\.jsonl:2: the rollout r1 stands twice in this file"):
-        rollouts.read_rollouts(path, 1.0)
+        rollout_samples.read_rollouts(path, 1.0)
 
 
 # Ranks that are gone

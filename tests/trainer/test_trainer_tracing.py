@@ -10,13 +10,13 @@ from otlp_receiver import receiver
 from trainer_service import SHAPE
 from transformers import AutoTokenizer
 
-from ngym.cli.train import trainer
 from ngym.telemetry import tracing
-
-config, engine, guard, loop, model, samples, sft = map(
-    trainer,
-    ("recipe.recipe", "engine.engine", "engine.nan_guard", "loop", "model.policy", "data.samples", "algorithms.sft"),
-)
+from ngym.trainer import loop
+from ngym.trainer.algorithms import sft
+from ngym.trainer.data import samples
+from ngym.trainer.engine import engine, nan_guard
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import recipe
 
 
 @pytest.mark.usefixtures("only_rank")
@@ -24,10 +24,10 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
     told: list[dict[str, float]] = []
     with receiver() as received:
         tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
-        shape = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
-        options, optimizing = config.EngineOptions(zero_stage=0, precision="fp32"), config.OptimizerOptions(lr=1e-2)
+        shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+        options, optimizing = recipe.EngineOptions(zero_stage=0, precision="fp32"), recipe.OptimizerOptions(lr=1e-2)
         policy = model.load_policy(shape, tokenizer, 0)
-        learner = engine.Engine(policy, config.Launch(rank=0, local_rank=0, ranks=1), options, optimizing)
+        learner = engine.Engine(policy, recipe.Launch(rank=0, local_rank=0, ranks=1), options, optimizing)
         batch = samples.Batch([[samples.Sample((samples.Segment(list(range(5, 35)), [(5, 30)]),))]])
         tracing.begin(tracing.Destination(received.url), "ng_train")
         try:
@@ -37,7 +37,7 @@ def test_each_step_of_the_trainer_is_a_span_with_its_loss(root: Path) -> None:
                 [batch, batch],
                 10_000,
                 lambda step: 1.0,
-                guard.Guard(None, 3),
+                nan_guard.Guard(None, 3),
                 lambda step, values: told.append(values),
             )
         finally:

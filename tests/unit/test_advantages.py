@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
 
-from ngym.cli.train import trainer
+from ngym.trainer.losses import advantages, gae
+from ngym.trainer.recipe import objective
 
-advantages, gae, objective, shaping = map(
-    trainer, ("losses.advantages", "losses.gae", "recipe.objective", "losses.advantages")
-)
 PEERS = json.loads((DATA / "peer_advantages.json").read_text("utf-8"))
 OF_A_GROUP = ["group_std", "group_mean", "leave_one_out", "leave_one_out_std"]
 
@@ -222,13 +220,13 @@ def test_whitening_does_not_blow_up_rounding() -> None:
 
 def test_soft_overlong_falls_linearly_to_minus_one_and_no_further() -> None:
     lengths = [0, 80, 85, 90, 100, 1000]
-    assert [shaping.soft_overlong(n, 100, 20) for n in lengths] == [0, 0, -0.25, -0.5, -1, -1]
+    assert [advantages.soft_overlong(n, 100, 20) for n in lengths] == [0, 0, -0.25, -0.5, -1, -1]
 
 
 def test_a_group_is_informative_if_two_scored_rollouts_differ() -> None:
-    assert shaping.informative([0.0, 1.0, None])
-    assert not shaping.informative([0.1, 0.1, 0.1])
-    assert not shaping.informative([1.0, None, None])
-    assert not shaping.informative([None])
-    assert not shaping.informative([])
+    assert advantages.informative([0.0, 1.0, None])
+    assert not advantages.informative([0.1, 0.1, 0.1])
+    assert not advantages.informative([1.0, None, None])
+    assert not advantages.informative([None])
+    assert not advantages.informative([])
     assert all(math.isfinite(x) for x in found("group_std", [0.0, 1.0, None]))

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from ngym.cli.train import trainer
 from ngym.errors import ConfigError
+from ngym.trainer.recipe import algorithms
+from ngym.trainer.recipe import recipe as trainer_recipe
 
-algorithms, objective = map(trainer, ("recipe.algorithms", "recipe.objective"))
 FILE = ["model.path=data/letters/tokenizer", "evaluation=null"]
 
 
 def recipe(*words: str, files: tuple[str, ...] = ("grpo.yaml",)) -> Any:
-    return trainer("recipe.recipe").read_recipe(files, [*FILE, *words])[0]
+    return trainer_recipe.read_recipe(files, [*FILE, *words])[0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from ngym.cli.init import project
 from ngym.cli.shell import completion_names
 from ngym.cli.shell.main import main as ng
-from ngym.cli.train import trainer
 from ngym.config.service_config import Settings
 
 HEAVY = {"fastapi", "numpy", "omegaconf", "pydantic", "rich", "torch"}
@@ -55,7 +54,9 @@ def in_schema(schema: dict[str, Any], part: dict[str, Any], prefix: str = "") ->
 
 @pytest.mark.parametrize("name", ["recipe", "settings"])
 def test_the_keys_are_those_of_the_models_that_check_them(name: str) -> None:
-    schema = (trainer("recipe.recipe").Recipe if name == "recipe" else Settings).model_json_schema()
+    from ngym.trainer.recipe import recipe
+
+    schema = (recipe.Recipe if name == "recipe" else Settings).model_json_schema()
     found = (
         completion_names.of_recipe()
         if name == "recipe"

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
-from ngym.cli.train import trainer
 from ngym.export.options import FORMATS, Options
 from ngym.export.run import export
 from ngym.export.tally import Reason, Tally
@@ -179,7 +178,8 @@ def test_each_format_has_what_trl_and_datasets_look_for(tmp_path: Path, tokenize
 
 
 def test_the_trainer_reads_demonstrations_and_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    conversations = trainer("data.chat_samples")
+    from ngym.trainer.data import chat_samples as conversations
+
     rows = [with_tools(reward, f"It is {reward}.", task) for task in range(3) for reward in (1, 0)]
     exported(tmp_path, "demonstrations", *rows)
     samples = conversations.read_demonstrations(tmp_path / "exported.jsonl", tokenizer)

@@ -14,27 +14,17 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 from ngym.errors import UsageError
+from ngym.trainer import batch_sources, loop, sanity_checks
+from ngym.trainer.algorithms import policy_gradient
+from ngym.trainer.data import offline, rollout_samples, samples
+from ngym.trainer.engine import engine, nan_guard, score_samples
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import algorithms
+from ngym.trainer.recipe import recipe as config
 
-checks, config, engine, grpo, loop, model, offline, packing, algorithms, rollouts, samples, scoring, sources = map(
-    trainer,
-    (
-        "sanity_checks",
-        "recipe.recipe",
-        "engine.engine",
-        "algorithms.policy_gradient",
-        "loop",
-        "model.policy",
-        "data.offline",
-        "model.packing",
-        "recipe.algorithms",
-        "data.rollout_samples",
-        "data.samples",
-        "engine.score_samples",
-        "batch_sources",
-    ),
-)
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -118,10 +108,10 @@ def write(path: Path, lines: list[Row]) -> Path:
 
 
 def read(lines: list[Row]) -> list[Any]:
-    found = rollouts.Read()
+    found = rollout_samples.Read()
     for line in lines:
-        assert rollouts.problem(line, 1.0) is None
-        rollouts.take(line, found)
+        assert rollout_samples.problem(line, 1.0) is None
+        rollout_samples.take(line, found)
     return found.rollouts
 
 
@@ -144,7 +134,7 @@ def own(batch: list[Any], learner: Any) -> list[Any]:
     """The rollouts as if this policy had sampled them."""
     return [
         replace(rollout, segments=tuple(replace(s, sampler=v) for s, v in zip(rollout.segments, values, strict=True)))
-        for rollout, values in zip(batch, scoring.score(batch, learner.logprobs, learner, BUDGET), strict=True)
+        for rollout, values in zip(batch, score_samples.score(batch, learner.logprobs, learner, BUDGET), strict=True)
     ]
 
 
@@ -180,7 +170,7 @@ def test_no_variant_depends_on_how_the_batch_is_cut(tokenizer: PreTrainedTokeniz
     found: list[tuple[Weights, Any]] = []
     for budget in (BUDGET, 120, 1):
         trained = learner(tokenizer)
-        algorithm = grpo.PolicyGradient(chosen, None, reference)
+        algorithm = policy_gradient.PolicyGradient(chosen, None, reference)
         batch = algorithm.prepare(own(read(rows()), trained), trained, budget)
         for _ in range(2):  # the ratio of the second update is not 1
             step = one_step(trained, algorithm, batch, budget)
@@ -196,7 +186,7 @@ def test_no_variant_depends_on_how_the_batch_is_cut(tokenizer: PreTrainedTokeniz
 def test_the_loss_is_that_of_the_formula(tokenizer: PreTrainedTokenizerBase) -> None:
     """DAPO's, by hand: the sum over all tokens of -min(r A, clip(r) A), divided by all tokens of the batch."""
     trained = learner(tokenizer)
-    algorithm = grpo.PolicyGradient(options(**VARIANTS["dapo"]), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(**VARIANTS["dapo"]), None, None)
     batch = algorithm.prepare(read(rows()), trained, BUDGET)
     means = one_step(copy.copy(trained), algorithm, batch).means
     total = count = 0.0
@@ -218,7 +208,9 @@ def test_the_loss_is_that_of_the_formula(tokenizer: PreTrainedTokenizerBase) -> 
 def test_the_entropy_bonus_has_the_gradient_of_full_logits(tokenizer: PreTrainedTokenizerBase) -> None:
     """The sum over tokens of - A x log p - coef x entropy, where both count the same."""
     coef, trained = 0.3, learner(tokenizer)
-    algorithm = grpo.PolicyGradient(options(loss={"surrogate": "reinforce", "entropy_coef": coef}), None, None)
+    algorithm = policy_gradient.PolicyGradient(
+        options(loss={"surrogate": "reinforce", "entropy_coef": coef}), None, None
+    )
     batch = algorithm.prepare(read(rows()), trained, BUDGET)
     packed = packing.pack(batch, torch.device("cpu"))
     loss = algorithm.step_loss(batch).loss(trained.policy(packed, algorithm.asks), packed)
@@ -248,16 +240,16 @@ def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_teaches_where_parts_a
     lines += [row(1, index, 1.0, draw, reward_components={"right": 0.5, "short": 0.5}) for index in range(3)]
     trained = learner(tokenizer)
     by_part = options(advantage={"components": "normalise_then_sum"})
-    kept = grpo.PolicyGradient(by_part, None, None).prepare(read(lines), trained, BUDGET)
+    kept = policy_gradient.PolicyGradient(by_part, None, None).prepare(read(lines), trained, BUDGET)
     assert [rollout.group for rollout in kept] == ["t0 0"] * 3
-    assert grpo.PolicyGradient(options(), None, None).prepare(read(lines), trained, BUDGET) == []
+    assert policy_gradient.PolicyGradient(options(), None, None).prepare(read(lines), trained, BUDGET) == []
 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedTokenizerBase, skip: bool) -> None:
     trained = learner(tokenizer)
     before = weights_of(trained)
-    algorithm = grpo.PolicyGradient(options(shaping={"skip_equal_groups": skip}), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(shaping={"skip_equal_groups": skip}), None, None)
     equal = [replace(rollout, reward=0.1 + 0.2 if index % 2 else 0.3) for index, rollout in enumerate(read(rows()))]
     batch = algorithm.prepare(equal, trained, BUDGET)
     assert bool(batch) is not skip
@@ -267,10 +259,10 @@ def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedToken
 
 
 def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
-    guard = trainer("engine.nan_guard").Guard(None, 3)
+    guard = nan_guard.Guard(None, 3)
     reports: list[dict[str, float]] = []
-    batches = checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
-    algorithm = grpo.PolicyGradient(options(), None, None)
+    batches = sanity_checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
+    algorithm = policy_gradient.PolicyGradient(options(), None, None)
     loop.train(None, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda step, values: reports.append(values))
     assert reports[0]["reward/mean"] == 1 and reports[0]["global_valid_seqs"] == 0 and "loss" not in reports[0]
 
@@ -284,9 +276,9 @@ def test_failures_and_rewards_of_null_are_left_out_of_their_group(
     lines.append({**lines[0], "failure": failure})
     lines += [row(1, 0, 1.0, draw), row(2, 0, 1.0, draw), row(2, 1, 1.0, draw)]  # alone, and equal
     path = write(tmp_path / "out.jsonl", lines)
-    found = rollouts.read_rollouts(path, 1.0)
+    found = rollout_samples.read_rollouts(path, 1.0)
     assert (len(found.rollouts), found.unscored, found.failed) == (6, 1, 1)
-    algorithm = grpo.PolicyGradient(options(advantage={"estimator": "group_mean"}), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(advantage={"estimator": "group_mean"}), None, None)
     batch = algorithm.prepare(algorithm.samples(path, tokenizer), learner(tokenizer), BUDGET)
     assert [rollout.segments[0].advantages[0] for rollout in batch] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
     for rollout in batch:  # every segment, every token
@@ -297,10 +289,10 @@ def test_failures_and_rewards_of_null_are_left_out_of_their_group(
 def test_what_was_collected_is_described(tokenizer: PreTrainedTokenizerBase) -> None:
     draw = random.Random(0)
     lines = [row(0, 0, 1.0, draw, status="truncated", tool_errors=2), row(0, 1, 0.0, draw), row(1, 1, None, draw)]
-    found = rollouts.Read()
+    found = rollout_samples.Read()
     for line in lines:
-        rollouts.take(line, found)
-    values = rollouts.described(found)
+        rollout_samples.take(line, found)
+    values = rollout_samples.described(found)
     assert values["reward/mean"] == 0.5 and values["num_unscored"] == 1 and values["num_valid_samples"] == 2
     assert values["completions/clipped_ratio"] == 0.5 and values["tool_errors"] == 1
 
@@ -309,7 +301,7 @@ def test_overlong_rollouts_are_shaped_or_dropped(tokenizer: PreTrainedTokenizerB
     draw = random.Random(0)
     lines = [row(0, 1, 1.0, draw), row(0, 2, 0.0, draw), row(0, 4, 1.0, draw, status="truncated")]
     trained = learner(tokenizer)
-    dropping = grpo.PolicyGradient(
+    dropping = policy_gradient.PolicyGradient(
         options(shaping={"drop_truncated": True}, advantage={"estimator": "group_mean"}), None, None
     )
     kept = dropping.prepare(read(lines), trained, BUDGET)
@@ -317,7 +309,7 @@ def test_overlong_rollouts_are_shaped_or_dropped(tokenizer: PreTrainedTokenizerB
     lengths = [rollout.trained for rollout in read(lines)]
     limit = max(lengths)
     shaping = {"soft_overlong": {"limit": limit, "buffer": limit, "weight": 0.5}}
-    shaped = grpo.PolicyGradient(options(shaping=shaping, advantage={"estimator": "group_mean"}), None, None)
+    shaped = policy_gradient.PolicyGradient(options(shaping=shaping, advantage={"estimator": "group_mean"}), None, None)
     rewards = [reward - 0.5 * length / limit for reward, length in zip([1, 0, 1], lengths, strict=True)]
     expected = [reward - sum(rewards) / 3 for reward in rewards]
     batch = shaped.prepare(read(lines), trained, BUDGET)
@@ -369,7 +361,7 @@ def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path,
     good = row(0, 0, 1.0, random.Random(0))
     path = write(tmp_path / "out.jsonl", [good, {**good, **change}])
     with pytest.raises(UsageError) as caught:
-        rollouts.read_rollouts(path, 1.0)
+        rollout_samples.read_rollouts(path, 1.0)
     assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
 
 
@@ -382,20 +374,20 @@ def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path,
     ],
 )
 def test_what_leaves_the_distribution_as_it_is_can_be_trained(params: Row) -> None:
-    assert rollouts.bent_sampling(params, 1.0) is None
+    assert rollout_samples.bent_sampling(params, 1.0) is None
 
 
 def test_rollouts_of_another_policy_are_noticed_before_the_first_step(tokenizer: PreTrainedTokenizerBase) -> None:
     trained = learner(tokenizer)
     before = weights_of(trained)
-    algorithm = grpo.PolicyGradient(options(), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(), None, None)
 
     def run(batch: list[Any]) -> list[Any]:
         prepared = algorithm.prepare(batch, trained, BUDGET)
-        watched = checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
+        watched = sanity_checks.checked([samples.Batch([prepared])], trained, BUDGET, algorithm.sampler_N, 1.05)
         return [one_step(trained, algorithm, found.updates[0]) for found in watched]
 
-    with pytest.raises(checks.CheckFailed, match=r"token_mult_prob_error is .*model\.path"):
+    with pytest.raises(sanity_checks.CheckFailed, match=r"token_mult_prob_error is .*model\.path"):
         run(read(rows()))
     assert largest_difference(before, weights_of(trained)) == 0
     (step,) = run(own(read(rows()), trained))
@@ -411,15 +403,15 @@ def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
     words += ["model.path=null", "model.tokenizer=data/tiny_policy/tokenizer"]
     recipe, _ = config.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
     trained = learner(tokenizer)
-    algorithm = grpo.PolicyGradient(recipe.algorithm, None, None)
-    parts = sources.Parts(recipe, trained, algorithm, tokenizer)
-    source = sources.FileSource(parts, lambda text: None)
-    with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
+    algorithm = policy_gradient.PolicyGradient(recipe.algorithm, None, None)
+    parts = batch_sources.Parts(recipe, trained, algorithm, tokenizer)
+    source = batch_sources.FileSource(parts, lambda text: None)
+    with pytest.raises(sanity_checks.CheckFailed, match="token_mult_prob_error"):
         next(source.batches(None, 0, None))
     assert len(next(source.batches(None, 1, source.state())).updates[0]) == 7
     write(path, rows()[1:])
     with pytest.raises(UsageError, match=r"out\.jsonl: changed since the run began with it.*restore the file"):
-        sources.FileSource(parts, lambda text: None).batches(None, 1, source.state())
+        batch_sources.FileSource(parts, lambda text: None).batches(None, 1, source.state())
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -428,16 +420,16 @@ def test_parameters_that_do_not_learn_are_noticed_after_the_first_step(
     tokenizer: PreTrainedTokenizerBase, stage: int
 ) -> None:
     trained = learner(tokenizer, stage=stage)
-    algorithm = grpo.PolicyGradient(options(), None, None)
+    algorithm = policy_gradient.PolicyGradient(options(), None, None)
     batch = samples.Batch([algorithm.prepare(own(read(rows()), trained), trained, BUDGET)])
-    for found in checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
+    for found in sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 1.05):
         one_step(trained, algorithm, found.updates[0])
     if stage == 3:  # its parameters are shards: none can be added now
         return
     # a weight that the network has and never uses
     trained.policy.network.forgotten = torch.nn.Parameter(torch.zeros(3))
-    watched = checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100)
-    with pytest.raises(checks.CheckFailed, match=r"1 of \d+ trainable parameters got no gradient.*forgotten"):
+    watched = sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100)
+    with pytest.raises(sanity_checks.CheckFailed, match=r"1 of \d+ trainable parameters got no gradient.*forgotten"):
         for found in watched:
             one_step(trained, algorithm, found.updates[0])
 
@@ -448,10 +440,10 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
     trained.policy.train()
-    algorithm = grpo.PolicyGradient(options(), 1, None)
+    algorithm = policy_gradient.PolicyGradient(options(), 1, None)
     batch = samples.Batch([algorithm.prepare(read(rows()), trained, BUDGET)])
-    with pytest.raises(checks.CheckFailed, match="does not repeat its own logprobs"):
-        next(checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
+    with pytest.raises(sanity_checks.CheckFailed, match="does not repeat its own logprobs"):
+        next(sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
 
 
 @pytest.mark.parametrize(
@@ -489,7 +481,7 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
     data = config.DataOptions(path=str(write(tmp_path / "out.jsonl", lines)))
     said: list[str] = []
     prepared = offline.prepared(
-        data, grpo.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
+        data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
     )
     assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples teach nothing: left out")
     recipe = config.Recipe.model_validate(

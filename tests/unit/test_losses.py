@@ -18,19 +18,9 @@ from hypothesis import strategies as st
 from paths import DATA
 from torch import Tensor
 
-from ngym.cli.train import trainer
+from ngym.trainer.losses import policy_loss, preference_loss
+from ngym.trainer.recipe import objective
 
-corrections, kl, losses, objective, preference, reduction = map(
-    trainer,
-    (
-        "losses.policy_loss",
-        "losses.policy_loss",
-        "losses.policy_loss",
-        "recipe.objective",
-        "losses.preference_loss",
-        "losses.policy_loss",
-    ),
-)
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
 PAIRS = json.loads((DATA / "peer_preferences.json").read_text("utf-8"))
 
@@ -83,7 +73,7 @@ def step(
     first: it is the first update on the batch, so there are no old logprobs. shuffle: a seed to mix the tokens with.
     """
     wanted = make(options)
-    weights = reduction.weigh(
+    weights = policy_loss.weigh(
         wanted.loss.aggregation, batch.lengths, fixed_length=wanted.loss.fixed_length, tasks_B=batch.tasks
     )
     rollout_of = [index for index, length in enumerate(batch.lengths) for _ in range(length)]
@@ -101,10 +91,10 @@ def step(
             return torch.tensor(values, dtype=dtype)[at]
 
         row_of = {rollout: row for row, rollout in enumerate(members)}
-        rows = reduction.Rows(
+        rows = policy_loss.Rows(
             torch.tensor([row_of[rollout_of[place]] for place in places], dtype=torch.int64), len(members)
         )
-        tokens = losses.Tokens(
+        tokens = policy_loss.Tokens(
             logprobs_N=logprobs[at],
             advantages_N=rows.spread(torch.tensor([batch.advantages[member] for member in members], dtype=dtype)),
             rows=rows,
@@ -115,7 +105,7 @@ def step(
             reference_N=flat(batch.reference),
             entropy_N=entropy[at],
         )
-        loss = losses.policy_loss(wanted, tokens)
+        loss = policy_loss.policy_loss(wanted, tokens)
         (loss.sum / weights.total).backward()
         value += float(loss.sum.detach()) / weights.total
         for name, mean in loss.metrics.items():
@@ -150,15 +140,15 @@ def test_losses_and_gradients_are_those_of_other_libraries(case: dict[str, Any])
 @pytest.mark.parametrize("case", PEERS["value_cases"], ids=lambda case: f"{case['aggregation']} {case['value_clip']}")
 def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
     lengths = PEERS["lengths"]
-    weights = reduction.weigh(case["aggregation"], lengths)
+    weights = policy_loss.weigh(case["aggregation"], lengths)
     values = torch.tensor(PEERS["values"]["values"], requires_grad=True)
-    loss = losses.value_loss(
+    loss = policy_loss.value_loss(
         objective.Critic(value_clip=case["value_clip"]),
-        losses.Values(
+        policy_loss.Values(
             values_N=values,
             old_N=torch.tensor(PEERS["values"]["old"]),
             returns_N=torch.tensor(PEERS["values"]["returns"]),
-            rows=reduction.Rows(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)),
+            rows=policy_loss.Rows(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), len(lengths)),
             weight_R=torch.tensor(weights.token_B),
             share=weights.total,
         ),
@@ -174,10 +164,10 @@ def of_pairs(options: dict[str, Any], logprobs: list[Any], reference: list[Any])
     answers = [answer for pair in logprobs for answer in pair]
     row = torch.tensor([index for index, answer in enumerate(answers) for _ in answer])
     flat = torch.tensor([value for answer in answers for value in answer], requires_grad=True)
-    loss = preference.preference_loss(
+    loss = preference_loss.preference_loss(
         objective.Preference.model_validate(options),
         flat,
-        reduction.Rows(row, len(answers)),
+        policy_loss.Rows(row, len(answers)),
         torch.tensor([sum(answer) for pair in reference for answer in pair]),
     )
     (loss.sum / len(logprobs)).backward()
@@ -238,14 +228,14 @@ def test_kl_estimates_by_hand() -> None:
     zero = torch.zeros(3)
 
     def found(name: str, cap: float) -> list[float]:
-        values: list[float] = kl.kl_estimate(zero, log_ratio, name, cap).tolist()
+        values: list[float] = policy_loss.kl_estimate(zero, log_ratio, name, cap).tolist()
         return values
 
     assert found("k1", math.inf) == pytest.approx([-1, 14, 29])
     assert found("k2", math.inf) == pytest.approx([0.5, 98, 420.5])
     assert found("k3", math.inf) == pytest.approx([0.7183, 13, 28], abs=1e-4)
-    assert found("k1", kl.CAP) == pytest.approx([-1, 10, 10])
-    assert found("k3", kl.CAP) == pytest.approx([0.7183, 10, 10], abs=1e-4)
+    assert found("k1", policy_loss.CAP) == pytest.approx([-1, 10, 10])
+    assert found("k3", policy_loss.CAP) == pytest.approx([0.7183, 10, 10], abs=1e-4)
 
 
 def test_preference_losses_begin_where_they_must() -> None:
@@ -264,10 +254,10 @@ def test_preference_losses_begin_where_they_must() -> None:
 
 def test_the_mismatch_is_one_when_sampler_and_trainer_agree_and_grows_with_their_difference() -> None:
     trainer_N = torch.tensor([-1.0, -2.0, -3.0])
-    same = reduction.measured(corrections.mismatch(trainer_N, trainer_N))
+    same = policy_loss.measured(policy_loss.mismatch(trainer_N, trainer_N))
     assert same["token_mult_prob_error"].total / same["token_mult_prob_error"].count == 1.0
     assert same["mismatch_kl"].total == 0.0
-    apart = reduction.measured(corrections.mismatch(trainer_N, trainer_N + torch.tensor([0.1, -0.1, 0.0])))
+    apart = policy_loss.measured(policy_loss.mismatch(trainer_N, trainer_N + torch.tensor([0.1, -0.1, 0.0])))
     assert apart["token_mult_prob_error"].total == pytest.approx(2 * math.exp(0.1) + 1, rel=1e-5)
     assert apart["mismatch_kl"].total == pytest.approx(math.exp(0.1) + math.exp(-0.1) - 2, rel=1e-3)
 
@@ -514,7 +504,7 @@ def test_the_exact_gradient_is_on_average_that_of_the_kl_divergence(estimator: s
     (true,) = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), theta, retain_graph=True)
     options = objective.Kl(coef=1.0, estimator=estimator)
     for old in (log_p.detach(), (theta.detach() + 0.5 * torch.randn(5, dtype=torch.float64)).log_softmax(0)):
-        terms = kl.kl_term(options, log_p, reference, old)
+        terms = policy_loss.kl_term(options, log_p, reference, old)
         (found,) = torch.autograd.grad((old.exp() * terms).sum(), theta, retain_graph=True)
         assert found.tolist() == pytest.approx(true.tolist(), abs=1e-12)
 
@@ -525,9 +515,11 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
     reference = torch.randn(5, dtype=torch.float64).log_softmax(0)
     log_p = theta.log_softmax(0)
     p = log_p.exp().detach()
-    (k1,) = torch.autograd.grad((p * kl.kl_estimate(log_p, reference, "k1")).sum(), theta, retain_graph=True)
+    (k1,) = torch.autograd.grad((p * policy_loss.kl_estimate(log_p, reference, "k1")).sum(), theta, retain_graph=True)
     assert k1.abs().max() < 1e-12
-    (k3,) = torch.autograd.grad((p * kl.kl_estimate(log_p, reference, "k3", math.inf)).sum(), theta, retain_graph=True)
+    (k3,) = torch.autograd.grad(
+        (p * policy_loss.kl_estimate(log_p, reference, "k3", math.inf)).sum(), theta, retain_graph=True
+    )
     (reverse,) = torch.autograd.grad((reference.exp() * (reference - log_p)).sum(), theta, retain_graph=True)
     assert k3.tolist() == pytest.approx(reverse.tolist(), abs=1e-12)
 
@@ -600,16 +592,16 @@ def test_label_smoothing_is_for_the_sigmoid_loss_alone() -> None:
 
 
 def test_a_tensor_that_the_objective_asks_for_must_be_there() -> None:
-    rows = reduction.Rows(torch.tensor([0]), 1)
+    rows = policy_loss.Rows(torch.tensor([0]), 1)
     one = torch.ones(1)
-    tokens = losses.Tokens(logprobs_N=-one, advantages_N=one, rows=rows, weight_R=one, share=1.0)
+    tokens = policy_loss.Tokens(logprobs_N=-one, advantages_N=one, rows=rows, weight_R=one, share=1.0)
     for options, name in (
         ({"kl": {"coef": 0.1}}, "reference_N"),
         ({"correction": {"kind": "token"}}, "sampler_N"),
         ({"loss": {"entropy_coef": 0.1}}, "entropy_N"),
     ):
         with pytest.raises(ValueError, match=name):
-            losses.policy_loss(make(options), tokens)
+            policy_loss.policy_loss(make(options), tokens)
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
@@ -618,14 +610,14 @@ def test_a_tensor_that_the_objective_asks_for_must_be_there() -> None:
 def test_sft_is_the_sum_of_minus_log_p() -> None:
     logits = torch.randn(6, 11, requires_grad=True)
     target = torch.randint(0, 11, (6,))
-    loss = losses.nll_loss(logits.log_softmax(-1).gather(1, target[:, None])[:, 0])
+    loss = policy_loss.nll_loss(logits.log_softmax(-1).gather(1, target[:, None])[:, 0])
     assert loss.sum.item() / 6 == pytest.approx(torch.nn.functional.cross_entropy(logits, target).item(), rel=1e-6)
     assert (loss.metrics["loss"].total, loss.metrics["loss"].count) == (pytest.approx(loss.sum.item()), 6)
 
 
 def test_a_step_in_which_nothing_is_trained_weighs_nothing() -> None:
     for aggregation in ("token", "sequence", "fixed", "prompt"):
-        weights = reduction.weigh(aggregation, [0, 0], fixed_length=5, tasks_B=["a", "b"])
+        weights = policy_loss.weigh(aggregation, [0, 0], fixed_length=5, tasks_B=["a", "b"])
         assert weights.total == 0
         assert weights.token_B == [0, 0]
 
@@ -634,10 +626,10 @@ def test_a_step_in_which_nothing_is_trained_weighs_nothing() -> None:
 def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() -> None:
     script = """
 import sys
-from ngym.cli.train import trainer
-for name in ("recipe.objective", "losses.advantages"): trainer(name)
+from ngym.trainer.losses import advantages
+from ngym.trainer.recipe import objective
 assert "torch" not in sys.modules
-for name in ("losses.policy_loss", "losses.gae", "losses.preference_loss"): trainer(name)
+from ngym.trainer.losses import gae, policy_loss, preference_loss
 print(sorted({"deepspeed", "vllm", "transformers"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

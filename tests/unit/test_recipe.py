@@ -9,12 +9,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ngym.cli.train import main, trainer
+from ngym.cli.train import main
 from ngym.errors import ConfigError
+from ngym.trainer.data import samples
+from ngym.trainer.model import policy
+from ngym.trainer.recipe import recipe as config
+from ngym.trainer.recipe import validation
 
-config, arithmetic, model, samples = map(
-    trainer, ("recipe.recipe", "recipe.validation", "model.policy", "data.samples")
-)
 POLICY = "model.path=data/tiny_policy/tokenizer"
 
 
@@ -84,7 +85,7 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path, words: list[str]) -> None
 
 
 def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
-    said = arithmetic.of_file(
+    said = validation.of_file(
         recipe("sft.yaml", "batch_size=4", "epochs=2", "micro_batch_tokens=10", "schedule.warmup_steps=0"),
         lengths(5, 5, 5, 5, 5, 15),
         4,
@@ -101,7 +102,7 @@ def test_the_sizes_of_a_run_on_a_file_are_told() -> None:
 
 
 def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> None:
-    said = arithmetic.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
+    said = validation.of_file(recipe("sft.yaml", "max_steps=3"), lengths(*[10] * 130), 3, launch(1))
     assert said[1:2] + said[3:] == [
         "step         32 samples",
         "run          3 steps (max_steps, of 5): 96 samples, about 960 tokens",
@@ -112,7 +113,7 @@ def test_a_run_that_is_cut_short_and_a_warm_up_that_is_too_long_are_told() -> No
 
 def test_the_sizes_of_a_live_run_are_told() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
-    said = arithmetic.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
+    said = validation.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
     assert said == [
         "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimiser steps of 28, 9 or 10 on each of 3 ranks",
         "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
@@ -130,7 +131,7 @@ def test_the_sizes_of_a_live_run_are_told() -> None:
     ],
 )
 def test_sizes_that_cannot_work_are_refused(words: list[str], ranks: int, key: str, reason: str) -> None:
-    ((found, why),) = arithmetic.impossible(recipe(*words), launch(ranks))
+    ((found, why),) = validation.impossible(recipe(*words), launch(ranks))
     assert found == key and reason in why
 
 
@@ -164,19 +165,19 @@ def test_a_tokenizer_of_another_model_is_refused(root: Path, monkeypatch: pytest
     monkeypatch.chdir(root)
     words = ["sft.yaml", "model.from_scratch=null", "model.path=data/letters/tokenizer"]
     with pytest.raises(ConfigError, match=r"tiny_policy/tokenizer is not the tokenizer of .*letters/tokenizer .*=null"):
-        model.load_tokenizer(recipe(*words).model)
-    assert model.load_tokenizer(recipe(*words, "model.tokenizer=null").model).chat_template
+        policy.load_tokenizer(recipe(*words).model)
+    assert policy.load_tokenizer(recipe(*words, "model.tokenizer=null").model).chat_template
 
 
 def test_a_model_without_a_tokenizer_takes_the_named_one_and_a_damaged_one_is_told(root: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     words = ["sft.yaml", "model.from_scratch=null", f"model.path={tmp_path}"]
     options = recipe(*words, f"model.tokenizer={root / 'data' / 'tiny_policy' / 'tokenizer'}").model
-    assert model.load_tokenizer(options).chat_template
+    assert policy.load_tokenizer(options).chat_template
     for file in (root / "data" / "letters" / "tokenizer").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"no tokenizer can be loaded from"):
-        model.load_tokenizer(options)
+        policy.load_tokenizer(options)
 
 
 def test_a_wrong_task_is_told_of_before_any_service_starts(

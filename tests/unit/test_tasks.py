@@ -13,14 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ngym.cli.train import trainer
 from ngym.collect import Recipe
 from ngym.collect.plan import planned
 from ngym.errors import UsageError
+from ngym.trainer.online import curriculum, rollout_stream, task_sampler
+from ngym.trainer.recipe import rl
 
-curriculum, groups, rl, tasks, turns = map(
-    trainer, ("online.curriculum", "online.rollout_stream", "recipe.rl", "online.task_sampler", "online.task_sampler")
-)
 Values = dict[str, Any]
 
 
@@ -49,7 +47,7 @@ def inputs(taken: list[Any]) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0.01, 100).map(lambda value: round(value, 3)), min_size=1, max_size=7))
 def test_after_any_number_of_turns_each_has_had_its_share_to_within_one(weights: list[float]) -> None:
-    order = turns.Turns(weights)
+    order = task_sampler.Turns(weights)
     for turn in range(1, 150):
         order.next()
         for taken, weight in zip(order.taken, weights, strict=True):
@@ -57,13 +55,13 @@ def test_after_any_number_of_turns_each_has_had_its_share_to_within_one(weights:
 
 
 def test_each_step_has_the_environments_in_their_shares(tmp_path: Path) -> None:
-    source = tasks.TaskSource(two(tmp_path), seed=0)
+    source = task_sampler.TaskSource(two(tmp_path), seed=0)
     for _ in range(10):
         assert Counter(task.environment for task in source.take(6)) == {"sums": 4, "proofs": 2}
 
 
 def test_a_task_is_a_row_for_its_agent_with_a_number_of_its_own(tmp_path: Path) -> None:
-    taken = tasks.TaskSource(two(tmp_path), seed=0).take(9)
+    taken = task_sampler.TaskSource(two(tmp_path), seed=0).take(9)
     assert [task.number for task in taken] == [task.row["_ng_task_index"] for task in taken] == list(range(9))
     assert {(task.environment, task.row["agent_ref"]["name"]) for task in taken} == {
         ("sums", "sums"),
@@ -79,12 +77,12 @@ def test_a_task_is_a_row_for_its_agent_with_a_number_of_its_own(tmp_path: Path) 
 
 def test_every_task_comes_once_an_epoch_and_the_order_changes(tmp_path: Path) -> None:
     options = rl.RolloutOptions(agent="sums", tasks=str(write(tmp_path / "tasks.jsonl", 7)), max_output_tokens=5)
-    source = tasks.TaskSource(options, seed=3)
+    source = task_sampler.TaskSource(options, seed=3)
     epochs = [inputs(source.take(3) + source.take(4)) for _ in range(4)]
     assert all(sorted(epoch) == [f"tasks {n}" for n in range(7)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert inputs(tasks.TaskSource(options, seed=3).take(7)) == epochs[0]
-    assert inputs(tasks.TaskSource(options, seed=4).take(7)) != epochs[0]
+    assert inputs(task_sampler.TaskSource(options, seed=3).take(7)) == epochs[0]
+    assert inputs(task_sampler.TaskSource(options, seed=4).take(7)) != epochs[0]
     assert source.metrics() == {"tasks/sums/epoch": 4.0}
     assert source.take(1)[0].row["responses_create_params"]["max_output_tokens"] == 5
 
@@ -98,13 +96,13 @@ def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, opt
         return taken, source.metrics()
 
     options = two(tmp_path, **options)
-    whole, draw = tasks.TaskSource(options, seed=1), random.Random(0)
+    whole, draw = task_sampler.TaskSource(options, seed=1), random.Random(0)
     for _ in range(40):
         step(whole, draw)
     state, drawn = json.loads(json.dumps(whole.state())), draw.getstate()
     expected = [step(whole, draw) for _ in range(40)]
 
-    resumed = tasks.TaskSource(options, seed=1)
+    resumed = task_sampler.TaskSource(options, seed=1)
     resumed.restore(state)
     draw.setstate(drawn)
     assert [step(resumed, draw) for _ in range(40)] == expected
@@ -114,11 +112,11 @@ def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, opt
 
 
 def test_other_shares_on_resume_hold_from_then_on(tmp_path: Path) -> None:
-    source = tasks.TaskSource(two(tmp_path), seed=0)
+    source = task_sampler.TaskSource(two(tmp_path), seed=0)
     source.take(30)
     options = two(tmp_path)
     equal = [each.model_copy(update={"weight": 1.0}) for each in options.environments]
-    resumed = tasks.TaskSource(options.model_copy(update={"environments": tuple(equal)}), seed=0)
+    resumed = task_sampler.TaskSource(options.model_copy(update={"environments": tuple(equal)}), seed=0)
     resumed.restore(source.state())
     taken = resumed.take(6)
     assert Counter(task.environment for task in taken) == {"sums": 3, "proofs": 3} and taken[0].number == 30
@@ -126,38 +124,38 @@ def test_other_shares_on_resume_hold_from_then_on(tmp_path: Path) -> None:
 
 def test_a_state_of_other_tasks_is_refused(tmp_path: Path) -> None:
     options = two(tmp_path)
-    state = tasks.TaskSource(options, seed=0).state()
+    state = task_sampler.TaskSource(options, seed=0).state()
     with pytest.raises(UsageError, match=r"seed: 0 when the tasks were drawn before, 1 now; set it back"):
-        tasks.TaskSource(options, seed=1).restore(state)
+        task_sampler.TaskSource(options, seed=1).restore(state)
     one = options.model_copy(update={"environments": options.environments[:1]})
     with pytest.raises(UsageError, match=r"rollouts\.environments: sums, proofs when .* before, sums now"):
-        tasks.TaskSource(one, seed=0).restore(state)
+        task_sampler.TaskSource(one, seed=0).restore(state)
     learning = options.model_copy(update={"curriculum": curriculum.CurriculumOptions()})
     with pytest.raises(UsageError, match=r"rollouts\.curriculum: tasks were drawn by epochs before, by curriculum now"):
-        tasks.TaskSource(learning, seed=0).restore(state)
+        task_sampler.TaskSource(learning, seed=0).restore(state)
     text = (tmp_path / "hard.jsonl").read_text("utf-8")
     (tmp_path / "hard.jsonl").write_text(text.replace("hard 3", "hard 7"), "utf-8")
     with pytest.raises(UsageError, match=r"hard\.jsonl: changed since its tasks were drawn before: 5 tasks, sha256 "):
-        tasks.TaskSource(options, seed=0).restore(state)
+        task_sampler.TaskSource(options, seed=0).restore(state)
 
 
 def test_rows_that_are_no_tasks_of_this_agent_are_named(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     options = rl.RolloutOptions(agent="sums", tasks=str(write(path, 1, agent_ref={"name": "proofs"})))
     with pytest.raises(UsageError, match=r"tasks\.jsonl:1: agent_ref names 'proofs', and these tasks are for 'sums'"):
-        tasks.TaskSource(options, seed=0)
+        task_sampler.TaskSource(options, seed=0)
     path.write_text('{"responses_create_params": {"input": "?", "top_k": 20}}\n{"input": "?"}\n', "utf-8")
     with pytest.raises(UsageError, match=r"tasks\.jsonl:1: top_k is 20: the sampler's(.|\n)*:2: no task: it needs"):
-        tasks.TaskSource(options, seed=0)
+        task_sampler.TaskSource(options, seed=0)
     path.write_text("", "utf-8")
     with pytest.raises(UsageError, match=r"tasks\.jsonl: no tasks in it"):
-        tasks.TaskSource(options, seed=0)
+        task_sampler.TaskSource(options, seed=0)
 
 
 def test_a_byte_order_mark_and_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     path = write(tmp_path / "tasks.jsonl", 3)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    source = tasks.TaskSource(rl.RolloutOptions(agent="sums", tasks=str(path)), seed=0)
+    source = task_sampler.TaskSource(rl.RolloutOptions(agent="sums", tasks=str(path)), seed=0)
     assert sorted(inputs(source.take(3))) == ["tasks 0", "tasks 1", "tasks 2"]
     path.write_text("short\n", "utf-8")
     with pytest.raises(UsageError, match=r"tasks\.jsonl: changed while this run reads it"):
@@ -264,7 +262,7 @@ def test_the_lottery_gives_each_owner_as_many_tickets_as_its_weight(
 
 
 def test_of_several_environments_each_tells_its_reward(tmp_path: Path) -> None:
-    source = tasks.TaskSource(two(tmp_path, curriculum={}), seed=0)
+    source = task_sampler.TaskSource(two(tmp_path, curriculum={}), seed=0)
     for task in source.take(6):
         source.learned(task.key, [1.0, 0.0] if task.environment == "sums" else [])
     values = source.metrics()
@@ -282,8 +280,8 @@ def test_no_group_is_trained_later_than_the_lag_allows_whichever_is_complete_fir
     for step in range(12):
         admitted = step * size + len(waiting)
         for number in range(admitted, (max_lag + step + 1) * size):
-            waiting.append(groups.Group(tasks.Task("sums", 0, number, {}), step, running=1))
-        while not (batch := groups.next_batch(waiting, size, step, max_lag)):
+            waiting.append(rollout_stream.Group(task_sampler.Task("sums", 0, number, {}), step, running=1))
+        while not (batch := rollout_stream.next_batch(waiting, size, step, max_lag)):
             draw.choice([group for group in waiting if not group.complete]).running = 0
         assert len(batch) == size and all(group.complete and step - group.step <= max_lag for group in batch)
         waiting = [group for group in waiting if group not in batch]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ngym.cli.train import trainer
+from ngym.trainer.reporting.metrics import MEASURED
 
 from .markup import code, table, words
 from .specimen import Specimen
@@ -43,7 +43,7 @@ def text(specimen: Specimen) -> str:
             name = family.name + ("_total" if family.type == "counter" else "")
             shown = f"{name}{{{','.join(labels)}}}" if labels else name
             rows.append((code(shown), family.type, words(family.documentation), of_what))
-    measured = trainer("reporting.metrics").MEASURED
+    measured = MEASURED
     return "\n".join(
         [
             INTRO,

@@ -7,7 +7,8 @@ from typing import get_args
 import yaml
 from pydantic import BaseModel
 
-from ngym.cli.train import trainer
+from ngym.trainer.recipe import algorithms
+from ngym.trainer.recipe import recipe as config
 
 from .fields import Key, keys, keys_table, said
 from .markup import fence, words
@@ -22,13 +23,11 @@ nearest name. How training works: [training](../training.md); what the algorithm
 
 
 def text(specimen: Specimen) -> str:
-    config = trainer("recipe.recipe")
     recipe: type[BaseModel] = config.Recipe
     plain, sections = [], []
     for name, field in recipe.model_fields.items():
         model = _model(field.annotation)
         if name == "algorithm":
-            algorithms = trainer("recipe.algorithms")
             base = algorithms.GrpoOptions
             sections += [_algorithm(key, options, base) for key, options in algorithms.ALGORITHMS.items()]
         elif model is None:

@@ -22,7 +22,7 @@ from ngym.schema import Json
 
 from ...recipe.base import Record
 
-PROGRAM = "from ngym.cli.train import trainer; trainer('reporting.sinks.process').main()"
+PROGRAM = "from ngym.trainer.reporting.sinks import process; process.main()"
 
 
 class SinkFailed(NgymError):
