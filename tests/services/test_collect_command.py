@@ -43,7 +43,7 @@ def tasks(tmp_path: Path) -> Path:
 
 SIGNALLED = """
 import os, sys
-from ngym.cli import collect_run
+from ngym.cli.rollouts import collect_run
 
 number, echo = int(sys.argv.pop(1)), collect_run.Session._echo
 
