@@ -1,4 +1,4 @@
-"""`ng_profile`: which tasks are solved always, never, sometimes, and which teach nothing."""
+"""`ng_profile`: which tasks are solved always, never, sometimes, and which have no learning signal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_task_is_told_with_its_pass_rate_and_whether_it_teaches(tmp_path: P
     ]
     assert (tasks[2]["rollouts"], tasks[2]["unscored"], tasks[2]["task_id"]) == (4, 1, "t2")
     assert "a: 5 tasks, 9 scored rollouts, mean pass rate 0.333" in result.output
-    assert "teach nothing    3   60.0%" in result.output
+    assert "no signal        3   60.0%" in result.output
 
 
 def test_a_task_that_training_drew_several_times_is_one_task(tmp_path: Path) -> None:
