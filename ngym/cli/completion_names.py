@@ -50,7 +50,7 @@ def completions(keys: Iterable[str], begun: str) -> list[str]:
 def of_model(file: Path, name: str) -> Iterator[str]:
     """Every key of a pydantic model and of the models inside it; lists and maps have no keys."""
     found = _find(file, name)
-    return _keys(found) if found else iter(())
+    return _keys(found) if found and isinstance(found.node, ast.ClassDef) else iter(())
 
 
 def _of_app(app: str, folder: Path) -> Iterator[str]:

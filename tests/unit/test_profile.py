@@ -86,4 +86,4 @@ def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:
 def test_what_is_no_rollout_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])
-    assert result.exit_code == 2 and "out.jsonl:1: no rollout" in result.stderr
+    assert result.exit_code == 2 and "out.jsonl:1: not a rollout" in result.stderr
