@@ -212,7 +212,7 @@ def test_nothing_takes_the_place_of_a_device_or_a_pipe(here: Path, line: str) ->
     os.mkfifo(here / "pipe")
     result = said(*line.split())
     assert result.exit_code == 2 and (here / "pipe").is_fifo()
-    assert result.stderr == "pipe is no regular file, but a device or a pipe; name a file\n"
+    assert result.stderr == "pipe is not a regular file, but a device or a pipe; name a file\n"
 
 
 def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:
