@@ -1,9 +1,9 @@
-"""The commands: one small file each."""
+"""The command line: one module per command."""
 
 import os
 import signal
 import sys
 
-# While a script of ours still imports, Ctrl-C ends it without a word; `ended` takes over.
+# While a script of ngym still imports its modules, Ctrl-C ends it silently; later `exit_status.ended` handles it.
 if os.path.basename(sys.argv[0]).startswith("ng") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

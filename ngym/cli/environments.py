@@ -1,4 +1,4 @@
-"""Environments of a config, started and tried without a model; what `ng_validate --environment` shows."""
+"""Starts environments of a config and tests them without a model, for `ng_validate --environment`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ngym.validation.checks import SHOWN
 from ngym.validation.gold import MODEL, can_be_alone, others, with_stand_ins
 
 Say = Callable[[str], None]
-_REMEDY = f"{MODEL} beside its gold.jsonl, with replies of models/scripted, lets a scripted model stand in"
+_REMEDY = f"{MODEL} next to its gold.jsonl, with replies of models/scripted, makes a scripted model answer instead"
 
 
 class Tried(NamedTuple):
-    """An environment, and what each check found."""
+    """An environment and the finding of each check."""
 
     name: str
     findings: list[Finding]
@@ -40,10 +40,10 @@ class Tried(NamedTuple):
 async def try_environments(
     config: Config, launcher: Launcher, names: Sequence[str], within_s: float, say: Say
 ) -> list[Tried]:
-    """Each of them, or all that have gold answers if none is named. say: told each line, for a person, as it is found.
+    """Test the named environments, or all that have gold answers. say: receives each line of the report.
 
     Raises:
-        ConfigError: there is no such gym server, or it has no gold answers.
+        ConfigError: a name is not a gym server, or it has no gold answers.
     """
     chosen = [_named(config, name) for name in names] or _all(config, say)
     tried = []
@@ -51,7 +51,7 @@ async def try_environments(
     async with started(alone, alone.services, launcher) as peers:
         for environment in chosen:
             if asked := others(config, environment.name):
-                say(f"{environment.name} asks {', '.join(asked)}: a scripted model stands in, which judges nothing")
+                say(f"{environment.name} asks {', '.join(asked)}: a scripted model answers instead and judges nothing")
             peer = peers[environment.name]
             facts = await described(environment, readme_of(_app(config, environment.name)), peer)
             tried.append(Tried(environment.name, [facts, *await examine(environment, peer, within_s)]))
@@ -63,7 +63,7 @@ async def try_environments(
 
 @asynccontextmanager
 async def started(config: Config, names: Collection[str], launcher: Launcher) -> AsyncIterator[Peers]:
-    """These services of the config and no other; they stop when the block ends."""
+    """Start only these services of the config; they stop when the block ends."""
     services = {name: stanza for name, stanza in config.services.items() if name in names}
     async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
         peers = Peers(stack.urls, stack.head_url, stack.run_token, owner="this command", others=config.others)
@@ -79,10 +79,12 @@ def _named(config: Config, name: str) -> Environment:
         raise ConfigError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a gym_server")
     environment = find_environment(config, stanza)
     if environment is None:
-        raise ConfigError(f"{stanza.where}: {name!r} has no gold answers; write data/NAME/gold.jsonl beside the config")
+        raise ConfigError(
+            f"{stanza.where}: {name!r} has no gold answers; write data/NAME/gold.jsonl next to the config"
+        )
     if not can_be_alone(config, environment):
         asked = ", ".join(others(config, name))
-        raise ConfigError(f"{stanza.where}: {name!r} asks {asked}, and no other service is started here; {_REMEDY}")
+        raise ConfigError(f"{stanza.where}: {name!r} asks {asked}, but no other service is started here; {_REMEDY}")
     return environment
 
 
@@ -98,7 +100,7 @@ def _all(config: Config, say: Say) -> list[Environment]:
         if can_be_alone(config, environment):
             found.append(environment)
         else:
-            say(f"{environment.name} asks {', '.join(others(config, environment.name))}: it is not tried; {_REMEDY}")
+            say(f"{environment.name} asks {', '.join(others(config, environment.name))}: not tested; {_REMEDY}")
     if not found:
         raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/NAME/gold.jsonl")
     return found

@@ -1,4 +1,4 @@
-"""`ng_init`: a new folder with an environment that runs at once, for the author to change."""
+"""`ng_init`: creates a folder with a runnable environment as a starting point."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOLD = (
 CONFIG = Template("""\
 # Every service of the project, by name. Any key can be set on the command line: ng_run policy.latency_s=0.5
 
-# A model whose answers are written down, so that everything runs at once.
+# A model with fixed answers, so that everything runs without a GPU.
 # A real one: {kind: model, app: models/vllm, model: Qwen/Qwen3-0.6B}
 policy:
   kind: model
@@ -81,7 +81,8 @@ README = Template("""\
 
 - `gym_servers/$name/app.py`: the environment, a tool and `verify`.
 - `gym_servers/$name/README.md`: what it is; `ng_list` shows the lines between the `---`.
-- `data/$name/example.jsonl`: tasks; `gold.jsonl`: answers whose reward is known. What is beside `responses_create_params` is for `verify`.
+- `data/$name/example.jsonl`: tasks. `verify` gets the fields next to `responses_create_params`.
+- `data/$name/gold.jsonl`: answers whose reward is known.
 - `global_config.yaml`: the services: a model, this environment, an agent that brings them together.
 
 In one terminal:
@@ -92,8 +93,10 @@ In another one, in the same folder:
 
     ng_collect_rollouts --agent ${name}_agent --input data/$name/example.jsonl --output results/out.jsonl --repeats 2
 
-`ng_validate` checks the config; `ng_validate --environment $name` tries the environment on `data/$name/gold.jsonl`: answers, and
-the reward that each must get (`pytest` does the same). `ng_status` says what runs, `.ngym/logs/` has what the services print.
+- `ng_validate` checks the config.
+- `ng_validate --environment $name` tests the environment on `data/$name/gold.jsonl`: answers, and the reward that each
+  must get. `pytest` does the same.
+- `ng_status` shows what runs; `.ngym/logs/` has the services' output.
 """)
 
 FACTS = Template("""\
@@ -110,7 +113,7 @@ license: Apache-2.0 # of data/$name
 """)
 
 TEST = Template('''\
-"""Is $name right? Its gold answers get what they must, and spoilt ones less; no model is needed."""
+"""Tests $name without a model: its gold answers get their rewards, and corrupted ones get less."""
 
 import subprocess
 import sys
@@ -125,17 +128,19 @@ def test_the_environment_rewards_what_it_must() -> None:
 
 
 EXIT_CODES = """\
-Exit codes: 0  the folder is made
-            2  the name is none, the folder is in use or cannot be written; nothing was overwritten"""
+Exit codes: 0  the folder was created
+            2  the name is not valid, or the folder is not empty or cannot be written; nothing was overwritten"""
 
 
 @command("ng_init", epilog=EXIT_CODES)
 @click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path), metavar="PATH", help="Where to make it.  [default: ./NAME]")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), metavar="PATH", help="Where to create it.  [default: ./NAME]"
+)
 @click.option("--dry-run", is_flag=True, help="Show which files would be written, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: the folder, its files, what to run next.")
 def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
-    """Make a folder with an environment NAME, its config and example tasks; all of it runs as it stands.
+    """Create a folder with an environment NAME, its config and example tasks; it runs without changes.
 
     \b
     Examples: ng_init my_env
@@ -143,7 +148,7 @@ def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
     """
     if not NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} is no name for an environment: use lower-case letters, digits and '_', such as my_env"
+            f"{name!r} is not a valid name for an environment: use lower-case letters, digits and '_', such as my_env"
         )
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -161,7 +166,7 @@ def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
 
 
 def _write(folder: Path, files: Mapping[Path, str]) -> None:
-    """On a full disk none of them stays, so that the same command can be given again."""
+    """Write all files. On a full disk all are removed again, so that the same command can be repeated."""
     for path, text in files.items():
         try:
             with writing(path):
@@ -175,7 +180,7 @@ def _write(folder: Path, files: Mapping[Path, str]) -> None:
 
 
 def _remove(folder: Path, files: Iterable[Path]) -> None:
-    """The files, and the folders in `folder` that are empty then."""
+    """Remove the files, and the folders in `folder` that are then empty."""
     for path in files:
         path.unlink(missing_ok=True)
     made = {parent for path in files for parent in path.parents if folder in parent.parents}

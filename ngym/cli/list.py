@@ -1,4 +1,4 @@
-"""`ng_list`: which environments are there? Those of the config and those that ship, read from files; nothing is started."""
+"""`ng_list`: shows the environments of the config and those that ship with ngym, read from files; starts nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 DEFAULT = Path("global_config.yaml")
 SPLITS = ("train", "validation", "example")
 EXIT_CODES = """\
-Exit codes: 0  they are shown
+Exit codes: 0  the environments are shown
             2  the command or the config is wrong; the line says where"""
 HEADER = ("NAME", "DOMAIN", "KIND", "TRAIN", "VALID", "EXAMPLE", "LICENSE", "")
 
 
 class Listed(NamedTuple):
-    """An environment. app: None for one that somebody else runs. facts: None where a `problem` says why."""
+    """An environment. app: None for an external one. facts: None if they cannot be read; `problem` has the reason."""
 
     name: str
     app: str | None
@@ -47,11 +47,9 @@ class Listed(NamedTuple):
     help="A config file; repeat it, and later files win.  [default: global_config.yaml, if there is one]",
 )  # fmt: skip
 @click.option("--domain", "domains", multiple=True, metavar="DOMAIN", help="Only this domain, such as math; repeat it.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="A JSON array on standard output, also with the public sets to train on."
-)
+@click.option("--json", "as_json", is_flag=True, help="A JSON array on standard output, with the public training sets.")
 def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> None:
-    """Show every environment: its domain, kind, rows, the licence of its data, what it is. Nothing is started.
+    """Show every environment: its domain, kind, rows, licence of its data, description. Nothing is started.
 
     KIND is `tools` (calls tools), `single_turn` (only answers) or `steps` (plays turn by turn).
 
@@ -80,7 +78,7 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
 
 
 def environments(configs: Sequence[Path]) -> list[Listed]:
-    """Those of the configs in their order, then the shipped ones that no stanza uses, by name."""
+    """The environments of the configs in their order, then the shipped ones that no stanza uses, by name."""
     from ngym.config.service_config import load_config
 
     config = load_config(configs) if configs else None
@@ -101,7 +99,7 @@ def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
 
 
 def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
-    """None for what is no environment: a gym server with neither facts nor data, such as gym_servers/sandbox."""
+    """None for a gym server with neither facts nor data, such as gym_servers/sandbox, which is not an environment."""
     from ngym.config.environment_card import facts_in, readme_of
     from ngym.errors import ConfigError
     from ngym.validation.gold import data_places
@@ -115,7 +113,7 @@ def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | Non
 
 
 def _count(path: Path) -> int:
-    """How many lines are in a file that may be there."""
+    """Non-empty lines of a file; 0 if it does not exist."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:

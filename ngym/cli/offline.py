@@ -1,4 +1,4 @@
-"""`make offline`: a policy learns from finished rollouts: collect, export preference pairs, DPO, compare. Every step is a command."""
+"""`make offline`: trains a policy on finished rollouts: collect, export preference pairs, DPO, compare."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ HELD_OUT_REPEATS = 2
     type=click.Path(path_type=Path),
     default="runs/offline",
     show_default=True,
-    help="Where everything goes.",
+    help="The output folder.",
 )
 @click.option(
     "--policy",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="What to begin with.  [default: the quickstart's, else one is made]",
+    help="The initial policy.  [default: that of ng_quickstart, else a new one]",
 )
-@click.option("--tasks", type=click.IntRange(2, 512), default=512, show_default=True, help="Tasks to learn from.")
+@click.option("--tasks", type=click.IntRange(2, 512), default=512, show_default=True, help="Training tasks.")
 @click.option("--repeats", type=click.IntRange(2), default=8, show_default=True, help="Rollouts of each task.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int) -> None:
-    """Improve a policy by DPO on pairs of its own rollouts, and compare it with what it was on held-out tasks.
+    """Improve a policy by DPO on pairs of its own rollouts, and compare both policies on held-out tasks.
 
-    Takes about three minutes on two cores. What is in the folder is made anew.
+    Takes about three minutes on two cores. Replaces what is in the folder.
     """
     started = time.monotonic()
     walk = Walk(STEPS)
@@ -52,7 +52,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     data = shipped() / "data" / "calculator"
     config, rollouts, pairs = folder / "global_config.yaml", folder / "rollouts.jsonl", folder / "pairs.jsonl"
 
-    walk.step("the policy to begin with: it can call the calculator, but prefers to guess")
+    walk.step("the initial policy: it can call the calculator, but prefers to guess")
     policy = policy or _quickstarts_or_new(folder, seed, walk)
     with writing(config):
         config.write_text(CONFIG.format(file=config, policy=os.path.relpath(policy, folder)), encoding="utf-8")
@@ -62,9 +62,9 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
         walk.ng("collect_rollouts", *where, "--output", str(output), "--overwrite", *more)
 
     held_out, before, after = data / "validation.jsonl", folder / "before.jsonl", folder / "after.jsonl"
-    walk.step("how good it is on tasks that it will not learn from")
+    walk.step("its reward on held-out tasks")
     collect(held_out, before, "--repeats", str(HELD_OUT_REPEATS))
-    walk.step(f"{repeats} rollouts of each of {tasks} tasks to learn from")
+    walk.step(f"{repeats} rollouts of each of {tasks} training tasks")
     collect(data / "train.jsonl", rollouts, "--limit", str(tasks), "--repeats", str(repeats))
     walk.step("pairs of a better and a worse rollout of the same task")
     walk.ng(
@@ -74,7 +74,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     walk.step("direct preference optimisation")
     what = (f"model.path={policy}", f"data.path={pairs}", f"output={folder / 'dpo'}", f"seed={seed}")
     walk.ng("train", str(RECIPES / "dpo.yaml"), *what, "--overwrite")
-    walk.step("how good it is now")
+    walk.step("the reward of the new policy on the held-out tasks")
     collect(held_out, after, "--repeats", str(HELD_OUT_REPEATS), "policy.model=dpo/policy")
 
     click.secho(f"\nheld-out reward {_mean_reward(before)} -> {_mean_reward(after)}", bold=True)
@@ -85,7 +85,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
 
 def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
     if QUICKSTART.is_dir():
-        click.echo(f"{QUICKSTART} is there")
+        click.echo(f"using {QUICKSTART}")
         return QUICKSTART
 
     output = folder / "sft"
@@ -94,7 +94,7 @@ def _quickstarts_or_new(folder: Path, seed: int, walk: Walk) -> Path:
 
 
 def _mean_reward(rollouts: Path) -> str:
-    """Of the scored ones, and the share of the others where there are any."""
+    """The mean reward of the scored rollouts, and the share of unscored ones if there are any."""
     from ngym.files.jsonl import read
 
     rewards = [line.row["reward"] for line in read(rollouts)]

@@ -1,4 +1,4 @@
-"""`ng_plot`: how did these runs go? Their curves, as text or as a picture."""
+"""`ng_plot`: draws the curves of training runs as text or as a picture."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ngym.plot.runs import Axis, Run
 
 PATH = click.Path(path_type=Path)
-MOST_IN_ONE = 6  # curves of one run in a plot of characters
+MOST_IN_ONE = 6  # curves of one run in one text plot
 EXIT_CODES = """\
-Exit codes: 0  it is drawn
+Exit codes: 0  the curves are drawn
             1  --output cannot be written
-            2  the command is wrong, or a place is no run; the line says where"""
+            2  the command is wrong, or a path is not a run; the line says where"""
 
 
 @command("ng_plot", epilog=EXIT_CODES)
@@ -33,13 +33,13 @@ Exit codes: 0  it is drawn
     "metrics",
     multiple=True,
     metavar="NAME,...",
-    help="What to draw; `*` stands for anything.  [default: rewards and evaluations, or losses]",
+    help="Metrics to draw; `*` matches anything.  [default: rewards and evaluations, or losses]",
 )
-@click.option("--output", type=PATH, metavar="FILE", help="A .png or .svg instead of text.")
+@click.option("--output", type=PATH, metavar="FILE", help="Write a .png or .svg instead of text.")
 @click.option("--smooth", type=click.FloatRange(0, 1, max_open=True), default=0.0, help="Weight of the past, 0 to 1.")
 @click.option("--x", "by", type=Choice(["step", "time"]), default="step", show_default=True)
 @click.option("--log", is_flag=True, help="A logarithmic axis, in a picture.")
-@click.option("--band", is_flag=True, help="Runs that differ only in their seed as one: mean, lowest and highest.")
+@click.option("--band", is_flag=True, help="Draw runs that differ only in their seed as one: mean, lowest and highest.")
 @click.option("--json", "as_json", is_flag=True, help="The points on standard output, a line for each curve.")
 def main(
     places: tuple[Path, ...],
@@ -51,7 +51,7 @@ def main(
     band: bool,
     as_json: bool,
 ) -> None:
-    """Draw the curves of training runs: folders of ng_train, or their metrics.jsonl; several are drawn over each other.
+    """Draw the curves of training runs: folders of ng_train, or their metrics.jsonl. Several runs share a plot.
 
     \b
     Examples: ng_plot runs/grpo
@@ -80,7 +80,7 @@ def main(
 
 
 def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
-    """Of one run all curves in one plot; of several a plot for each metric."""
+    """All curves of one run in one plot; for several runs a plot for each metric."""
     from ngym.plot.text import as_text
     from ngym.rollout.transcript import printable
 

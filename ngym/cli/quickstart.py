@@ -1,4 +1,4 @@
-"""`ng_quickstart`: from nothing to a policy that has learned to use its tool; every step is a command shown on the screen."""
+"""`ng_quickstart`: trains a tiny policy to use a tool; every step is a command that is shown on the screen."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ STEPS = 5
 NEXT = """\
 What to try next{activate}
   ng_view {folder}
-      every rollout in a browser: what the policy said, why it got its reward; and the curves
+      every rollout in a browser: what the policy did and why it got its reward; and the curves
   ng_run --config {config}
       the same services, with a status page; then in a second terminal, from the folder {folder}:
   ng_collect_rollouts --agent calculator_agent --input {tasks} --output more.jsonl --repeats 16 --temperature 0.7
   ng_init my_env
-      an environment of your own: two functions and a stanza"""
+      create your own environment: two functions and a stanza"""
 EXIT_CODES = """\
 Exit codes: 0    all steps are done
             2    the command is wrong; the line says where
             130  interrupted
-Any other is that of the step that failed; its message is above."""
+Any other code is that of the step that failed; its message is above."""
 
 
 @command("ng_quickstart", epilog=EXIT_CODES)
 @click.option(
     "--folder", type=click.Path(path_type=Path), default="runs/quickstart", show_default=True, metavar="PATH",
-    help="Where everything goes.",
+    help="The output folder.",
 )  # fmt: skip
 @click.option(
     "--tasks", "limit", type=click.IntRange(1, 256), default=32, show_default=True, metavar="N",
@@ -53,13 +53,13 @@ Any other is that of the step that failed; its message is above."""
 @click.option(
     "--repeats", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rollouts of each task."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of everything that is drawn.")
-@click.option("--dry-run", is_flag=True, help="Show the commands, and run none.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The random seed of every step.")
+@click.option("--dry-run", is_flag=True, help="Show the commands without running them.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_json: bool) -> None:
     """Make a tiny policy, serve it with vLLM, collect scored rollouts, and improve it by reinforcement learning.
 
-    Takes about two minutes on two cores. What is in the folder is made anew.
+    Takes about two minutes on two cores. Replaces what is in the folder.
 
     \b
     Examples: ng_quickstart
@@ -75,7 +75,7 @@ def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_js
 
 
 class Places(NamedTuple):
-    """What is made, and where."""
+    """The files that the quickstart writes."""
 
     folder: Path
 

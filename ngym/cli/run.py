@@ -1,4 +1,4 @@
-"""`ng_run`: start every service of the config, keep it running, and stop it all together."""
+"""`ng_run`: starts every service of the config, keeps it running, and stops all of them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """\
 Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
-            1  a service died again and again, or was not ready in time; its last log lines are shown
+            1  a service died repeatedly, or was not ready in time; its last log lines are shown
             2  the command, the config or a service's options are wrong; the line says where"""
 
 
@@ -32,10 +32,10 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
     multiple=True,
     metavar="NAME",
     shell_complete=services(),
-    help="This service and those that it needs; repeat it.  [default: all]",
+    help="Start this service and those that it needs; repeat it.  [default: all]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
-@click.option("--plain", is_flag=True, help="Lines, on a terminal too; elsewhere they always are.")
+@click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
 def main(
     configs: tuple[Path, ...],
@@ -47,8 +47,8 @@ def main(
 ) -> None:
     """Start every service of the config, or some with --only, and keep it running.
 
-    Services get free ports, unless their stanza says otherwise; the head (http://127.0.0.1:11000, or a free port) says
-    which. Logs are in .ngym/logs beside the config. Commands in another terminal, in the same folder, find the run.
+    Services get free ports, unless their stanza sets one; the head (http://127.0.0.1:11000, or a free port) lists
+    them. Logs are in .ngym/logs next to the config. Commands in another terminal, in the same folder, find the run.
 
     \b
     Examples: ng_run
@@ -62,7 +62,7 @@ def main(
         return
     from ngym.supervise.launcher import Launcher
 
-    launcher = Launcher.start()  # first of all: its imports take longer than anything below
+    launcher = Launcher.start()  # before everything else: its imports take longest
     try:
         asyncio.run(_run(_config(configs, overrides, names), launcher, as_json, plain))
     finally:
@@ -77,7 +77,7 @@ def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[
 
 
 async def _run(config: Config, launcher: Launcher, as_json: bool, plain: bool) -> None:
-    """Until a signal, or an error that ends the run."""
+    """Run until a signal, or an error that ends the run."""
     from ngym.supervise.display import display
     from ngym.supervise.supervisor import Supervisor
 
@@ -95,7 +95,7 @@ async def _run(config: Config, launcher: Launcher, as_json: bool, plain: bool) -
         if serving.cancelled():
             show.say("stopped", "every service is stopped")
             return
-        if as_json:  # a person reads it on stderr
+        if as_json:  # without --json the error goes to stderr
             show.say("failed", str(serving.exception()))
         serving.result()
 
@@ -106,7 +106,7 @@ async def _serve(supervisor: Supervisor, show: Display) -> None:
         text = f"ready in {seconds:.1f} s; status: {supervisor.head_url}; Ctrl-C stops everything"
         if supervisor.run_token:
             text += (
-                "\nlocked: callers show the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"
+                "\nlocked: callers send the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"
             )
         locked = supervisor.run_token is not None
         show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url, locked=locked)

@@ -1,4 +1,4 @@
-"""What would `ng_run` start, where, and with what? For --dry-run: nothing is started, bound or written."""
+"""The --dry-run of `ng_run` and `ng_serve`: shows what would be started; nothing is started, bound or written."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "APP")
 
 
 class Planned(NamedTuple):
-    """A service as it would be started. app: its file; None: somebody else runs it, at `urls`. port: None: a free one.
+    """A service as it would be started. app: its file; None: an external service at `urls`. port: None: a free one.
 
-    python: of the virtual environment that it asks for; None: ours.
+    python: that of the service's virtual environment; None: the one that runs ngym.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Planned(NamedTuple):
 
 
 def show_plan(config: Config, as_json: bool) -> None:
-    """The resolved config on standard output, secrets redacted; what would be started with it on standard error."""
+    """Print the resolved config to standard output, secrets redacted, and the services it starts to standard error."""
     services = [_planned(config, stanza) for stanza in config.services.values()]
     logs = config.root / FOLDER / "logs"
     head = config.settings.head
@@ -54,7 +54,7 @@ def show_plan(config: Config, as_json: bool) -> None:
 
 
 def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int, as_json: bool) -> None:
-    """What `ng_serve` would start. port: 0 for a free one."""
+    """Print what `ng_serve` would start. port: 0 for a free one."""
     found = app_file(app, config.root, stanza.where)
     one = _planned(config, stanza)._replace(app=found, replicas=1, host=host, port=port or None)
     if as_json:
@@ -82,7 +82,7 @@ def _planned(config: Config, stanza: Stanza) -> Planned:
 
 def _row(each: Planned) -> tuple[str, ...]:
     if each.app is None:
-        return (each.name, each.kind, "", " ".join(each.urls), "somebody else runs it")
+        return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
     return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), app)
 

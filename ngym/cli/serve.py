@@ -1,4 +1,4 @@
-"""`ng_serve`: one service of the config, alone, in this process: a container runs one of these."""
+"""`ng_serve`: runs one service of the config in this process, as a container does."""
 
 from __future__ import annotations
 
@@ -33,17 +33,22 @@ Exit codes: 0  stopped by Ctrl-C or SIGTERM
 @click.argument("name", shell_complete=services())
 @config_options
 @click.option(
-    "--host", metavar="ADDRESS", help="Listen there; 0.0.0.0 in a container.  [default: ngym.host of the config]"
+    "--host",
+    metavar="ADDRESS",
+    help="The address to listen at; 0.0.0.0 in a container.  [default: ngym.host of the config]",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     metavar="N",
-    help="Listen there; 0: a free one.  [default: that of the stanza's port or url, else a free one]",
+    help="The port to listen at; 0: a free one.  [default: that of the stanza's port or url, else a free one]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be started, and where; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be started, and where; start nothing.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object: where it listens; with --dry-run, what would be started."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object: the address of the service; with --dry-run, what would be started.",
 )
 def main(
     name: str,
@@ -56,7 +61,7 @@ def main(
 ) -> None:
     """Run the service NAME of the config in this process, and nothing else.
 
-    It finds the other services at the `url` of their stanza, or, when ng_run runs in the same folder, where that says.
+    It finds the other services at the `url` of their stanza, or through ng_run if that runs in the same folder.
 
     \b
     Examples: ng_serve math
@@ -72,7 +77,7 @@ def main(
     config = load_config(configs, overrides)
     stanza = config.stanza(name)
     if stanza.app is None:
-        raise ConfigError(f"{stanza.where}: {name!r} has no app, only a url: somebody else runs it")
+        raise ConfigError(f"{stanza.where}: {name!r} has no app, only a url: it is an external service")
     wanted = _own_port(stanza) if port is None else port
     address = host or config.settings.host
     token = _token(config, address)
@@ -98,13 +103,13 @@ def main(
 
 
 def _token(config: Config, address: str) -> str | None:
-    """The run's: that of the ng_run in this folder, else NGYM_TOKEN's. UsageError where one is needed and there is none."""
+    """The run's token: NGYM_TOKEN, else that of the ng_run in this folder; UsageError if one is needed but missing."""
     running = find_running(config.root)
     token = token_from(RUN_TOKEN) or (running.run_token if running else None)
     if token is None and (config.settings.require_token or not is_loopback(address)):
         raise UsageError(
-            f"{RUN_TOKEN} is not set, and other machines reach what listens at {address}: give it the same value, such as "
-            "that of `openssl rand -hex 32`, for every service of the run and for whoever calls them"
+            f"{RUN_TOKEN} is not set, and other machines can reach {address}: set it to the same value, such as "
+            "the output of `openssl rand -hex 32`, for every service of the run and for their clients"
         )
     return token
 
@@ -119,19 +124,19 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
         if isinstance(value, str) and urls.get(value) == []:
             where = stanza.key_where.get(key, stanza.where)
             click.echo(
-                f"{where}: nobody knows where {value!r} is: give its stanza a url, or start ng_run here", err=True
+                f"{where}: the address of {value!r} is unknown: give its stanza a url, or start ng_run here", err=True
             )
 
 
 async def _addresses(config: Config, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
-    """The head of a run in this folder, if there is one, and where each service is, as far as anybody knows."""
+    """The URL of the head that runs in this folder, if any, and the known addresses of each service."""
     from ngym.supervise.probe import get
 
     urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
     running = find_running(config.root)
     if running is None:
         return None, urls
-    with contextlib.suppress(OSError, ValueError):  # it ended this moment
+    with contextlib.suppress(OSError, ValueError):  # the run has just ended
         for server in json.loads((await get(f"{running.url}/servers", HEAD_TIMEOUT_S, token)).body):
             urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]
     return running.url, urls

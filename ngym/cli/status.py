@@ -1,4 +1,4 @@
-"""`ng_status`: what the run in this folder is doing, and how fast."""
+"""`ng_status`: shows the services of the run in this folder, their load and their errors."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OF_MODELS = ("MODEL", "TOKENS IN/S", "TOKENS OUT/S", "WAITING", "POLICY VERSION"
 TIMEOUT_S = 5.0
 EXIT_CODES = """\
 Exit codes: 0  every service is ready
-            1  something is not ready, or nothing runs here
+            1  a service is not ready, or nothing runs here
             2  the command is wrong; the line says where"""
 Server = dict[str, Any]  # a record of the head's /servers
 
 
 def tables(url: str, servers: list[dict[str, Any]]) -> Iterator[str]:
-    """A table of all services; one of the model servers; what failed, by class and by status."""
+    """Lines of the tables: all services; model servers; failures by class and by HTTP status."""
     ready = sum(server["status"] == "ready" for server in servers)
     yield f"{ready} of {len(servers)} services ready; {url}"
     yield from aligned([COLUMNS, *map(_row, servers)])
@@ -97,16 +97,16 @@ def _latency(seconds: float | None) -> str:
     default="global_config.yaml",
     show_default=True,
     metavar="FILE",
-    help="The config that ng_run was given (the first one).",
+    help="The first config of the ng_run command.",
 )
 @click.option("--head", metavar="URL", help="Ask this head instead, such as http://127.0.0.1:11000.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="One JSON object (with --watch: a line each): the head's records, with `metrics`.",
+    help="One JSON object (with --watch: one per line): the head's records, with `metrics`.",
 )
-@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
     "--interval",
     "interval_s",
@@ -114,11 +114,11 @@ def _latency(seconds: float | None) -> str:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="What rates are measured over.",
+    help="The period that rates are measured over.",
 )
 @click.pass_context
 def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watch: bool, interval_s: float) -> None:
-    """Show every service of the run: whether it is ready, where it is, since when; how much it does, how fast, and what fails.
+    """Show every service of the run: its status, address and uptime, its load and latency, and its failures.
 
     \b
     Examples: ng_status
@@ -147,7 +147,7 @@ def main(ctx: click.Context, config: Path, head: str | None, as_json: bool, watc
 
 @contextlib.contextmanager
 def _screen(watch: bool) -> Iterator[Screen | None]:
-    """Where a table takes the place of the one before; the last one stays."""
+    """A screen on which each table replaces the one before; the last one stays."""
     from ngym.runtime.live_region import Screen, is_live
 
     screen = Screen(sys.stdout) if watch and is_live(sys.stdout) else None
@@ -181,7 +181,7 @@ def _running_head(config: Path) -> str:
 
 
 async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
-    """The head's records, each with what was measured since the one before, for ever."""
+    """Yield the head's records forever, each with the metrics since the previous one."""
     from ngym.supervise.service_metrics import numbers
 
     before = await _scrapes(await _ask(url, token), token)
@@ -195,12 +195,12 @@ async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerat
 
 
 async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape]:
-    """By service; those that answer with no metrics have none."""
+    """Metrics by service; services that report none are left out."""
     from ngym.supervise.service_metrics import together
 
     found: dict[str, Scrape] = {}
     all_urls = [server.get("urls") or [server["url"]] for server in servers]
-    # The token is the run's: nobody else is shown it.
+    # The token belongs to the run: external services do not receive it.
     tokens = [token if server["app"] else None for server in servers]
     asked = [
         asyncio.gather(*(_scrape(url, opener) for url in urls)) for urls, opener in zip(all_urls, tokens, strict=True)
@@ -218,7 +218,7 @@ async def _scrape(url: str, token: str | None) -> Scrape | None:
     try:
         reply = await get(f"{url.rstrip('/')}/metrics", TIMEOUT_S, token)
         return read(reply.body.decode(), time.monotonic()) if reply.status == 200 else None
-    except (OSError, ValueError):  # it is not there, or of another make
+    except (OSError, ValueError):  # the service does not answer, or has other metrics
         return None
 
 
@@ -229,7 +229,7 @@ async def _ask(url: str, token: str | None) -> list[Server]:
     try:
         reply = await get(f"{url}/servers", TIMEOUT_S, token)
         if reply.status == 401:
-            raise NgymError(f"{url}: the run there is locked; put its token into the variable {RUN_TOKEN}")
+            raise NgymError(f"{url}: the run there is locked; set the variable {RUN_TOKEN} to its token")
         return servers_in(reply.body)
     except (OSError, ValueError) as error:
         raise NgymError(f"{url}: no head of ng_run answers there ({error or type(error).__name__})") from None

@@ -1,4 +1,4 @@
-"""`ng_train`: run a training recipe."""
+"""`ng_train`: runs a training recipe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ngym.errors import UsageError
 
 EXIT_CODES = """\
 Exit codes: 0    the policy is saved (with --sweep: each run's is)
-            1    training failed; with --sweep: some runs failed, and the table says which
-            2    the recipe, its data or the folder of its output is wrong; the lines say where
-            130  interrupted; --resume goes on after the last checkpoint"""
+            1    training failed; with --sweep: some runs failed, and the table shows which
+            2    the recipe, its data or its output folder is wrong; the lines say where
+            130  interrupted; --resume continues after the last checkpoint"""
 
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """The recipes that travel with ngym; then, or once a word has begun, keys; else files."""
+    """The shipped recipes; after one, or once a word has begun, keys; else files."""
     from ngym.cli.shell.completion_names import of_recipe
 
     known = list(of_recipe())
@@ -49,14 +49,14 @@ def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[Co
     "--sweep", "sweeps", multiple=True, metavar="KEY=V,V", shell_complete=_keys,
     help="Run every combination of these values.",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Go on after the last checkpoint of the run in the output folder.")
+@click.option("--resume", is_flag=True, help="Continue after the last checkpoint of the run in the output folder.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder; it is kept in .old.")
 @click.option("--dry-run", is_flag=True, help="Check and show the resolved recipe (with --sweep: the runs), and stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 def main(
     recipe: tuple[str, ...], sweeps: tuple[str, ...], resume: bool, overwrite: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Train a policy as a recipe says: a YAML file, or several of which later ones win, then overrides.
+    """Train a policy with a recipe: a YAML file, or several of which later ones win, then overrides.
 
     \b
     Examples: ng_train sft.yaml
@@ -98,7 +98,7 @@ def main(
 
 @contextmanager
 def _all_to_stderr() -> Iterator[None]:
-    """What goes to standard output while the block runs, from libraries of C and other programs too, goes to standard error."""
+    """Redirect standard output to standard error while the block runs, also for C libraries and child processes."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

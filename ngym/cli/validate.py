@@ -1,4 +1,4 @@
-"""`ng_validate`: is this config right, down to each service's own options? And do its environments reward what they must?"""
+"""`ng_validate`: checks a config and each service's options, and tests the rewards of its environments."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 SHOWN_LINES = 20
 EXIT_CODES = """\
-Exit codes: 0  everything is right
-            1  an environment rewards what it must not, or does not reward what it must
+Exit codes: 0  no mistake was found
+            1  an environment gives a wrong reward
             2  the config or a file is wrong; a line for each mistake says where"""
 
 
@@ -33,12 +33,12 @@ Exit codes: 0  everything is right
 @config_options
 @click.option(
     "--environment", "names", multiple=True, metavar="NAME", shell_complete=services("gym_server"),
-    help="Start this gym server, and try it; repeat it.",
+    help="Start this gym server and test it; repeat it.",
 )  # fmt: skip
-@click.option("--environments", "every", is_flag=True, help="All gym servers that have a gold.jsonl.")
+@click.option("--environments", "every", is_flag=True, help="Test all gym servers that have a gold.jsonl.")
 @click.option(
     "--within", "within_s", type=click.FloatRange(0), default=2.0, show_default=True, metavar="SECONDS",
-    help="What 95 of 100 verifications may take.",
+    help="The time that 95 % of verifications may take.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 @click.pass_context
@@ -51,10 +51,10 @@ def main(
     within_s: float,
     as_json: bool,
 ) -> None:
-    """Check a config: its keys, the names that services use for one another, and every service's own options.
+    """Check a config: its keys, the references between services, and every service's options.
 
-    With --environment, also whether a gym server is right, without a model: the answers of data/NAME/gold.jsonl get what they
-    must, spoilt ones less, the same twice the same, 64 sessions at once as each alone; and every row is a task.
+    With --environment, also test a gym server without a model: the answers of data/NAME/gold.jsonl get their rewards,
+    corrupted ones less, the same answer twice the same, 64 sessions at once as each alone; and every row is a task.
 
     \b
     Examples: ng_validate
@@ -80,7 +80,7 @@ def main(
 
 
 class Found(NamedTuple):
-    """mistakes: of the config; with one, no environment is tried."""
+    """mistakes: of the config; if there are any, no environment is tested."""
 
     mistakes: list[str]
     tried: list[Tried]
@@ -100,7 +100,7 @@ class Found(NamedTuple):
 async def _validate(
     config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float, say: Say
 ) -> Found:
-    """names: of the environments to try; none of them: all that can be; None: no environment."""
+    """names: environments to test; empty: all that have gold answers; None: no environment."""
     mistakes = await _check_all(config, launcher)
     if mistakes:
         return Found(mistakes, [])
@@ -113,7 +113,7 @@ async def _validate(
 
 
 async def _check_all(config: Config, launcher: Launcher) -> list[str]:
-    """Each service's file is loaded in a process of its own, as ng_run would; what they complain about."""
+    """Load each service's file in its own process, as ng_run does, and return the complaints."""
     checks = [_check(config, stanza, launcher) for stanza in config.services.values() if stanza.app]
     return [complaint for complaint in await asyncio.gather(*checks) if complaint]
 

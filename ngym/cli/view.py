@@ -1,4 +1,4 @@
-"""`ng_view`: rollouts and training runs in a browser, or as one page to send around."""
+"""`ng_view`: shows rollouts and training runs in a browser, or exports them as one page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ngym.view.serve import Door
 
 EXIT_CODES = """\
-Exit codes: 0    it was shown until Ctrl-C; with --export: the report is written
+Exit codes: 0    stopped by Ctrl-C; with --export: the report is written
             1    the report cannot be written
-            2    the command is wrong, or there is nothing to show; the line says what
+            2    the command is wrong, or there is nothing to show; the line says which
             130  --export was interrupted; nothing is written"""
 ROWS = 200
 FILE = click.Path(path_type=Path)
@@ -31,22 +31,24 @@ FILE = click.Path(path_type=Path)
     default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
-    help="Off loopback, whoever looks needs a token.",
+    help="The address to listen at; other than loopback, readers need a token.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), metavar="N", help="0: any free one.  [default: 8770, or the next free one]"
 )
-@click.option("--open/--no-open", "browse", default=True, help="A browser, if there is a display.  [default: open]")
-@click.option("--tokenizer", type=FILE, metavar="FOLDER", help="For the texts of tokens.  [default: the policy's]")
-@click.option("--title", default="ngym", show_default=True, metavar="TEXT", help="What the page is called.")
+@click.option("--open/--no-open", "browse", default=True, help="Open a browser if there is a display.  [default: open]")
+@click.option(
+    "--tokenizer", type=FILE, metavar="FOLDER", help="The tokenizer that decodes tokens.  [default: the policy's]"
+)
+@click.option("--title", default="ngym", show_default=True, metavar="TEXT", help="The title of the page.")
 @click.option("--export", "report", type=FILE, metavar="FILE", help="Write one self-contained page; serve nothing.")
 @click.option(
     "--rows",
     type=click.IntRange(0, 5000),
     metavar="N",
-    help=f"In full, of each run (--export).  [default: {ROWS}]",
+    help=f"Rollouts in full of each run, for --export.  [default: {ROWS}]",
 )
-@click.option("--filter", "q", metavar="FILTER", help="Only such rollouts (--export).")
+@click.option("--filter", "q", metavar="FILTER", help="Only matching rollouts, for --export.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as one JSON object.")
 def main(
     paths: tuple[Path, ...],
@@ -60,10 +62,10 @@ def main(
     q: str | None,
     as_json: bool,
 ) -> None:
-    """Show rollouts and training runs in a browser: what the policy did, and why it got its reward.
+    """Show rollouts and training runs in a browser: what the policy did and why it got its reward.
 
-    Files may still grow. Of a folder, everything in it that can be shown is; without arguments, of this folder. Off
-    loopback the token is NGYM_TOKEN, or one that is made and printed.
+    Files may still grow. A folder shows everything in it; without arguments, the current folder. For addresses other
+    than loopback, the token is NGYM_TOKEN, or a new one that is printed.
 
     \b
     Examples: ng_view out.jsonl
@@ -75,9 +77,9 @@ def main(
     from ngym.view.runs import opened
 
     if q is not None and report is None:
-        raise UsageError("--filter is of a report; name it with --export FILE, or filter in the page")
+        raise UsageError("--filter needs --export FILE; without a report, filter in the page")
     if rows is not None and report is None:
-        raise UsageError("--rows is of a report; name it with --export FILE; the page shows all rows")
+        raise UsageError("--rows needs --export FILE; the page shows all rows")
     if report is not None and report.suffix not in (".html", ".htm"):
         raise UsageError(f"--export {report}: a report is an .html file")
     if tokenizer is not None:
@@ -143,13 +145,13 @@ def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json:
     )
     if packed.left_out:
         click.echo(
-            f"{packed.left_out:,} more had no room or are no JSON: a report holds at most {MOST_BYTES >> 20} MiB of "
-            "rollouts in full; --filter or a smaller --rows chooses other ones"
+            f"{packed.left_out:,} more did not fit or are not JSON: a report holds at most {MOST_BYTES >> 20} MiB of "
+            "rollouts in full; choose others with --filter or a smaller --rows"
         )
 
 
 class _Line:
-    """A line of progress that is written over."""
+    """A line of progress that is overwritten in place."""
 
     def __call__(self, text: str) -> None:
         click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)

@@ -1,7 +1,7 @@
-"""How does one HTTP request get its answer? Over a connection that is kept open; `ngym.peers` and `ngym.remote` stand on it.
+"""The HTTP client under `ngym.peers` and `ngym.remote`, with connections that are kept open.
 
-HTTP/1.1 on httptools, and as much of it as JSON services need: http and https, answers of any framing. No redirects, no
-compression (none is asked for), no cookies kept; https also through a proxy. docs/adr/0010 says why it is our own.
+HTTP/1.1 on httptools, as far as JSON services need it: http and https, answers of any framing. No redirects, no
+compression (none is requested), no stored cookies; https also through a proxy. docs/adr/0010 has the reasons.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Client:
 
     Args:
         headers: sent with every request.
-        proxy: through which https goes, `http://host:port`; None: directly.
+        proxy: for https, `http://host:port`; None: direct connections.
     """
 
     def __init__(self, headers: Mapping[str, str], proxy: str | None = None) -> None:
@@ -36,12 +36,12 @@ class Client:
     async def request(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> Reply:
-        """One request and its answer.
+        """Send a request and return its answer.
 
         Raises:
-            ConnectionRefusedError: there is no connection, so the request was not sent.
-            ConnectionResetError: the connection broke, or what came was no HTTP; the request may have been processed.
-            TimeoutError: says what was waited for.
+            ConnectionRefusedError: no connection, so the request was not sent.
+            ConnectionResetError: the connection broke, or the answer was not HTTP; the request may have been processed.
+            TimeoutError: no answer in time; the message says what it waited for.
         """
         pool, request = self._prepared(method, url, body, headers)
         connection = None
@@ -56,9 +56,9 @@ class Client:
     async def stream(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> AsyncIterator[Streamed]:
-        """One request and its answer, whose body is read as it comes; leaving the block before its end hangs up.
+        """Send a request and read the body of its answer as it arrives; leaving the block early closes the connection.
 
-        A reader that is slow slows the server, and nobody else. Raises as `request`; the time is that until the last part.
+        A slow reader slows only the server. Raises as `request`; the timeout is until the last part.
         """
         pool, request = self._prepared(method, url, body, headers)
         loop = asyncio.get_running_loop()

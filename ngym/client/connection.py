@@ -13,13 +13,13 @@ import httptools
 import orjson
 
 _MAX_HEAD = 1 << 16
-MAX_ANSWER_BYTES = 256 << 20  # head and body of one that is held whole: as much as any of our services takes
-MAX_BUFFERED_BYTES = 1 << 16  # of a body that is read as it comes; then the server has to wait
-KEEPALIVE_S = 4.0  # below uvicorn's 5 s and our own servers' 75 s, so that no connection is closed under a request
+MAX_ANSWER_BYTES = 256 << 20  # head and body of an answer in memory: the largest that a service of ngym accepts
+MAX_BUFFERED_BYTES = 1 << 16  # of a streamed body; beyond it the server has to wait
+KEEPALIVE_S = 4.0  # below uvicorn's 5 s and the 75 s of ngym's servers, so that no connection is closed under a request
 
 
 class _Opening(asyncio.Protocol):
-    """Reads the proxy's answer to CONNECT, up to its empty line."""
+    """Reads the proxy's answer to CONNECT, up to the empty line."""
 
     def __init__(self) -> None:
         self.status: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -38,10 +38,10 @@ class _Opening(asyncio.Protocol):
 async def tunnel(
     proxy: SplitResult, target: str, server_name: str, tls: ssl.SSLContext, protocol: asyncio.Protocol
 ) -> None:
-    """Connect `protocol` to `target` (host:port) by TLS inside a tunnel.
+    """Connect `protocol` to `target` (host:port) by TLS through a proxy.
 
     Raises:
-        OSError: the proxy cannot be reached, or does not want to; or the server's certificate is wrong.
+        OSError: the proxy cannot be reached or refuses, or the server's certificate is wrong.
     """
     loop = asyncio.get_running_loop()
     transport, opening = await loop.create_connection(_Opening, proxy.hostname or "", proxy.port or 80)
@@ -66,7 +66,7 @@ def _authorization(proxy: SplitResult) -> str:
 
 
 class Reply(NamedTuple):
-    """status, headers (lower case) and body of an answer; `cookies` that it set, without their attributes."""
+    """Status, headers (lower case) and body of an answer. cookies: those that it set, without attributes."""
 
     status: int
     headers: Mapping[str, str]
@@ -78,10 +78,10 @@ class Reply(NamedTuple):
 
 
 class Body:
-    """An answer's body as it comes: `async for part in body`. Whoever stops reading before its end calls `close`.
+    """A streamed body: `async for part in body`. A reader that stops before the end must call `close`.
 
     Raises (while read):
-        ConnectionResetError: it broke off. TimeoutError: the rest did not come in time.
+        ConnectionResetError: the connection broke. TimeoutError: the rest did not come in time.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -108,7 +108,7 @@ class Body:
 
     def close(self) -> None:
         if not isinstance(self._end, StopAsyncIteration):
-            self._connection.close()  # what may still come belongs to nobody
+            self._connection.close()  # the rest of the answer has no reader
 
     def take(self, part: bytes) -> None:
         self._parts.append(part)
@@ -118,7 +118,7 @@ class Body:
         self._wake()
 
     def end(self, reason: Exception) -> None:
-        """StopAsyncIteration where it is whole."""
+        """End the body; the reason of a complete one is StopAsyncIteration."""
         self._end = self._end or reason
         self._wake()
 
@@ -129,7 +129,7 @@ class Body:
 
 
 class Streamed(NamedTuple):
-    """status and headers (lower case) of an answer whose body is still to come."""
+    """Status and headers (lower case) of an answer whose body is not read yet."""
 
     status: int
     headers: Mapping[str, str]
@@ -137,7 +137,7 @@ class Streamed(NamedTuple):
 
 
 class Owner(Protocol):
-    """Who keeps the connections to one server."""
+    """The owner of the connections to one server."""
 
     def opened(self, connection: Connection) -> None: ...
     def closed(self, connection: Connection) -> None: ...
@@ -153,22 +153,22 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Reply] | None = None
-        self._head: asyncio.Future[Streamed] | None = None  # instead of `_answer`, where the body is read as it comes
+        self._head: asyncio.Future[Streamed] | None = None  # instead of `_answer`, for a streamed body
         self._body: Body | None = None
         self._received = 0  # bytes since the request was sent
         self.idle_since = 0.0
         self._begin()
 
     def is_fresh(self) -> bool:
-        """Whether a request may be sent on it: it is open, and has not been idle for long."""
+        """Whether a request may be sent on it: it is open and has not been idle for long."""
         return self._transport is not None and self._loop.time() - self.idle_since < KEEPALIVE_S
 
     async def exchange(self, request: bytes) -> Reply:
-        """Send a request (head and body), get its answer. The connection is given back as soon as the answer is whole.
+        """Send a request (head and body) and return its answer. The connection is given back when that is complete.
 
         Raises:
-            ConnectionRefusedError: it was not sent. ConnectionResetError: the connection broke, or what came is no HTTP, or
-            has no end.
+            ConnectionRefusedError: it was not sent.
+            ConnectionResetError: the connection broke, or the answer is not HTTP or too long.
         """
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
@@ -178,12 +178,12 @@ class Connection(asyncio.Protocol):
         try:
             return await answer
         except asyncio.CancelledError:
-            if self._answer is answer:  # else the answer came all the same, and the connection serves somebody else
-                self.close()  # what may still come on it belongs to nobody
+            if self._answer is answer:  # else the answer has come, and the connection serves another request
+                self.close()  # the pending answer has no reader
             raise
 
     async def begin(self, request: bytes) -> Streamed:
-        """Send a request, get the head of its answer; the connection is given back when the body has come. As `exchange`."""
+        """As `exchange`, but returns with the head; the connection is given back when the body is complete."""
         if self._transport is None:
             raise ConnectionRefusedError("the connection was closed before the request was sent")
         head: asyncio.Future[Streamed] = self._loop.create_future()
@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
             raise
 
     def hold(self, held: bool) -> None:
-        """Read no more for now, or go on."""
+        """Pause reading, or resume it."""
         if self._transport is not None and held == self._transport.is_reading():
             (self._transport.pause_reading if held else self._transport.resume_reading)()
 
@@ -208,11 +208,11 @@ class Connection(asyncio.Protocol):
             transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._owner.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = self._parser = None  # the parser holds this object, too
+        self._transport = self._parser = None  # the parser references this object
         self._owner.closed(self)
         self._fail(f"the connection broke: {error}" if error else "the connection was closed before an answer")
 
@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"the answer is no HTTP: {error}")
+            self._fail(f"the answer is not HTTP: {error}")
             self.close()
 
     def eof_received(self) -> None:
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
             and self._headed
             and not self._headers.keys() & {"content-length", "transfer-encoding"}
         ):
-            self._complete(keep=False)  # an answer that ends where its connection ends
+            self._complete(keep=False)  # an answer without a length ends with its connection
 
     def on_message_begin(self) -> None:
         if self._answer is None and self._body is None:
@@ -264,7 +264,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
-            self._begin()  # 100 Continue and its like announce the answer
+            self._begin()  # 100 Continue and similar come before the answer
         elif self._answer is not None or self._body is not None:
             self._complete(keep=self._parser.should_keep_alive())
 

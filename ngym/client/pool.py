@@ -1,4 +1,4 @@
-"""Connections to one server: the one that was used last is used next; who waits longest for one gets it first."""
+"""Connection pool of one server: reuses the most recently used connection; the longest waiting caller is first."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ngym.client.connection import KEEPALIVE_S, Connection, tunnel
 from ngym.net.tls import client_context
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_CONNECTING = 64  # at once: a server's queue of new connections is short
+MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
 
 
 class Pool:
-    """As many connections as there are requests at a time.
+    """A pool with as many connections as concurrent requests.
 
-    There is no bound but that on connections in the making: it could only be a guess (a tool may answer at once or after a
-    minute), and two services that wait for each other would stand still at it.
+    Only connections in the making are bounded. Another bound would be a guess (a tool may answer at once or after a
+    minute), and two services that wait for each other could deadlock on it.
 
     Args:
         url: scheme, host and port of the server.
-        proxy: `http://host:port` that https goes through; None: none.
+        proxy: for https, `http://host:port`; None: no proxy.
     """
 
     def __init__(self, url: str, proxy: str | None = None) -> None:
@@ -29,9 +29,9 @@ class Pool:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConnectionRefusedError(f"{url!r} is no URL: {error}") from None
+            raise ConnectionRefusedError(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConnectionRefusedError(f"{url!r} is no http:// or https:// URL")
+            raise ConnectionRefusedError(f"{url!r} is not an http:// or https:// URL")
         self.host_header = parts.netloc.rpartition("@")[2]
         self._host = parts.hostname
         self._tls = client_context() if parts.scheme == "https" else None
@@ -44,7 +44,7 @@ class Pool:
         self._sweep: asyncio.TimerHandle | None = None
 
     def idle(self) -> Connection | None:
-        """The connection that was used last: it is warm, and the others may end."""
+        """The most recently used connection: it is warm, and the others may expire."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_fresh():
@@ -53,7 +53,7 @@ class Pool:
         return None
 
     async def connection(self) -> Connection:
-        """The next connection that comes back or is opened; who waits longest gets it."""
+        """Wait for the next connection that is given back or opened, in order of arrival."""
         waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._open_more()

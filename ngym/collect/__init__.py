@@ -1,6 +1,6 @@
-"""Tasks x repeats -> rollouts as they finish. `collect` for programs; `ng_collect_rollouts` adds files and a screen.
+"""Collects rollouts: `collect` yields them as they finish; `ng_collect_rollouts` adds files and a display.
 
-Read in this order: plan (which rollouts), run (one semaphore, attempts, pauses), outcome (an answer becomes a row),
+Read in this order: plan (which rollouts), run (one semaphore, attempts, pauses), rollout_rows (answers become rows),
 files (the log, resume), then aggregate and display.
 """
 
@@ -33,16 +33,16 @@ async def collect(
     gate: Gate | None = None,
     models: Collection[str] | None = None,
 ) -> AsyncGenerator[Outcome, None]:
-    """Rollouts and failed attempts as they happen, in order of completion; nothing is written to disk.
+    """Yield rollouts and failed attempts in order of completion; nothing is written to disk.
 
     Args:
-        tasks: input rows (wire.md, section 2); taken one at a time, when there is room, so they may be endless.
-        peers: knows the agents that the rows, or the recipe, name.
-        gate: hold it to let nothing new start; what is in flight goes on.
-        models: the model servers that may have captured calls of agents that are not ours; None asks the head of `peers`.
+        tasks: input rows (wire.md, section 2), taken one at a time when there is room; the iterable may be infinite.
+        peers: the services, with every agent that the rows or the recipe name.
+        gate: hold it to start no new rollouts; those in flight continue.
+        models: model servers that may have captured calls of external agents; None asks the head of `peers`.
 
     Raises:
-        UsageError: a task is not one. ServiceGone: a service was down for too long.
+        UsageError: a task is not valid. ServiceGone: a service was down for too long.
     """
     run = Run(peers, limits, run_id=secrets.token_hex(6), token_format=token_format, gate=gate, models=models)
     async with aclosing(run.outcomes(planned(checked_rows(tasks, recipe, peers.urls), recipe))) as outcomes:

@@ -1,4 +1,4 @@
-"""Aggregates rows per agent as they are written; `out_aggregate_metrics.json` and the environments' own metrics."""
+"""Aggregates rows per agent for `out_aggregate_metrics.json`, including the environments' own metrics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ngym.schema import Json
 from ngym.stats.pass_at_k import Rewards, Values
 from ngym.stats.score_summary import Scores, Subsets, parts_of
 
-MOST_WEIGHT = BULK_WEIGHT * 9 // 10  # the rest is for what is around the rows
+MOST_WEIGHT = BULK_WEIGHT * 9 // 10  # the rest is for the object around the rows
 ROW_WEIGHT = 16  # of the object itself and its comma
 MOST_FIELD_BYTES = 16 << 10
 NOT_SENT = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
 
 
-MOST_ROLLOUTS, MOST_BYTES = 50_000, 64 << 20  # of an agent; an environment with more is asked about the first
+MOST_ROLLOUTS, MOST_BYTES = 50_000, 64 << 20  # per agent; the environment receives only the first rollouts
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 
 
@@ -47,7 +47,7 @@ async def environment_metrics(output: Path, agent: Peer) -> Json | None:
 
 
 async def _has_metrics(agent: Peer) -> bool:
-    """No for an agent that is not ours, and does not know the question."""
+    """Whether the agent's environment has metrics; False for an external agent without this route."""
     try:
         answer = await agent.get("/aggregate_metrics", timeout=ASKED_S)
     except ServiceError as error:
@@ -58,9 +58,9 @@ async def _has_metrics(agent: Peer) -> bool:
 
 
 def _slim_rows(output: Path, agent: str) -> tuple[list[Json], bool]:
-    """What the verifier said, without what was said to and by the model, and without fields that are long.
+    """The verifier's fields of each row, without the model's input and output, and without long fields.
 
-    Also whether there are more rows than may be sent.
+    Also returns whether there are more rows than may be sent.
     """
     slim: list[Json] = []
     size = weight = 0
@@ -79,9 +79,9 @@ def _slim_rows(output: Path, agent: str) -> tuple[list[Json], bool]:
 
 @dataclass
 class AgentTally:
-    """All rows of one agent so far, in 16 to 50 bytes a row. `numbers`: name -> one value per row that knows it.
+    """All rows of one agent so far, in 16 to 50 bytes a row. numbers: name -> one value per row that has it.
 
-    subsets: the rows by what a field of theirs says. own: what the environment's compute_metrics says of them.
+    subsets: the rows grouped by the value of a field. own: the result of the environment's compute_metrics.
     """
 
     agent_ref: Json
@@ -94,7 +94,7 @@ class AgentTally:
     stops: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)  # attempts, by class
     given_up: Counter[str] = field(default_factory=Counter)  # rollouts, by class of the last failure
-    first_failures: dict[str, str] = field(default_factory=dict)  # class -> what the first of it said
+    first_failures: dict[str, str] = field(default_factory=dict)  # class -> message of the first one
 
     def add(self, row: Json) -> None:
         """Count an output row (wire.md, section 3)."""
@@ -120,7 +120,7 @@ class AgentTally:
 
     @property
     def rewards(self) -> Rewards:
-        """Of the scored rows."""
+        """The rewards of the scored rows."""
         return self.scores.rewards
 
     @property
@@ -138,11 +138,11 @@ class AgentTally:
             self.numbers[name].add(value)
 
     def as_json(self) -> Json:
-        """This agent's entry in the aggregate file: NeMo Gym's keys, and ours under `ng`."""
+        """This agent's entry in the aggregate file: NeMo Gym's keys, and those of ngym under `ng`."""
         return {**self._metrics(), "group_level_metrics": list(self._groups()), "ng": self.summary()}
 
     def as_bytes(self) -> Iterator[bytes]:
-        """`as_json` as JSON, in parts: there may be millions of tasks, and each gets a line."""
+        """`as_json` as JSON text, in parts: there may be millions of tasks, and each gets a line."""
         yield orjson.dumps(self._metrics(), option=orjson.OPT_INDENT_2).removesuffix(b"\n}")
         yield b',\n  "group_level_metrics": ['
         for number, group in enumerate(self._groups()):
@@ -202,7 +202,7 @@ class AgentTally:
 
 
 class Aggregates:
-    """One tally per agent, in order of appearance. by: the field by whose values its rows are told apart, too."""
+    """One tally per agent, in order of appearance. by: the field whose values form subsets; None: no subsets."""
 
     def __init__(self, by: str | None = None) -> None:
         self._by = by
@@ -242,7 +242,7 @@ class Aggregates:
         return [tally.as_json() for tally in self.by_agent.values()]
 
     def as_bytes(self) -> Iterator[bytes]:
-        """`as_json` as JSON, in parts."""
+        """`as_json` as JSON text, in parts."""
         yield b"["
         for number, tally in enumerate(self.by_agent.values()):
             yield b",\n" if number else b"\n"

@@ -1,8 +1,7 @@
-"""Bounds on the start of rollouts: a gate that several reasons can close, and a window per agent.
+"""Admission control for rollouts: a gate that several reasons can close, and a window per agent.
 
-An agent whose rollouts wait for a model has none waiting for their turn, and gets all that the run's concurrency allows. One that
-is as fast as its CPU gets what keeps it busy: each further rollout would only be a connection and a body to hold, cold
-when its turn comes.
+An agent whose rollouts wait for a model has no queue and gets the full concurrency of the run. A CPU-bound agent gets
+enough rollouts to stay busy: each further one would only hold a connection and a body while it queues.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 FIRST = 64  # rollouts to begin with, and the fewest
-ENOUGH = 32  # waiting for their turn: the agent does not run dry before it is given more
-OPENING_S = 0.05  # the window grows by half this often while the agent has not told that it has enough
-BELIEVED_S = 1.0  # how long it is believed; it tells with every rollout that comes back
+ENOUGH = 32  # queued rollouts: the agent does not run out of work before it gets more
+OPENING_S = 0.05  # the window grows by half at this interval, until the agent reports a long queue
+BELIEVED_S = 1.0  # how long a report is valid; each finished rollout brings a new one
 
 
 @dataclass
 class Gate:
-    """Open as long as nobody holds it shut. `reasons`: who holds it -> one line for the screen."""
+    """A gate that is open while nothing holds it. reasons: holder -> one line for the screen."""
 
     reasons: dict[str, str] = field(default_factory=dict)
     _open: asyncio.Event = field(default_factory=asyncio.Event)
@@ -27,7 +26,7 @@ class Gate:
         self._open.set()
 
     def hold(self, who: str, reason: str | None) -> None:
-        """Shut the gate for this reason; None takes it back."""
+        """Close the gate for this reason; None withdraws the holder's reason."""
         if reason is None:
             self.reasons.pop(who, None)
         else:
@@ -46,7 +45,7 @@ class Window:
     """Rollouts in flight at one agent.
 
     Args:
-        limit: the most there may ever be.
+        limit: the largest size of the window.
     """
 
     def __init__(self, limit: int) -> None:
@@ -58,7 +57,7 @@ class Window:
         self._left = asyncio.Event()
 
     async def enter(self) -> None:
-        """Returns when there is room for one more. One caller at a time."""
+        """Wait until there is room for one more rollout. One caller at a time."""
         while self.in_flight >= self.size:
             self._left.clear()
             if self.size >= self._limit:
@@ -75,7 +74,7 @@ class Window:
         self.in_flight += 1
 
     def told(self, waiting: int) -> None:
-        """A rollout came back, and with it how many wait for their turn at the agent."""
+        """Record the agent's queue length, which a finished rollout reports."""
         if waiting >= ENOUGH:
             self._opens_at = self._loop.time() + BELIEVED_S
         else:

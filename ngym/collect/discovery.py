@@ -1,4 +1,4 @@
-"""Who is there? A head's answer -> the services' addresses, which of them are agents, and what they were configured with."""
+"""Discovers the services of a run from its head: addresses, agents and configuration."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Known:
-    """urls: service name -> its replicas. agents: the names of agents. services: the config, name -> stanza, if told.
+    """urls: service name -> its replicas. agents: names of the agents. services: the config, name -> stanza, if known.
 
-    head_url: where to ask again for a service that moved. others: the services that are somebody else's, and what opens them.
+    head_url: the head to ask when a service moves. others: external services, and the bearer token of each, or None.
     """
 
     urls: dict[str, list[str]]
@@ -34,15 +34,15 @@ class Known:
 
     @classmethod
     def of(cls, stanzas: Json) -> Known:
-        """Of a config whose services are yet to be started, as `shown_config` shows it."""
+        """From a config whose services are not started yet, as `shown_config` returns it."""
         return cls({}, frozenset(name for name, stanza in stanzas.items() if stanza.get("kind") == "agent"), stanzas)
 
 
 async def discover(head_url: str, token: str | None = None) -> Known:
-    """Ask a head: ours, or NeMo Gym's.
+    """Ask a head of ngym or NeMo Gym.
 
     Raises:
-        UsageError: nobody answers there, or not as a head does; or the token does not open it.
+        UsageError: nothing answers there, the answer is not that of a head, or the token is wrong.
     """
     peers = Peers({}, head_url, token, owner="ng_collect_rollouts")
     try:
@@ -53,38 +53,38 @@ async def discover(head_url: str, token: str | None = None) -> Known:
     finally:
         await peers.close()
     if theirs is None:
-        raise UsageError(f"{head_url} answers, but is no head; give the one that ng_run printed, or --config FILE")
+        raise UsageError(f"{head_url} answers, but is not a head; use the URL that ng_run printed, or --config FILE")
     return _nemo(yaml.safe_load(theirs))
 
 
 async def _get(peers: Peers, head_url: str, path: str, read: Callable[[bytes], Any] = orjson.loads) -> Any:
-    """What is read from the JSON at this path, or None for a 404."""
+    """The parsed JSON at this path, or None for a 404."""
     url = head_url.rstrip("/") + path
     try:
         reply = await peers.send("GET", url, None, peers.authorization(None), TIMEOUT_S)
         if reply.status == 401:
-            raise UsageError(f"{head_url}: the run there is locked; put its token into the variable {RUN_TOKEN}")
+            raise UsageError(f"{head_url}: the run there is locked; set the variable {RUN_TOKEN} to its token")
         return None if reply.status == 404 else read(reply.body)
     except OSError:
         raise UsageError(
             f"nothing answers at {head_url}: start the services with ng_run in another terminal (then run this in the "
-            "same folder, or give --head URL), or add --config FILE and they are started and stopped here"
+            "same folder, or add --head URL), or add --config FILE to start and stop them here"
         ) from None
     except ValueError as error:
-        raise UsageError(f"{url} does not answer as a head does ({error}); is it one?") from None
+        raise UsageError(f"the answer of {url} is not that of a head ({error}); check the URL") from None
 
 
 def _ours(head_url: str, servers: list[Json], config: Json | None) -> Known:
     urls = {server["name"]: server.get("urls") or [server["url"]] for server in servers}
     agents = frozenset(server["name"] for server in servers if server["kind"] == "agent")
     stanzas = config or {}
-    foreign = [server["name"] for server in servers if server.get("external") and not server.get("app")]
-    others = {name: os.environ.get(stanzas.get(name, {}).get("token_env") or "") for name in foreign}
+    external = [server["name"] for server in servers if server.get("external") and not server.get("app")]
+    others = {name: os.environ.get(stanzas.get(name, {}).get("token_env") or "") for name in external}
     return Known(urls, agents, stanzas, head_url.rstrip("/"), others)
 
 
 def _nemo(config: Mapping[str, Any]) -> Known:
-    """`instance: {type: {implementation: {host, port, ...}}}`; keys that are no services are passed over."""
+    """`instance: {type: {implementation: {host, port, ...}}}`; other keys are ignored."""
     urls: dict[str, list[str]] = {}
     agents: set[str] = set()
     for name, instance in config.items():

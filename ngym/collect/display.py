@@ -1,4 +1,4 @@
-"""What a person sees while rollouts are collected: a bar that stays in place on a terminal, a line every few seconds elsewhere."""
+"""Progress display of a collection: a live bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sample(NamedTuple):
 
 @dataclass
 class Meter:
-    """Where a run stands, in words. reasons: why it pauses, if it does."""
+    """Measures the progress of a run. reasons: why it is paused, if it is."""
 
     aggregates: Aggregates
     before: Progress
@@ -49,7 +49,7 @@ class Meter:
         return self.aggregates.done + self.aggregates.given_up
 
     def tick(self) -> None:
-        """Take a sample for the rates; called regularly."""
+        """Take a sample for the rates; call it regularly."""
         self._samples.append(self._sample())
         while len(self._samples) > 2 and self._samples[0].at < self._samples[-1].at - WINDOW_S:
             self._samples.popleft()
@@ -61,7 +61,7 @@ class Meter:
         return (last.rollouts - first.rollouts) / seconds, (last.tokens - first.tokens) / seconds
 
     def standing(self) -> Standing:
-        """As it is now, for whoever draws it, in whatever thread."""
+        """A snapshot of the progress, which any thread may draw."""
         rollouts, _ = self.rates()
         total, complete = self.before.total, self.before.complete
         left = total - self.settled
@@ -82,7 +82,7 @@ class Meter:
         return [*facts, f"{rollouts:,.1f} rollouts/s", f"{tokens:,.0f} tokens/s", f"{self.in_flight():,} in flight"]
 
     def _pauses(self) -> list[str]:
-        return [f"paused: {harmless(reason)}; it goes on by itself" for reason in self.reasons.values()]
+        return [f"paused: {harmless(reason)}; it continues by itself" for reason in self.reasons.values()]
 
     def _rewards(self) -> list[str]:
         shown = []
@@ -100,7 +100,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands. left_s: None while that is not known. complete: whether `total` is all, see `Progress`."""
+    """A snapshot of the progress. left_s: None while unknown. complete: whether `total` is final, see `Progress`."""
 
     settled: int
     total: int
@@ -119,7 +119,7 @@ class Standing:
         return " | ".join([self.count, *self.facts, *to_go, *self.pauses])
 
     def picture(self, size: Size) -> list[Text]:
-        """A bar, why it pauses, and as many facts as fit below."""
+        """A bar, the reasons of a pause, and the facts."""
         from rich.text import Text
 
         count = f"{self.count}  {clock(self.elapsed_s)}"
@@ -133,7 +133,7 @@ class Standing:
 
 
 class Show(Protocol):
-    """Says things above, and draws where the run stands when told."""
+    """A display: `say` prints a line, `draw` shows the progress, `end` shows the final state."""
 
     def say(self, text: str) -> None: ...
     def draw(self, standing: Standing) -> None: ...
@@ -141,7 +141,7 @@ class Show(Protocol):
 
 
 class _Plain:
-    """A line where something has changed; where nothing does, one now and then, so that nobody thinks that it is dead."""
+    """Prints a line when something has changed, and every STILL_S seconds when nothing has."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -178,10 +178,10 @@ class _Live:
 
 @asynccontextmanager
 async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> AsyncIterator[Show]:
-    """Draws by itself while the block runs.
+    """Draw the progress regularly while the block runs.
 
     Args:
-        lost: called when the stream is gone (a closed terminal); nothing is drawn from then on.
+        lost: called when the stream is closed, such as a closed terminal; nothing is drawn afterwards.
     """
     if not is_live(stream):
         async with _drawing(meter, _Plain(stream), PLAIN_TICK_S, lost) as show:
@@ -211,5 +211,5 @@ async def _drawing(meter: Meter, show: Show, tick_s: float, lost: Callable[[], N
     finally:
         drawing.cancel()
         meter.tick()
-        with suppress(OSError):  # it is gone, and `lost` was told, or will be by whoever writes next
+        with suppress(OSError):  # the stream is closed: `lost` was called, or the next write fails
             show.end(meter.standing())

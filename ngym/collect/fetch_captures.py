@@ -1,6 +1,7 @@
-"""An agent that is not ours came back without token data: what did its model servers capture under the rollout's id?
+"""Fetches the token data that model servers captured for rollouts of external agents, by rollout id.
 
-Whoever sends an agent to `http://.../rollouts/{id}/v1`, with the id that came as a header, makes it trainable so.
+To make an external agent trainable, send its model calls to `http://.../rollouts/{id}/v1`, with the id of the request
+header.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from ngym.peers import Peers
 from ngym.schema import TOKEN_FIELDS, FinishReason, Json, Segment, Span
 
 TIMEOUT_S = 60.0
-NOT_OURS = frozenset({404, 405})  # a model server that captures nothing, or captured nothing of this rollout
+NOT_OURS = frozenset({404, 405})  # the model server does not capture, or has nothing for this rollout
 
 
 class Pickup:
-    """Asks the model servers for captured calls. Call `begin` first.
+    """Fetches captured calls from the model servers. Call `begin` first.
 
     Args:
-        models: their names; None asks the head, and where an agent's stanza names some, only those are asked.
+        models: names of the model servers. None: asks the head; if an agent's stanza names models, only those are used.
     """
 
     def __init__(self, peers: Peers, models: Collection[str] | None) -> None:
         self._peers = peers
         self._given = models
-        self._models: list[str] | None = list(models or ())  # None: the head has not said yet
+        self._models: list[str] | None = list(models or ())  # None: the head has not answered yet
         self._of_agent: dict[str, list[str]] = {}
         self._asking = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Learn from the head which services are models, and which of them an agent's stanza names."""
+        """Ask the head which services are models, and which of them each agent's stanza names."""
         if self._given is not None or self._peers.head_url is None:
             return
         self._models = None
@@ -53,12 +54,12 @@ class Pickup:
                     self._of_agent[server["name"]] = named
 
     async def complete(self, agent: str, rollout_id: str, answer: Any, began: float) -> None:
-        """Put what was captured into an answer that has no token data and no `ng.segments` of its own.
+        """Add the captured token data to an answer that has no token data and no `ng.segments`.
 
-        began: when the rollout did, by time.perf_counter().
+        began: the start of the rollout, as time.perf_counter().
 
         Raises:
-            Unreachable, UpstreamError: a model server, or the head, did not tell.
+            Unreachable, UpstreamError: a model server or the head did not answer.
         """
         if not isinstance(answer, dict) or _has_tokens(answer):
             return
@@ -88,7 +89,7 @@ class Pickup:
     async def _captured(
         self, model: str, url: str, began: float
     ) -> tuple[list[Segment], list[tuple[Span, FinishReason]]]:
-        """The segments, and for each call its span and why its turn ended."""
+        """The segments, and the span and finish reason of each call."""
         where, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
         try:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
@@ -98,7 +99,7 @@ class Pickup:
             if reply.status != 200:
                 detail = f"{model} answered {reply.status} to GET {url}"
                 raise UpstreamError(detail, failure="model_error", upstream=where | {"status": reply.status})
-            with suppress(OSError):  # it forgets them by itself, later
+            with suppress(OSError):  # the server also expires them
                 await self._peers.send("DELETE", url, None, opener, TIMEOUT_S)
         except OSError as error:
             detail = f"{model} has the rollout's token data and cannot be reached at {url}: {error}"
@@ -119,7 +120,7 @@ class Pickup:
 
 
 def _has_tokens(answer: Json) -> bool:
-    """Whether it carries token data, or comes from an agent that takes care of that itself."""
+    """Whether the answer carries token data, or its agent sets `ng.segments` itself."""
     trace, response = answer.get("ng"), answer.get("response")
     if isinstance(trace, dict) and "segments" in trace:
         return True

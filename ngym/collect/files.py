@@ -1,7 +1,8 @@
-"""The files of one collection: which run they belong to, what is done, where rows go, and how `--overwrite` replaces them.
+"""The files of one collection: resuming, appending rows, progress, and replacement with `--overwrite`.
 
-The new files are written under `.new` names. With the first row (a rollout or a failed attempt) on the disk, each old file
-gets an `.old` name and its new one takes its place, `out.jsonl` last. A kill leaves one of three states:
+`--overwrite` writes the new files under `.new` names. When the first row (a rollout or a failed attempt) is on the
+disk, each old file gets an `.old` name and its new one takes its place, `out.jsonl` last. A kill leaves one of three
+states:
 
     .new files, none with a row     the old collection is valid; the next one removes the .new files
     .new files, one with a row      the next collection completes the replacement, before it does anything else
@@ -45,7 +46,7 @@ NEW, OLD = ".new", ".old"
 
 
 class Paths(NamedTuple):
-    """Beside `out.jsonl`: out_failures.jsonl and so on."""
+    """The paths of `out.jsonl` and of the files next to it, such as out_failures.jsonl."""
 
     output: Path
     failures: Path
@@ -67,10 +68,10 @@ class Paths(NamedTuple):
 
 
 def recover(paths: Paths) -> None:
-    """Complete a replacement that was interrupted, or remove what a collection without a row has left.
+    """Complete an interrupted replacement, or remove the files of a collection that wrote no row.
 
     Raises:
-        FileLocked: another process collects there. WriteFailed: a file cannot be renamed.
+        FileLocked: another process uses the output. WriteFailed: a file cannot be renamed.
     """
     new = paths.named(NEW)
     if not any(path.exists() for path in new):
@@ -88,12 +89,12 @@ def recover(paths: Paths) -> None:
 
 
 def replace_files(paths: Paths) -> None:
-    """Give the old files their `.old` names and the new ones their own; may be called again after a kill at any point.
+    """Rename the old files to `.old` and the new ones to their final names; safe to repeat after a kill at any point.
 
     Old files without a rollout do not take the place of `.old` files with rollouts.
 
     Raises:
-        WriteFailed: a file cannot be renamed; calling it again goes on there.
+        WriteFailed: a file cannot be renamed; calling it again continues there.
     """
     new, old = paths.named(NEW), paths.named(OLD)
     keeps = _size(paths.output) > 0 or _size(old.output) == 0
@@ -112,13 +113,13 @@ def replace_files(paths: Paths) -> None:
 
 
 def discard(paths: Paths) -> None:
-    """Remove the `.new` files; the output first, see `recover`."""
+    """Remove the `.new` files, the output first (see `recover`)."""
     for path in paths.named(NEW):
         path.unlink(missing_ok=True)
 
 
 def has_row(path: Path) -> bool:
-    """Whether the file has a whole line."""
+    """Whether the file has a complete line."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -126,7 +127,7 @@ def has_row(path: Path) -> bool:
 
 
 def _keep(path: Path, old: Path) -> None:
-    """The file under its `.old` name as well, so that no kill leaves its own name without a file."""
+    """Also give the file its `.old` name, so that a kill never leaves its own name without a file."""
     old.unlink(missing_ok=True)
     if _size(path) == 0:
         return
@@ -144,7 +145,7 @@ def _size(path: Path) -> int:
 
 @dataclass
 class Progress:
-    """How far the plan is: rollouts in all, finished before this sitting, given up before it; the agents it needs.
+    """Progress of the plan: total rollouts, those finished or given up before this sitting, and the agents it needs.
 
     complete: whether the input was read to its end; until then `total` grows.
     """
@@ -162,10 +163,10 @@ class Progress:
 
 
 class Files:
-    """The files of one collection, locked for this process. by: the field by whose values the numbers are told, too.
+    """The files of one collection, locked for this process. by: the field whose values form subsets of the metrics.
 
-    Use: `Files(...)` locks; `prepare` checks the input and resumes or begins; `keep` appends; `finish` writes everything but
-    rows. With `overwrite` the old files are untouched until the first row is kept, see `ngym.collect.files`.
+    `Files(...)` locks; `prepare` checks the input and resumes or begins; `keep` appends; `finish` writes everything but
+    rows. With `overwrite` the old files are untouched until the first row is kept (see the module).
 
     Raises:
         FileLocked, UsageError, WriteFailed: see RowLog.
@@ -187,7 +188,7 @@ class Files:
         self.duplicates = 0
         self._on_stall = on_stall
         self._done: set[RolloutKey] = set()
-        self._left: list[Outcome] = []  # handed to the log when the run was cancelled
+        self._left: list[Outcome] = []  # passed to the log when the run was cancelled
         self._failed: dict[RolloutKey, list[str]] = {}  # the class of each failed attempt
         self._record = RunRecord.new(self.paths.run)
         self._sent: Sent | None = None
@@ -195,7 +196,7 @@ class Files:
         recover(self.paths)
         self._rows = RowLog(self.paths.output, _row_key, on_stall=on_stall)
         self._failures = RowLog(self.paths.failures, _failure_key, on_stall=on_stall)
-        self._old: tuple[RowLog, RowLog] | None = None  # those that are replaced with the first row
+        self._old: tuple[RowLog, RowLog] | None = None  # the logs that the first row replaces
 
     def prepare(
         self,
@@ -208,15 +209,15 @@ class Files:
         tick: Callable[[str], None] = lambda text: None,
         starts: bool = False,
     ) -> None:
-        """Everything that comes before the first rollout. Of a large input only a first part is read, see `InputCheck`.
+        """Do everything that precedes the first rollout. Reads only the first part of a large input, see `InputCheck`.
 
         Args:
             agents: the agents that exist; None if that is not known.
-            tick: told what is being done, a few times a second.
-            starts: whether agents are started for this collection: `progress.agents` then has all that the input names.
+            tick: receives a progress text a few times a second.
+            starts: whether agents are started for this collection; `progress.agents` then has all agents of the input.
 
         Raises:
-            UsageError: bad input lines (all of them), output that exists, or a run that is not this one.
+            UsageError: bad input lines (all of them), existing output, or files of another run.
         """
         used = not (self._rows.empty and self._failures.empty)
         if used and not (resume or overwrite):
@@ -239,7 +240,7 @@ class Files:
 
     @property
     def unwritten(self) -> str | None:
-        """Why the file of what was sent to the agents is not there; None if it is."""
+        """Why the file of materialized inputs could not be written; None if it was."""
         return self._sent.problem if self._sent is not None else None
 
     @property
@@ -283,7 +284,7 @@ class Files:
         try:
             await log.append(orjson.dumps(outcome.row))
         except asyncio.CancelledError:
-            self._left.append(outcome)  # nobody waits for it any more, but flush() will write it
+            self._left.append(outcome)  # the caller no longer waits for it, but flush() writes it
             raise
         self._take_over()
         self._count(outcome)
@@ -302,7 +303,7 @@ class Files:
             self.aggregates.add(outcome.row)
 
     def finish(self, status: str) -> None:
-        """Write the aggregates, and how this sitting ended; nothing where an old collection is still in its place."""
+        """Write the aggregates and the end of this sitting; nothing if the old collection has not been replaced."""
         if self._old is not None:
             return
         self._keep_own_metrics()
@@ -311,27 +312,27 @@ class Files:
         self._record.end(status)
 
     def _keep_own_metrics(self) -> None:
-        """What an environment said of the same rollouts in an earlier sitting, if nobody asked it in this one."""
+        """Keep an environment's metrics of the same rollouts from an earlier sitting if this one has none."""
         if self._check is not None:
-            return  # a new run: what is there is another run's
+            return  # a new run: the file belongs to another run
         try:
             before = orjson.loads(self.paths.aggregates.read_bytes())
             told = {each["agent_ref"]["name"]: each["ng"] for each in before}
         except (OSError, ValueError, TypeError, KeyError):
-            return  # there is none, or it is not ours
+            return  # the file does not exist, or has another format
         for name, tally in self.aggregates.by_agent.items():
             if tally.own is None and told.get(name, {}).get("rollouts") == tally.rollouts:
                 tally.own = told[name].get("environment")
 
     async def flush(self) -> None:
-        """Put on the disk what waits; nothing can be kept after it."""
+        """Write all pending rows to the disk; no row can be kept afterwards."""
         await asyncio.gather(self._rows.flush(), self._failures.flush())
         self._take_over()
         for outcome in self._left:
             self._count(outcome)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close and unlock the files."""
         if self._check is not None:
             self._check.close()
         if self._sent is not None:
@@ -345,7 +346,7 @@ class Files:
                 log.close()
 
     def _stage(self) -> None:
-        """Let a new run begin beside the files of the old one."""
+        """Begin a new run in `.new` files next to those of the old one."""
         new = self.paths.named(NEW)
         self._old = self._rows, self._failures
         self._failures = RowLog(new.failures, _failure_key, on_stall=self._on_stall)  # first, see `recover`
@@ -354,7 +355,7 @@ class Files:
         write_whole(new.aggregates, b"[]\n")
 
     def _take_over(self) -> None:
-        """Replace the old collection if this one has a row by now."""
+        """Replace the old collection if this one has a row."""
         if self._old is None or (self._rows.empty and self._failures.empty):
             return
         replace_files(self.paths)
@@ -363,11 +364,11 @@ class Files:
         if self._sent is not None:
             self._sent.path = self.paths.materialized
         for log in self._old:
-            log.close(remove_empty=False)  # its name is the new file's by now
+            log.close(remove_empty=False)  # the new file has its name now
         self._old = None
 
     def _read_input(self, agents: Collection[str] | None, starts: bool) -> None:
-        """Check what has to be checked before the first rollout of a new run."""
+        """Check the part of the input that a new run needs before its first rollout."""
         recipe, progress = self.source.recipe, self.progress
         self._check = InputCheck(self.source.input, recipe, agents)
         self._check.first()
@@ -387,7 +388,7 @@ class Files:
             self._count_input()
 
     def _count_input(self) -> None:
-        """Take over what the check of the input has found out by now."""
+        """Update the progress and the record with the results of the input check."""
         check = self._check
         if check is None or (self.progress.complete and self._record.input_digest is not None):
             return
@@ -396,7 +397,7 @@ class Files:
             self._record.learn(self.progress.total, check.digest)
 
     def _continue(self, tick: Callable[[str], None]) -> None:
-        """Take up the run whose rows stand in the files."""
+        """Continue the run whose rows are in the files."""
         self._record = RunRecord.resumed(self.paths.run, self.source, self.paths.output)
         ticking = _Ticker(tick)
         for line in chain(self._rows.rows(), self._failures.rows()):
@@ -405,7 +406,7 @@ class Files:
                 path = self.paths.failures if "failure" in line.row else self.paths.output
                 raise UsageError(
                     f"{path}:{line.number} (byte {line.start}): a row of another run ({run_id}; this file's run is {self.run_id}); "
-                    "take it out, or start again with --overwrite"
+                    "remove it, or start again with --overwrite"
                 )
             if "failure" in line.row:
                 self._failed.setdefault(_row_key(line.row), []).append(line.row["failure"]["class"])
@@ -417,7 +418,7 @@ class Files:
         self.duplicates = self._rows.duplicates + self._failures.duplicates
 
     def _materialize(self, agents: Collection[str] | None, max_attempts: int, tick: Callable[[str], None]) -> None:
-        """Check every input row, and write what will be sent to the agents (aside, then renamed)."""
+        """Check every input row, and write the materialized inputs (to a temporary file, then renamed)."""
         path = self.paths.materialized
         beside = path.with_name(path.name + ".tmp")
         ticking = _Ticker(tick)
@@ -455,7 +456,7 @@ class Files:
 
 
 def check_places(output: Path, source: Path) -> None:
-    """UsageError where the output cannot be there."""
+    """Raise a UsageError if the output cannot be written there."""
     check_output(output)
     paths = Paths.beside(output)
     for written in (*paths, *paths.named(NEW), *paths.named(OLD)):
@@ -469,7 +470,7 @@ def check_places(output: Path, source: Path) -> None:
 
 
 class Sent:
-    """`out_materialized_inputs.jsonl` of a new run: each row as it is sent. A disk without room costs this file, not the run.
+    """`out_materialized_inputs.jsonl` of a new run: each row as it is sent. A full disk costs this file, not the run.
 
     problem: why the file could not be written; --resume writes it.
     """
@@ -500,7 +501,7 @@ class Sent:
 
 
 class _Ticker:
-    """Passes on a text now and then, not for every row."""
+    """Forwards a text at most every TICK_S seconds."""
 
     def __init__(self, tick: Callable[[str], None]) -> None:
         self._tick = tick

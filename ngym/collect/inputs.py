@@ -1,8 +1,8 @@
-"""The input of a collection, checked to its end: a first part before anything starts, the rest while rollouts run.
+"""Checks the whole input of a collection: a first part before anything starts, the rest while rollouts run.
 
-An input of up to FIRST_BYTES is checked as a whole before anything starts. A larger one would keep the first rollout waiting
-for as long as it takes to read it: its first part is checked before, and a thread checks the rest. A bad line there ends the
-collection with every bad line named; the finished rollouts are kept, and --resume continues with the corrected input.
+An input of up to FIRST_BYTES is checked before anything starts. For a larger one, the first part is checked before, and
+a thread checks the rest, so that the first rollout does not wait. A bad line there ends the collection with every bad
+line named; the finished rollouts are kept, and --resume continues with the corrected input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMED = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*("(?:[^"\\]|\\.)*
 
 
 class InputCheck:
-    """Checks every row that a recipe takes from a file, and computes the file's digest.
+    """Checks every row that a recipe uses, and computes the file's digest.
 
     Args:
         agents: the agents that exist; None if that is not known.
@@ -57,7 +57,7 @@ class InputCheck:
         self._rest: Future[None] | None = None
 
     def first(self, size: int = FIRST_BYTES) -> None:
-        """Check so many bytes, or everything where there is a bad line among them.
+        """Check the first `size` bytes, or everything if there is a bad line among them.
 
         Raises:
             UsageError: bad lines; all are named.
@@ -71,7 +71,7 @@ class InputCheck:
             self.digest = digest_of(self._path)
 
     def begin_rest(self) -> None:
-        """Check the rest in a thread, and compute the digest there, unless both were done."""
+        """Check the rest and compute the digest in a thread, unless both are done."""
         if self.digest is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="check the input")
             self._rest = self._thread.submit(self._check_rest)
@@ -104,7 +104,7 @@ class InputCheck:
     def names_in_rest(self) -> set[str]:
         """The agents that rows after the first part may name, found without parsing them: 1 s for a GB.
 
-        Also finds names in objects that are no agent_ref of a row.
+        Also finds names in other objects that look like an agent_ref.
         """
         if self.complete or self._path.stat().st_size <= self._end:
             return set()
@@ -138,10 +138,10 @@ class InputCheck:
 
 
 def digest_of(path: Path, stop: threading.Event | None = None) -> str | None:
-    """sha256 of a file; None if it was stopped.
+    """sha256 of a file; None if `stop` was set.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     digest = hashlib.sha256()
     try:

@@ -1,4 +1,4 @@
-"""NeMo Gym's flags as ours: `+agent_name=math +num_repeats=8` -> `--agent math --repeats 8`."""
+"""Translates NeMo Gym's flags: `+agent_name=math +num_repeats=8` becomes `--agent math --repeats 8`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FLAG = re.compile(r"(?P<plus>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """The arguments with every flag of NeMo Gym's in our spelling; others, `key=value` config overrides too, are kept.
+    """The arguments with every NeMo Gym flag translated; other arguments and `key=value` config overrides are kept.
 
     Raises:
-        UsageError: a `+flag=` that has no counterpart.
+        UsageError: a `+flag=` has no counterpart.
     """
     result: list[str] = []
     for argument in arguments:
@@ -44,7 +44,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
 
 
 def hint(arguments: Sequence[str]) -> str | None:
-    """One line with the command in our spelling, if it was written in NeMo Gym's."""
+    """One line with the translated command, if it has NeMo Gym's flags."""
     ours = translated(arguments)
     return (
         None if ours == list(arguments) else f"NeMo Gym's flags, understood as: ng_collect_rollouts {shlex.join(ours)}"
@@ -70,7 +70,7 @@ def _ours(key: str, text: str) -> list[str]:
         return ["--seed", "0"] if value else []
     if key in NOT_NEEDED:
         return []
-    known = did_you_mean(key, (*SAME, *SPECIAL)) or "; ng_collect_rollouts --help lists what there is"
+    known = did_you_mean(key, (*SAME, *SPECIAL)) or "; see ng_collect_rollouts --help"
     raise UsageError(f"+{key}: this flag of NeMo Gym's has no counterpart here{known}")
 
 
@@ -85,7 +85,7 @@ def _params(key: str, value: Any) -> Iterator[str]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Hydra's value grammar, as far as these flags use it, is YAML."""
+    """Parse a value as YAML, which covers Hydra's value grammar as far as these flags use it."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

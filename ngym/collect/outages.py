@@ -1,4 +1,4 @@
-"""Did this attempt fail because a service was down? Then the run pauses until it is back, and the attempt is not counted."""
+"""Detects outages of services: the run pauses until the service is back, and a lost attempt is not counted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class ServiceGone(NgymError):
 
 
 class Outages:
-    """Tells an outage of a service from a rollout's own misfortune, and waits the outage out with the gate shut.
+    """Tells an outage of a service from a failure of one rollout, and holds the gate until the outage is over.
 
-    A service that does not answer /ready is down. One that was started again since (the head counts that) was down: its
-    sessions, and what it was asked, are lost. Call `begin` first.
+    A service that does not answer /ready is down. One that was restarted since (the head counts restarts) was down: its
+    sessions and pending requests are lost. Call `begin` first.
 
     Args:
-        poll_s, give_up_s: how often a service that is down is asked, and for how long.
+        poll_s, give_up_s: interval and total time of polling a service that is down.
     """
 
     def __init__(self, peers: Peers, gate: Gate, *, poll_s: float, give_up_s: float) -> None:
@@ -39,11 +39,11 @@ class Outages:
         self._restarts: dict[str, int] = {}
 
     async def begin(self) -> None:
-        """Learn how often each service was started before this run."""
+        """Ask the head how often each service was restarted before this run."""
         self._restarts = await self._restarts_now()
 
     async def explain(self, failure: Failure, since: float) -> bool:
-        """Whether an attempt that began at `since` (loop time) failed because of an outage; returns when it is over.
+        """Whether an attempt that began at `since` (loop time) failed because of an outage; waits until it is over.
 
         Raises:
             ServiceGone: the service did not come back.
@@ -69,17 +69,19 @@ class Outages:
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
 
     async def _watch(self, service: str) -> bool:
-        """Whether the service is down or was; returns when it is up."""
+        """Whether the service is or was down; returns when it is up."""
         was_down = await self._wait_until_ready(service)
         restarts = await self._restarts_now()
         if was_down or restarts.get(service, 0) > self._restarts.get(service, 0):
-            self._restarts[service] = restarts.get(service, 0)  # of another one, whoever lost it is still to ask
+            self._restarts[service] = restarts.get(
+                service, 0
+            )  # only of this service: lost attempts of others still compare theirs
             self._back_at[service] = asyncio.get_running_loop().time()
             return True
         return False
 
     async def _wait_until_ready(self, service: str) -> bool:
-        """Whether it had to be waited for."""
+        """Wait until the service is ready; returns whether it was down."""
         reason = await self._not_ready(service)
         if reason is None:
             return False
@@ -90,7 +92,7 @@ class Outages:
                 self._gate.hold(service, reason)
                 if loop.time() >= ends:
                     waited = f"{reason}, for {self._give_up_s:.0f} s now"
-                    raise ServiceGone(f"{waited}; mend it, then run again with --resume")
+                    raise ServiceGone(f"{waited}; fix it, then run again with --resume")
                 await asyncio.sleep(self._poll_s)
                 await self._peers.refresh()
                 reason = await self._not_ready(service)
@@ -113,7 +115,7 @@ class Outages:
         return reason
 
     async def _restarts_now(self) -> dict[str, int]:
-        """How often each service was started again, as the head tells it; nothing from a head that does not."""
+        """Restarts of each service, as the head reports them; empty if it does not."""
         return {server["name"]: server.get("restarts", 0) for server in await self._peers.servers()}
 
 

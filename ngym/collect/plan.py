@@ -1,4 +1,4 @@
-"""Which rollouts are to be done? Input rows, their repeats and overrides -> planned rollouts, one at a time, never all in memory."""
+"""Plans rollouts from input rows, repeats and overrides, one at a time, so that they are never all in memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ngym.files.jsonl import checked
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
 from ngym.stats.pass_at_k import DenseInts
 
-AGENT_TYPE = "responses_api_agents"  # NeMo Gym's word, kept in agent_ref so that its tools can read our rows
+AGENT_TYPE = "responses_api_agents"  # NeMo Gym's name, kept in agent_ref so that its tools can read these rows
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How input rows become rollouts.
 
-    agent: for rows that name none. repeats: rollouts a task, in the order abc -> aabbcc. limit: the first rows only.
-    params: laid over each row's responses_create_params; a dotted key sets a leaf (`reasoning.effort`).
+    agent: of rows without agent_ref. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
+    params: override keys of each row's responses_create_params; a dotted key sets a leaf (`reasoning.effort`).
     seed: rollout i of a task samples with seed + i; None leaves sampling free.
     """
 
@@ -36,9 +36,9 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRollout:
-    """One rollout to be done. `row` is what the agent's /run gets: both indices, agent_ref and overrides are in it.
+    """One rollout to collect. row: the body of the agent's /run, with both indices, agent_ref and overrides.
 
-    group: the rollouts of its task that are done together, it included; empty: whoever asked for it compares them.
+    group: all rollouts of its task that are collected together; empty: the caller compares them itself.
     """
 
     key: RolloutKey
@@ -48,14 +48,14 @@ class PlannedRollout:
 
     @property
     def first(self) -> RolloutKey:
-        """Tells its group from others."""
+        """The key that identifies its group."""
         return self.group[0] if self.group else self.key
 
 
 def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
     """The rollouts of these input rows, which must have passed a RowCheck.
 
-    A caller's `_ng_task_index` is kept, otherwise it is the row's own; rows that share one continue its rollout indices.
+    A row's `_ng_task_index` is kept, else it is the row's position; rows that share one continue its rollout indices.
     """
     counted = DenseInts()
     for position, row in enumerate(islice(rows, recipe.limit)):
@@ -80,7 +80,7 @@ def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
 
 
 def input_rows(path: Path, recipe: Recipe, agents: Collection[str] | None = None) -> Iterator[Json]:
-    """The rows that a file contributes, streamed; at the end one UsageError names every bad line.
+    """Stream the rows of a file; at the end one UsageError names every bad line.
 
     Args:
         agents: the agents that exist; None if that is not known.
@@ -91,13 +91,13 @@ def input_rows(path: Path, recipe: Recipe, agents: Collection[str] | None = None
 
 
 def check_agent(recipe: Recipe, agents: Collection[str] | None) -> None:
-    """UsageError where --agent names none of the agents that exist."""
+    """Raise a UsageError if the agent of --agent does not exist."""
     if agents is not None and recipe.agent is not None and recipe.agent not in agents:
         raise UsageError(f"--agent: no agent named {recipe.agent!r}{did_you_mean(recipe.agent, agents)}")
 
 
 def checked_rows(rows: Iterable[Json], recipe: Recipe, agents: Collection[str]) -> Iterator[Json]:
-    """The rows, each checked when it is taken.
+    """Yield the rows, each checked when it is taken.
 
     Raises:
         UsageError: what is wrong with the first bad one.
@@ -110,12 +110,12 @@ def checked_rows(rows: Iterable[Json], recipe: Recipe, agents: Collection[str]) 
 
 
 class RowCheck:
-    """Says what is wrong with an input row, or nothing."""
+    """Returns the mistake of an input row, or None."""
 
     def __init__(self, recipe: Recipe, agents: Collection[str] | None) -> None:
         self._recipe = recipe
         self._agents = agents
-        self._indexed: bool | None = None  # does the first row bring its own _ng_task_index?
+        self._indexed: bool | None = None  # whether the first row has an _ng_task_index
 
     def __call__(self, row: Json) -> str | None:
         return self._params(row) or self._agent(row) or self._index(row)
@@ -153,11 +153,11 @@ class RowCheck:
     def _index(self, row: Json) -> str | None:
         index = row.get("_ng_task_index")
         if "_ng_task_index" in row and (not isinstance(index, int) or isinstance(index, bool) or index < 0):
-            return f"_ng_task_index must be a whole number from 0 on, not {index!r}"
+            return f"_ng_task_index must be a whole number, 0 or more, not {index!r}"
         if self._indexed is None:
             self._indexed = "_ng_task_index" in row
         if self._indexed != ("_ng_task_index" in row):
-            return "only some rows of this file have an _ng_task_index; give it to all or to none"
+            return "only some rows of this file have an _ng_task_index; set it in all of them or in none"
         return None
 
 

@@ -1,4 +1,4 @@
-"""What is told at the end: a table per environment, and where the files are; or the same as JSON."""
+"""The final report of a collection: a table per environment and the list of files, as text or JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PART = "reward_components/"
 
 
 def tables(aggregates: Aggregates) -> Iterator[Table]:
-    """One table per agent: reward, pass@k, lengths, tool calls, failures; and one of its subsets, if it has any."""
+    """One table per agent (reward, pass@k, lengths, tool calls, failures), and one of its subsets, if it has any."""
     from rich.table import Table
 
     for name, tally in aggregates.by_agent.items():
@@ -50,7 +50,7 @@ def subset_table(subsets: Subsets) -> Table:
 
 
 def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seconds: float, rollouts: int) -> Json:
-    """The one object that --json prints. rollouts: how many the plan has."""
+    """The object that --json prints. rollouts: the number of planned rollouts."""
     return {
         "run_id": run_id,
         "status": status,
@@ -64,14 +64,14 @@ def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seco
 
 
 def first_failures(aggregates: Aggregates) -> Iterator[str]:
-    """A line for each class of failure of each agent: what the first of it said."""
+    """A line for each failure class of each agent, with the message of the first failure."""
     for agent, tally in aggregates.by_agent.items():
         for kind, message in tally.first_failures.items():
             yield f"{agent}: first {kind}: {' '.join(message.split())}"
 
 
 def files(paths: Paths, room: int | None = None) -> Iterator[str]:
-    """Each file that exists, and what is in it: in a line, or in two where one has more than `room` characters."""
+    """Each existing file and its contents: in one line, or in two if a line exceeds `room` characters."""
     what = {
         paths.output: "scored rollouts",
         paths.failures: "failed attempts, one row each",
@@ -116,7 +116,7 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
 
 
 def _own(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
-    """What the environment itself says of its rollouts."""
+    """The environment's own metrics of its rollouts."""
     own = tally.own or {}
     for name, value in own.get("metrics", {}).items():
         yield name, _number(value), "the environment's own"

@@ -1,4 +1,4 @@
-"""What became of an attempt? An agent's answer -> an output row; an error -> a failure row (wire.md, sections 3 and 4)."""
+"""Builds output rows from agents' answers, and failure rows from errors (wire.md, sections 3 and 4)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Outcome = Rollout | FailedAttempt
 
 
 def tell(span: tracing.Span, attempt: Attempt, outcome: Outcome) -> None:
-    """What became of it, for its span."""
+    """Record the outcome of an attempt in its tracing span."""
     span.set("gen_ai.agent.name", attempt.planned.agent)
     span.set("ngym.run.id", attempt.run_id)
     span.set("ngym.task.index", outcome.key.task_index)
@@ -73,12 +73,12 @@ def tell(span: tracing.Span, attempt: Attempt, outcome: Outcome) -> None:
 
 
 def rollout(attempt: Attempt, answer: Any, elapsed_s: float, token_format: TokenFormat) -> Rollout:
-    """The output row for an agent's answer to /run.
+    """The output row of an agent's answer to /run.
 
-    Agents that are not ours return no `ng`: what can be told from the trajectory is filled in.
+    External agents return no `ng`: the fields that follow from the trajectory are filled in.
 
     Raises:
-        ServiceError: the answer is no scored rollout; its failure class is set.
+        ServiceError: the answer is not a scored rollout; the failure class is set.
     """
     row = _trusted(attempt, answer)
     planned, response = attempt.planned, row["response"]
@@ -88,7 +88,7 @@ def rollout(attempt: Attempt, answer: Any, elapsed_s: float, token_format: Token
     row["agent_ref"] = planned.row["agent_ref"]
     row["ng"] = _trace(attempt, row, response, elapsed_s)
     if token_format == "ng":
-        response["output"] = without_tokens(response["output"])  # they stand in the segments
+        response["output"] = without_tokens(response["output"])  # the segments have them
     return Rollout(planned.key, row)
 
 
@@ -105,7 +105,7 @@ def failed(attempt: Attempt, failure: Failure, *, final: bool) -> FailedAttempt:
 
 
 def failure_of(error: ServiceError, agent: str) -> Failure:
-    """An error of the agent's /run as the failure of this rollout."""
+    """The failure record of an error of the agent's /run."""
     upstream = error.upstream or {}
     status = upstream.get("status") or (error.status if isinstance(error, UpstreamError) else None)
     kind: FailureClass = error.failure or ("config" if error.status in (404, BadRequest.status) else "agent_error")
@@ -120,7 +120,7 @@ def failure_of(error: ServiceError, agent: str) -> Failure:
 
 
 def _trusted(attempt: Attempt, answer: Any) -> Json:
-    """The answer as a record whose parts are what they must be."""
+    """The answer, after checking the types of its fields."""
     agent = attempt.planned.agent
     if not isinstance(answer, dict):
         raise ServiceError(f"{agent} answered /run with {type(answer).__name__}, not an object", failure="agent_error")
@@ -132,7 +132,7 @@ def _trusted(attempt: Attempt, answer: Any) -> Json:
             f"{agent} answered /run without a response whose output is a list of items", failure="agent_error"
         )
     if not isinstance(response.get("usage") or {}, dict):
-        raise ServiceError(f"{agent} answered /run with a usage that is no record", failure="agent_error")
+        raise ServiceError(f"{agent} answered /run with a usage that is not an object", failure="agent_error")
     if "reward" not in answer:
         raise ServiceError(
             f"{agent} answered /run without a reward (null would mean: cannot be scored)", failure="verify_error"
@@ -146,7 +146,7 @@ def _trusted(attempt: Attempt, answer: Any) -> Json:
     trace = answer.setdefault("ng", {})
     whole = isinstance(trace, dict) and isinstance(trace.setdefault("timings", {}), dict)
     if not whole or not isinstance(trace.get("finish_reasons") or [], list):
-        raise ServiceError(f"{agent} answered /run with an `ng` that is no record", failure="agent_error")
+        raise ServiceError(f"{agent} answered /run with an `ng` that is not an object", failure="agent_error")
     return answer
 
 
@@ -155,7 +155,7 @@ def _items(output: Any) -> bool:
 
 
 def _declared_failure(agent: str, answer: Json) -> ServiceError:
-    """NeMo Gym's agents report some failures in an answer of 200."""
+    """The error of a failure that a NeMo Gym agent reports with status 200."""
     name = str(answer.get("_ng_failure_class") or "killed")
     kinds: dict[str, FailureClass] = {
         "judge": "judge_error",
@@ -175,7 +175,7 @@ def _declared_failure(agent: str, answer: Json) -> ServiceError:
 
 
 def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Json:
-    """The agent's `ng`, completed."""
+    """The agent's `ng` with all missing fields."""
     told: Json = row["ng"]
     segments = told.get("segments") or _segments(response["output"])
     finish_reasons = told.get("finish_reasons") or []
@@ -201,7 +201,7 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
         "finish_reasons": finish_reasons,
         "tool_calls": told["tool_calls"] if "tool_calls" in told else _count(output, "function_call"),
         "tool_errors": told.get("tool_errors"),
-        # what the agent did not spend on the rollout: its queue, the network, the collector's own work
+        # time outside the agent's work on the rollout: its queue, the network, the collector
         "timings": {
             "total_s": round(elapsed_s, 4),
             **timings,

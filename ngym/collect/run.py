@@ -1,10 +1,10 @@
-"""Runs planned rollouts: one semaphore, capped attempts, a pause while a service is down, groups that are graded together.
+"""Runs planned rollouts: one semaphore, capped attempts, pauses during outages, and groups that are graded together.
 
-plan -> slot -> window of the agent -> its /run -> outcome -> keep (the disk) -> whoever iterates
-          ^______ failed, attempts left, or the service was down
+plan -> slot -> window of the agent -> its /run -> outcome -> keep (the disk) -> the caller
+          ^______ failed and attempts left, or the service was down
 
-A rollout whose reward needs the others of its task waits, in memory, until they are there: a run that ends before has not
-done it, and does it again.
+A rollout whose reward needs the others of its task waits for them in memory. If the run ends before, a resumed run
+collects it again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ngym.peers.peer import json_of
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, RolloutKey
 from ngym.telemetry import tracing
 
-BACKLOG = 2048  # outcomes that wait for the disk or the reader; beyond it no rollout is started
-FREE_OUTAGES = 5  # of one rollout
+BACKLOG = 2048  # outcomes that wait for the disk or the reader; at this bound no rollout is started
+FREE_OUTAGES = 5  # outages per rollout that cost no attempt
 RETRY_S = (1.0, 4.0)
 Keep = Callable[[Outcome], Awaitable[None]]
 Plan = Iterable[PlannedRollout] | AsyncIterable[PlannedRollout]
@@ -46,20 +46,20 @@ class _Group:
 
 
 class Together:
-    """The groups in flight; a group is forgotten when its last rollout is there, finished or given up."""
+    """The groups in flight; a group is removed when its last rollout is finished or given up."""
 
     def __init__(self) -> None:
         self._groups: dict[RolloutKey, _Group] = {}
 
     def keeps(self, planned: PlannedRollout, outcome: Outcome) -> bool:
-        """Whether this outcome waits here."""
+        """Whether this outcome waits here for the rest of its group."""
         waits = bool(planned.group) and isinstance(outcome, Rollout) and is_pending(outcome.row)
         if waits and isinstance(outcome, Rollout):
             self._of(planned).waiting.append(outcome)
         return waits
 
     def completed(self, planned: PlannedRollout) -> list[Rollout]:
-        """To be asked once for each rollout that is settled: those that waited, if it was the last of its group."""
+        """The waiting rollouts of a group, if this was its last one. Call it once for each settled rollout."""
         if len(planned.group) < 2 and not self._groups:
             return []
         group = self._of(planned)
@@ -75,9 +75,9 @@ class Together:
 
 @dataclass(frozen=True)
 class Limits:
-    """concurrency: rollouts in flight. timeout_s: one attempt. max_attempts: for failures that may pass.
+    """concurrency: rollouts in flight. timeout_s: of one attempt. max_attempts: for retryable failures.
 
-    poll_s, give_up_s: how often a service that is down is asked, and when the run ends because of it.
+    poll_s, give_up_s: interval of polling a service that is down, and the time after which the run fails.
     """
 
     concurrency: int = 64
@@ -133,12 +133,12 @@ class Run:
         self._finished: asyncio.Queue[Outcome | None] = asyncio.Queue()  # holds at most BACKLOG + concurrency
 
     async def outcomes(self, plan: Plan) -> AsyncGenerator[Outcome, None]:
-        """Finished rollouts and failed attempts in order of completion. Leaving the loop cancels what is in flight.
+        """Yield finished rollouts and failed attempts in order of completion. Leaving the loop cancels those in flight.
 
-        plan: asked for the next rollout whenever there is room; an asynchronous one may take its time.
+        plan: advanced whenever there is room; an asynchronous plan may wait.
 
         Raises:
-            ServiceGone, DiskFull, WriteFailed: the run cannot go on; what was yielded is safe.
+            ServiceGone, DiskFull, WriteFailed: the run cannot continue; yielded outcomes are safe.
         """
         dispatch = asyncio.create_task(self._dispatch(plan), name="dispatch rollouts")
         try:
@@ -183,7 +183,7 @@ class Run:
             await asyncio.gather(*map(self._deliver, await self._judged(planned.agent, group)))
 
     async def _judged(self, agent: str, group: list[Rollout]) -> list[Rollout]:
-        """The rollouts of a task with the rewards that they get beside one another; as many groups at once as slots."""
+        """The rollouts of a task with rewards from group verification; at most one group per slot at a time."""
         rows, outages = [rollout.row for rollout in group], 0
         async with self._slots:
             while True:
@@ -226,7 +226,7 @@ class Run:
             if isinstance(outcome, Rollout):
                 return outcome
             if outages < FREE_OUTAGES and await self._outages.explain(outcome.failure, began):
-                outages += 1  # not the rollout's fault, so no attempt is spent; unless it is what kills the service
+                outages += 1  # not the rollout's fault: costs no attempt; bounded, as a rollout may kill the service
                 continue
             if outcome.final:
                 return outcome
@@ -259,7 +259,7 @@ class Run:
                 self._window(planned.agent).told(int(waiting))
             answer = json_of(reply, planned.agent, "/run")
             await self._pickup.complete(planned.agent, rollout_id, answer, began)
-            with boundary("agent_error", f"{planned.agent} answered /run with a record that is none"):
+            with boundary("agent_error", f"{planned.agent} answered /run with an invalid record"):
                 return rollout(attempt, answer, time.perf_counter() - began, self._token_format)
         except ServiceError as error:
             failure = failure_of(error, planned.agent)
@@ -268,7 +268,7 @@ class Run:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that a group was raised for: one rollout's is every rollout's here, the disk's or a service's."""
+    """The first error of an exception group; all have the same cause here, the disk or a service."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 

@@ -1,4 +1,4 @@
-"""Which run do these files belong to? Its digests, and `out_run.json`, which says whether a run may be resumed."""
+"""`out_run.json`: the identity of a run, and the digests that decide whether it may be resumed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from ngym.errors import UsageError
 from ngym.files.jsonl import write_whole
 from ngym.schema import SCHEMA_VERSION, Json
 
-PLACES = frozenset({"url", "urls", "host", "port", "replicas"})  # where a service runs, not what it does
+PLACES = frozenset(
+    {"url", "urls", "host", "port", "replicas"}
+)  # the place of a service, which does not change its rollouts
 REMEDY = "choose another --output, or start again with --overwrite"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is collected, as far as a resumed run must agree. services: the resolved config, name -> stanza."""
+    """The settings that a resumed run must share. services: the resolved config, name -> stanza."""
 
     input: Path
     recipe: Recipe
@@ -34,7 +36,7 @@ class Source:
     services: Json = field(default_factory=dict)
 
     def config(self) -> Json:
-        """What decides a rollout beside its row. More repeats or rows are more rollouts, not others, so they are not in it."""
+        """Everything except the row that decides a rollout; not repeats and limit, which only add rollouts."""
         recipe = asdict(self.recipe)
         stanzas = {
             name: {key: value for key, value in stanza.items() if key not in PLACES}
@@ -56,7 +58,7 @@ class Source:
 class RunRecord:
     """`out_run.json`: the run's id, what it collects, and each sitting of it.
 
-    path: where it is written; a new run's becomes another one when it takes the place of an old one.
+    path: of the file; it changes when a new run takes the place of an old one.
     input_digest: sha256 of the input; None until a new run has read its input to the end. A run that was interrupted before
     that is resumed without it: its rows name their tasks.
     """
@@ -77,7 +79,7 @@ class RunRecord:
         """The record of the run that wrote `output`.
 
         Raises:
-            UsageError: there is none, or what it collected is not `source`; both hashes are named.
+            UsageError: there is no record, or its source differs; the message has both hashes.
         """
         record = cls(path, _read(path, output))
         before, config = record._content["digests"], source.config_digest()
@@ -113,14 +115,14 @@ class RunRecord:
         self._save()
 
     def learn(self, rollouts: int, input_digest: str | None) -> None:
-        """Note what was found out by reading the input to its end."""
+        """Record the number of rollouts and the digest, which are known when the input is read to its end."""
         self.input_digest = input_digest
         self._content["rollouts"] = rollouts
         self._content["digests"]["input"] = input_digest
         self._save()
 
     def end(self, status: str) -> None:
-        """Note how the sitting ended."""
+        """Record how the sitting ended."""
         self._content["sittings"][-1] |= {"ended_at": _now(), "status": status}
         self._save()
 
@@ -138,7 +140,7 @@ def _read(path: Path, output: Path) -> Json:
         problem = "does not exist"
     except (OSError, orjson.JSONDecodeError, AttributeError) as error:
         problem = f"cannot be read ({error})"
-    raise UsageError(f"{path} {problem}, so nobody can tell which run wrote {output}; {REMEDY}")
+    raise UsageError(f"{path} {problem}, so the run that wrote {output} is unknown; {REMEDY}")
 
 
 def _changed(output: Path, what: str, before: str, now: str | None) -> str:

@@ -1,1 +1,1 @@
-"""The configuration: `global_config.yaml`, environment cards, and the files that ship with ngym."""
+"""Configuration: `global_config.yaml`, environment cards, and the files that ship with ngym."""

@@ -1,4 +1,4 @@
-"""What an environment is, in a few words: the front matter of its README, read without starting anything.
+"""Environment cards: the front matter of an environment's README, read without starting the environment.
 
     ---
     description: A final formula or number, compared by math-verify.
@@ -8,7 +8,7 @@
     public_sets: {GSM8K: MIT}
     ---
 
-`license` is of the data that lies in data/NAME, `public_sets` (optional) names what a user would train on, each with its licence.
+`license` is that of the data in data/NAME. `public_sets` (optional) maps public training sets to their licences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ngym.config.yaml_tree import Tree, parse
 from ngym.errors import ConfigError
 
-# NeMo Gym's words.
+# The names that NeMo Gym uses.
 Domain = Literal[
     "math",
     "coding",
@@ -44,7 +44,7 @@ FORM = "---, description, domain, kind, license (a line each, `key: value`), ---
 
 
 class Facts(BaseModel):
-    """kind: `tools` calls tools, `single_turn` only answers, `steps` plays turn by turn. license: SPDX where there is a name."""
+    """kind: `tools` calls tools, `single_turn` only answers, `steps` plays turn by turn. license: SPDX if possible."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     description: str = Field(min_length=1, max_length=120, pattern=r"^[^\n]*$")
@@ -55,12 +55,12 @@ class Facts(BaseModel):
 
 
 def readme_of(app: Path) -> Path:
-    """Where the facts of a gym server stand, given its Python file: README.md in its folder; beside my_env.py, my_env.md."""
+    """The file with the card of a gym server: README.md in the folder of app.py; my_env.md next to my_env.py."""
     return app.with_name("README.md") if app.name == "app.py" else app.with_suffix(".md")
 
 
 def facts_in(readme: Path) -> Facts:
-    """ConfigError, with file and line, if there are none or one of them is wrong."""
+    """Read the card of a README; raises a ConfigError with file and line if it is missing or wrong."""
     shown = os.path.relpath(readme) if readme.is_relative_to(Path.cwd()) else str(readme)
     try:
         lines = readme.read_text(encoding="utf-8").splitlines()
@@ -80,7 +80,7 @@ def _tree(text: str, shown: str) -> Tree:
         where = f"{shown}:{mark.line + 2}" if mark else shown
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{shown}:2: `key: value` lines are wanted between the two {FENCE}")
+        raise ConfigError(f"{shown}:2: expected `key: value` lines between the two {FENCE}")
     # The first line is the fence, and yaml counts from 0.
     places = {str(key.value): f"{shown}:{key.start_mark.line + 2}" for key, _ in node.value}
     return Tree(values, places, default_where=f"{shown}:1")

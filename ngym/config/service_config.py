@@ -1,4 +1,4 @@
-"""global_config.yaml -> one frozen tree: YAML files and `key=value` overrides, interpolated, checked, each error with its line."""
+"""Loads global_config.yaml files and `key=value` overrides into one frozen `Config`; errors name file and line."""
 
 from __future__ import annotations
 
@@ -25,79 +25,86 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 class HeadSettings(BaseModel):
-    """Where `ng_run` answers for the whole run. 11000 is the port at which NeMo Gym's tools look."""
+    """The address of `ng_run`'s head server. NeMo Gym's tools use port 11000."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    host: str = Field(default="127.0.0.1", description="The address that it is bound to.")
+    host: str = Field(default="127.0.0.1", description="The address that the head binds to.")
     port: int = Field(
         default=11000,
         ge=0,
         le=65535,
-        description="0: any free one. The default gives way to a free one where it is taken.",
+        description="0: any free port. If the default is taken, a free port is used.",
     )
 
 
 class TlsSettings(BaseModel):
-    """With these everything that listens speaks https. Paths are relative to the config file; all files are PEM."""
+    """With these, every server of the run uses https. Paths are relative to the config file; all files are PEM."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    certificate: Path = Field(description="Valid for every address that a url names, 127.0.0.1 too where it is one.")
+    certificate: Path = Field(description="Valid for every address in a url, including 127.0.0.1 if it is one.")
     key: Path = Field(description="The certificate's private key.")
-    ca: Path | None = Field(default=None, description="Whom the services believe beside the machine's authorities.")
+    ca: Path | None = Field(
+        default=None, description="A certificate authority that services trust, in addition to the machine's."
+    )
 
     def within(self, root: Path) -> TlsSettings:
-        """The same with whole paths."""
+        """The same with absolute paths."""
         return TlsSettings(**{name: root / path for name, path in self if path is not None})
 
 
 class TracingSettings(BaseModel):
-    """OpenTelemetry: where spans go. Headers and the like are told by the standard's OTEL_* variables."""
+    """OpenTelemetry export of spans. Headers and other settings come from the standard OTEL_* variables."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    endpoint: str = Field(description="Of OTLP over HTTP, such as http://127.0.0.1:4318.")
+    endpoint: str = Field(description="OTLP over HTTP, such as http://127.0.0.1:4318.")
     sample: float = Field(default=1.0, ge=0, le=1, description="The share of rollouts that are traced.")
-    contents: bool = Field(default=False, description="With what was said to and by models and tools.")
+    contents: bool = Field(default=False, description="Include the inputs and outputs of models and tools.")
 
     def destination(self) -> Destination:
         return Destination(self.endpoint, self.sample, self.contents)
 
 
 class Settings(BaseModel):
-    """What holds for the whole run: the `ngym:` key of the global config."""
+    """Settings of the whole run: the `ngym:` key of the global config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     head: HeadSettings = HeadSettings()
-    host: str = Field(default="127.0.0.1", description="The address that services are bound to.")
-    ready_timeout_s: float = Field(default=120, gt=0, description="For gym servers and agents.")
-    model_ready_timeout_s: float = Field(default=600, gt=0, description="For model servers.")
-    max_restarts: int = Field(default=5, ge=0, description="Deaths in a row before the run gives up.")
+    host: str = Field(default="127.0.0.1", description="The address that services bind to.")
+    ready_timeout_s: float = Field(default=120, gt=0, description="Startup limit of gym servers and agents.")
+    model_ready_timeout_s: float = Field(default=600, gt=0, description="Startup limit of model servers.")
+    max_restarts: int = Field(default=5, ge=0, description="Consecutive deaths of a service before the run fails.")
     tls: TlsSettings | None = None
     tracing: TracingSettings | None = None
-    logs: Literal["text", "json"] = Field(default="text", description="What services print: lines, or JSON objects.")
-    require_token: bool = Field(default=False, description="Lock the run on loopback, too; elsewhere it always is.")
+    logs: Literal["text", "json"] = Field(
+        default="text", description="The format of service logs: lines, or JSON objects."
+    )
+    require_token: bool = Field(
+        default=False, description="Also require the token on loopback; other addresses always do."
+    )
 
 
 class Stanza(BaseModel):
-    """One service of the config: what the house needs to know, and the service's own options, unread."""
+    """One service of the config: the keys that ngym reads, and the service's own options, which it does not check."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
-    kind: Kind = Field(description="What it is.")
+    kind: Kind = Field(description="The kind of service.")
     app: str | None = Field(
         default=None,
-        description="Its file, by path: in the folder of the config first, then among the shipped services.",
+        description="The path of its Python file: first in the folder of the config, then among the shipped services.",
     )
-    url: str | None = Field(default=None, description="It runs elsewhere, at this address; it is used and not started.")
-    urls: tuple[str, ...] = Field(default=(), description="The same with several replicas, an address each.")
+    url: str | None = Field(default=None, description="The address of an external service, which is not started.")
+    urls: tuple[str, ...] = Field(default=(), description="The addresses of an external service with several replicas.")
     replicas: int = Field(
-        default=1, ge=1, le=1024, description="So many processes; a rollout's session stays with one of them."
+        default=1, ge=1, le=1024, description="The number of processes; a rollout's session stays with one of them."
     )
     port: int | None = Field(default=None, ge=1, le=65535, description="A fixed port; null: a free one.")
     requirements: str | None = Field(
-        default=None, description="A requirements.txt: the service runs in an environment of its own that holds these."
+        default=None,
+        description="A requirements.txt: the service runs in its own virtual environment with these packages.",
     )
     token_env: str | None = Field(
-        default=None, description="With a `url`: the environment variable that holds the bearer token it wants."
+        default=None, description="With a `url`: the environment variable that holds its bearer token."
     )
     options: dict[str, Any] = {}
     where: str = ""
@@ -105,7 +112,7 @@ class Stanza(BaseModel):
 
     @property
     def external(self) -> bool:
-        """Whether somebody else runs this service."""
+        """Whether this service runs elsewhere and is not started."""
         return bool(self.url or self.urls)
 
     @property
@@ -124,7 +131,7 @@ class Config(BaseModel):
 
     @property
     def tracing(self) -> Destination | None:
-        """Where spans go: as the config says, else as the environment does."""
+        """The destination of spans: from the config, else from the environment."""
         return self.settings.tracing.destination() if self.settings.tracing else tracing_from_environment()
 
     def stanza(self, name: str) -> Stanza:
@@ -135,15 +142,15 @@ class Config(BaseModel):
 
     @property
     def others(self) -> dict[str, str | None]:
-        """The services of somebody else, and what the variable that their stanza names says: the bearer token they want."""
-        foreign = [stanza for stanza in self.services.values() if stanza.app is None]
-        return {each.name: os.environ.get(each.token_env) if each.token_env else None for each in foreign}
+        """External services and their bearer tokens, from the variable that `token_env` names."""
+        external = [stanza for stanza in self.services.values() if stanza.app is None]
+        return {each.name: os.environ.get(each.token_env) if each.token_env else None for each in external}
 
     def only(self, names: Iterable[str]) -> Config:
-        """The config with just these services, those that their options name, theirs, and so on.
+        """The config with only these services and, recursively, those that their options name.
 
         Raises:
-            ConfigError: there is no service of such a name.
+            ConfigError: a name is not a service.
         """
         wanted, found = [self.stanza(name).name for name in names], set[str]()
         while wanted:
@@ -179,13 +186,13 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def tracing_from_environment() -> Destination | None:
-    """Where the standard's variable says that spans go; None without it, and where OpenTelemetry's SDK is not installed."""
+    """The destination from the standard OTEL_* variables; None without them or without OpenTelemetry's SDK."""
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     return Destination(endpoint) if endpoint and _has_otel() else None
 
 
 def tracing_of(shown: Mapping[str, Any]) -> Destination | None:
-    """Where the spans of a run go whose head shows this config; else where the environment says."""
+    """The destination of spans in the config that a head shows; else that of the environment."""
     told = (shown.get(SETTINGS_KEY) or {}).get("tracing")
     return TracingSettings(**told).destination() if told and _has_otel() else tracing_from_environment()
 
@@ -198,14 +205,16 @@ def _has_otel() -> bool:
 
 
 def _check_ports(services: dict[str, Stanza], head: int) -> None:
-    """Those that we start share an address; two of them cannot share a port."""
+    """Raise a ConfigError if two started services have the same port: they share an address."""
     taken = {head: "the head"} if head else {}
     for stanza in services.values():
         if stanza.port is None or stanza.external:
             continue
         if stanza.port in taken:
             where = stanza.key_where["port"]
-            raise ConfigError(f"{where}: port {stanza.port} is that of {taken[stanza.port]}; take another, or none")
+            raise ConfigError(
+                f"{where}: port {stanza.port} is that of {taken[stanza.port]}; choose another, or remove it"
+            )
         taken[stanza.port] = f"service {stanza.name!r}"
 
 
@@ -226,16 +235,16 @@ def _check_tracing(tracing: TracingSettings, tree: Tree) -> None:
         raise ConfigError(f"{where}: {problem}")
     if not _has_otel():
         raise ConfigError(
-            f"{where}: traces need OpenTelemetry's packages: install the extra ngym[otel], or take it out"
+            f"{where}: traces need OpenTelemetry's packages: install the extra ngym[otel], or remove this key"
         )
 
 
 def _stanza(name: str, tree: Tree) -> Stanza:
     part = subtree(tree, name)
     if not isinstance(part.values, dict) or not part.values:
-        raise ConfigError(f"{tree.where(name)}: {name!r} is no service: write `{name}: {{kind: ..., app: ...}}`")
+        raise ConfigError(f"{tree.where(name)}: {name!r} is not a service: write `{name}: {{kind: ..., app: ...}}`")
     if not name.replace("_", "").replace("-", "").isalnum():
-        raise ConfigError(f"{tree.where(name)}: {name!r} is no service name; use letters, digits, '_' and '-'")
+        raise ConfigError(f"{tree.where(name)}: {name!r} is not a service name; use letters, digits, '_' and '-'")
     own = {"kind", "app", "url", "urls", "replicas", "port", "requirements", "token_env"}
     options = {key: value for key, value in part.values.items() if key not in own}
     fields = {key: value for key, value in part.values.items() if key in own}
@@ -244,7 +253,7 @@ def _stanza(name: str, tree: Tree) -> Stanza:
         raise ConfigError(f"{tree.where(name)}: service {name!r} has no kind{hint}; kinds: {', '.join(KINDS)}")
     if fields["kind"] not in KINDS:
         raise ConfigError(
-            f"{part.where('kind')}: {fields['kind']!r} is no kind of service{did_you_mean(str(fields['kind']), KINDS)}"
+            f"{part.where('kind')}: {fields['kind']!r} is not a service kind{did_you_mean(str(fields['kind']), KINDS)}"
         )
     stanza = parse(Stanza, Tree({**fields, "name": name}, part.lines, part.root, part.default_where, part.environment))
     _check_stanza(stanza, part, tree.root)
@@ -267,15 +276,15 @@ def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
         app_file(stanza.app, root, part.where("app"))
     if stanza.requirements is not None:
         if not stanza.app:
-            raise ConfigError(f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; leave it out")
+            raise ConfigError(f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; remove this key")
         shipped_file(stanza.requirements, root, part.where("requirements"))
 
 
 def _check_token_env(stanza: Stanza, part: Tree) -> None:
     where = part.where("token_env")
     if stanza.app:
-        raise ConfigError(f"{where}: {stanza.name!r} is one of ours and wants the run's own token; leave token_env out")
+        raise ConfigError(f"{where}: {stanza.name!r} is started here and uses the run's token; remove token_env")
     if not os.environ.get(stanza.token_env or ""):
         raise ConfigError(
-            f"{where}: the environment has no {stanza.token_env!r}; it holds the bearer token that {stanza.name!r} wants"
+            f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
         )

@@ -1,4 +1,4 @@
-"""What travels with ngym, and where does it lie? Light: a shell that completes a word asks, too."""
+"""Finds the files that ship with ngym. Light to import, because shell completion uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECIPES = PACKAGE / "trainer" / "recipes"
 
 
 def shipped() -> Path:
-    """The folder that holds the services, recipes and data that travel with ngym (wheel or checkout)."""
+    """The folder with the services, recipes and data that ship with ngym (wheel or checkout)."""
     bundled = PACKAGE / "_shipped"
     return bundled if bundled.is_dir() else PACKAGE.parent
 
@@ -32,7 +32,7 @@ def app_file(app: str, root: Path, where: str = "config") -> Path:
 
 
 def shipped_file(path: str, root: Path, where: str = "config") -> Path:
-    """A file that a stanza names, such as `gym_servers/x/requirements.txt`: in the user's folder first, then as shipped."""
+    """A file that a stanza names, such as `gym_servers/x/requirements.txt`: the user's, else the shipped one."""
     for base in (root, shipped()):
         if (base / path).is_file():
             return (base / path).resolve()

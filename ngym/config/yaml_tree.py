@@ -1,4 +1,4 @@
-"""What stands in the YAML files and `key=value` overrides, with the line of each key; and how it becomes a typed record."""
+"""Reads YAML files and `key=value` overrides with the line of each key, and parses them into typed records."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ngym.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 COMMAND_LINE = "command line"
-MOST_NODES = 100_000  # of a YAML file
+MOST_NODES = 100_000  # per YAML file
 MOST_DIGITS = 100
 REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A resolved configuration and where each of its keys was written.
+    """A resolved configuration, and the place where each of its keys was written.
 
     values: plain dicts, lists and scalars. lines: dotted key -> `file.yaml:12`. root: the first file's folder.
-    environment: dotted key -> the text, such as `${oc.env:TOKEN}`, of what came from an environment variable; to be shown
-    in place of the value, which may be a secret.
+    environment: dotted key -> the text, such as `${oc.env:TOKEN}`, of a value from an environment variable; shown
+    instead of the value, which may be a secret.
     """
 
     values: dict[str, Any]
@@ -38,7 +38,7 @@ class Tree:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def where(self, key: str) -> str:
-        """`file.yaml:12` of this key, of what was written below it, or of the nearest key above."""
+        """`file.yaml:12` of this key, of a key below it, or of the nearest key above."""
         below = next((line for written, line in self.lines.items() if written.startswith(f"{key}.")), None)
         if key and key not in self.lines and below:
             return below
@@ -76,7 +76,7 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
     names = {f"{key}.name": key for key in named} | {key: key for key in named}
     for override in sorted(overrides, key=lambda each: each.lstrip("+").partition("=")[0] not in names):
         key, equals, value = override.partition("=")
-        key = key.lstrip("+")  # NeMo Gym's and Hydra's spelling of the same
+        key = key.lstrip("+")  # the spelling of NeMo Gym and Hydra
         if not equals or not key:
             raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key=value, such as policy.port=8000")
         try:
@@ -99,7 +99,7 @@ def load_tree(paths: Sequence[Path], overrides: Sequence[str] = (), *, named: Co
 
 
 def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:
-    """Remove the mapping under `key` if it has another name than this one. name: None where none is given."""
+    """Remove the mapping under `key` if its name is not this one. name: None if none is given."""
     from omegaconf import OmegaConf
 
     earlier = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False)).get(key)
@@ -156,10 +156,10 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _remedy(error: yaml.MarkedYAMLError) -> str:
-    """How the two mistakes of indentation are mended, which YAML's own words do not say."""
+    """A hint for two mistakes of indentation, which YAML's own messages lack."""
     said = error.problem or ""
     if said.startswith("expected <block end>"):
-        return "; is this line indented as those beside it?"
+        return "; is this line indented as the lines around it?"
     return "; indent with spaces" if r"'\t'" in said else ""
 
 
@@ -168,8 +168,8 @@ def _line(content: bytes, position: int) -> int:
 
 
 def _check_nodes(root: yaml.Node, shown: str) -> None:
-    """Refuse what cannot be built, or not in bounded memory: aliases within aliases, numbers and dates that are none."""
-    sizes: dict[int, int] = {}  # of each node with all that it stands for; 0: being counted
+    """Refuse nodes that cannot be built in bounded memory (nested aliases), and invalid numbers and dates."""
+    sizes: dict[int, int] = {}  # of each node with its aliases expanded; 0: being counted
 
     def size(node: yaml.Node) -> int:
         where = f"{shown}:{node.start_mark.line + 1}"
@@ -182,7 +182,7 @@ def _check_nodes(root: yaml.Node, shown: str) -> None:
         parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
         total = 1 + sum(map(size, parts))
         if total > MOST_NODES:
-            raise ConfigError(f"{where}: more than {MOST_NODES:,} values, with what its aliases stand for")
+            raise ConfigError(f"{where}: more than {MOST_NODES:,} values, with its aliases expanded")
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(node, where)
         sizes[id(node)] = total
@@ -205,7 +205,7 @@ def _check_scalar(node: yaml.ScalarNode, where: str) -> None:
 
 
 def _from_environment(written: Any) -> dict[str, str]:
-    """The texts that name an environment variable, and those that refer to one of them, or to what holds or begins it."""
+    """The texts that name an environment variable, and those that refer to them directly or through other keys."""
     texts = {key: text for key, text in _texts(written) if "${" in text}
     found = {key: text for key, text in texts.items() if "${oc.env:" in text}
 
@@ -236,9 +236,9 @@ def _collect_lines(node: yaml.Node, prefix: str, shown: str, lines: dict[str, st
         key = f"{prefix}{key_node.value}"
         where = f"{shown}:{key_node.start_mark.line + 1}"
         if not isinstance(key_node, yaml.ScalarNode) or (not prefix and not key_node.tag.endswith(":str")):
-            raise ConfigError(f"{where}: {str(key_node.value)[:60]!r} is no name: write it in quotes, with a letter")
+            raise ConfigError(f"{where}: {str(key_node.value)[:60]!r} is not a name: write it in quotes, with a letter")
         if key in lines:
-            raise ConfigError(f"{where}: {key!r} stands twice in this file (first at {lines[key]}); keep one")
+            raise ConfigError(f"{where}: {key!r} is twice in this file (first at {lines[key]}); keep one")
         lines[key] = where
         _collect_lines(value_node, f"{key}.", shown, lines, depth + 1)
 
@@ -262,7 +262,7 @@ def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
     if item["type"] == "missing":
         return f"{tree.where(key)}: {key!r} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    if not key:  # a rule about several keys at once: the whole input would be shown, secrets included
+    if not key:  # a rule about several keys: its input would show everything, including secrets
         return f"{tree.default_where}: {message}"
     if any(name.startswith(f"{key}.") for name in tree.environment):
         return f"{tree.where(key)}: {key}: {message}"
@@ -271,7 +271,7 @@ def _describe(model: type[BaseModel], tree: Tree, item: Any) -> str:
 
 
 def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
-    """The keys that are allowed at a place in a model; unions and lists are looked through."""
+    """The keys that are allowed at a place in a model, also inside unions and lists."""
     models = [model]
     for part in loc:
         found: list[Any] = []

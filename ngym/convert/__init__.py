@@ -1,4 +1,4 @@
-"""The three APIs of a model server, each into each, as pure functions on plain JSON; nothing is invented.
+"""Conversion between the three APIs of a model server, as pure functions on plain JSON.
 
 | from                      | to                       | function                          |
 |---------------------------|--------------------------|-----------------------------------|
@@ -14,18 +14,18 @@
 | Chat Completions request  | Anthropic's request      | `messages_api_request`            |
 | Anthropic's message       | Chat Completion          | `chat_from_message`               |
 
-Streams, finished and as they come; one event or chunk in, the events that it makes out:
+Streams, from finished answers or incrementally (one event or chunk in, the resulting events out):
 
-| from                      | to                       | finished answer   | as it comes      |
+| from                      | to                       | finished answer   | incremental      |
 |---------------------------|--------------------------|-------------------|------------------|
 | Chat                      | Responses events         | `response_events` | `ResponseStream` |
 | Responses                 | Chat chunks              | `chat_chunks`     | `ChunkStream`    |
 | Chat                      | Anthropic's events       |                   | `MessagesStream` |
 | Anthropic                 | Chat chunks              |                   | `MessageChunks`  |
 
-What has no counterpart on the other side is refused with the field's name (BadRequest), or is in the list of dropped
-fields in `chat.requests`, `anthropic.client_api` and `anthropic.backend_request`; it never vanishes silently. Unknown
-token counts are null, never 0. Every field of each API stands in docs/model-apis.md.
+A field without a counterpart is refused by name (BadRequest), or is in the list of dropped fields in `chat_requests`,
+`anthropic_client` and `anthropic_backend`; it is never lost silently. Unknown token counts are null, never 0. All
+fields of each API are in docs/model-apis.md.
 """
 
 from ngym.convert.anthropic_backend import MessageChunks, chat_from_message, messages_api_request

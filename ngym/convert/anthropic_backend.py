@@ -1,9 +1,8 @@
-"""The Anthropic Messages API as a back end: Responses requests to Messages, answers back.
+"""The Anthropic Messages API as a back end: converts Chat requests to Messages requests, and answers back.
 
-Left out on the way to them, because nothing there corresponds: reasoning without a signature (they refuse it), an
-assistant's message in which nothing was said, `metadata`, `store`, `prompt_cache_*`, `modalities`,
-`strict: false`, an image's `detail`, and fields with a value that changes nothing (a penalty of 0). What they do not
-have is refused by name.
+Dropped from requests, because the API has no counterpart: reasoning without a signature (it is refused), empty
+assistant messages, `metadata`, `store`, `prompt_cache_*`, `modalities`, `strict: false`, an image's `detail`, and
+fields with a neutral value (a penalty of 0). Other fields that the API does not have are refused by name.
 """
 
 from __future__ import annotations
@@ -21,8 +20,14 @@ from ngym.schema import Json
 
 _TIERS = {"auto": "auto", "default": "standard_only"}
 _SAME = frozenset({"model", "temperature", "top_p", "top_k", "thinking", "stream"})
-_READ = frozenset({"messages", "max_tokens", "max_completion_tokens", "stop", "user", "safety_identifier"})
-_DROPPED = frozenset({"metadata", "store", "stream_options", "prompt_cache_key", "prompt_cache_retention"})
+_READ = frozenset(
+    {"messages", "max_tokens", "max_completion_tokens", "stop", "user", "safety_identifier", "service_tier"}
+    | {"tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"}
+)
+_DROPPED = frozenset(
+    {"metadata", "store", "stream_options", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    | {"modalities"}
+)
 _NEUTRAL: Json = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -46,17 +51,13 @@ _FINISH = {
 }
 
 
-_READ |= {"service_tier", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort"}
-_DROPPED |= {"prompt_cache_options", "modalities"}
-
-
 def messages_api_request(request: Json, *, max_tokens: int) -> Json:
-    """A Chat Completions request -> Messages request.
+    """Convert a Chat Completions request to a Messages request.
 
-    max_tokens: where the request sets no bound; Anthropic wants one.
+    max_tokens: the default for requests without a bound; the API requires one.
 
     Raises:
-        BadRequest: it asks for what the Messages API does not have; the field is named.
+        BadRequest: the Messages API does not have a field; the message names it.
     """
     for name, value in request.items():
         if name in _SAME or name in _READ or name in _DROPPED or (name in _NEUTRAL and value == _NEUTRAL[name]):
@@ -81,7 +82,7 @@ def messages_api_request(request: Json, *, max_tokens: int) -> Json:
 
 
 def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
-    """The system prompt (system messages that lead), and the rest; outputs of one turn's calls are one message."""
+    """The system prompt (leading system messages) and the messages; outputs of one turn's calls are one message."""
     system: list[str] = []
     result: list[Json] = []
     results: list[Json] | None = None
@@ -177,7 +178,7 @@ def _output(request: Json) -> Json:
 
 
 def chat_from_message(message: Json) -> Json:
-    """An Anthropic message -> a Chat Completion; its texts are one text, signed reasoning is in `thinking_blocks`."""
+    """Convert an Anthropic message to a Chat Completion: texts are joined, signed reasoning is in `thinking_blocks`."""
     blocks = message["content"]
     said: Json = {"role": "assistant", "content": None, "refusal": None}
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
@@ -200,7 +201,7 @@ def chat_from_message(message: Json) -> Json:
 
 
 def chat_usage(usage: Json | None) -> Json | None:
-    """Anthropic's usage -> Chat usage, in which the cached part is part of the prompt; unknown is null."""
+    """Convert Anthropic's usage to Chat usage, which counts the cached part in the prompt; unknown counts are null."""
     if usage is None:
         return None
     read, written = usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens")
@@ -226,7 +227,7 @@ def head_of(message: Json) -> Json:
 
 
 def finish_of(message: Json) -> Json:
-    """finish_reason, and as vLLM tells it the stop string that was met."""
+    """finish_reason, and as in vLLM the stop string that was met."""
     told: Json = {"finish_reason": _FINISH.get(message.get("stop_reason") or "", "stop")}
     return told | ({"stop_reason": message["stop_sequence"]} if message.get("stop_sequence") else {})
 
@@ -237,7 +238,7 @@ def _call(block: Json) -> Json:
 
 
 class MessageChunks:
-    """One answer of Anthropic's API as Chat chunks, as it comes."""
+    """Converts a stream of Anthropic events to Chat chunks."""
 
     def __init__(self) -> None:
         self._message: Json = {}
@@ -272,7 +273,7 @@ class MessageChunks:
                 yield {"error": event["error"]}
 
     def end(self) -> Iterator[Json]:
-        """Nothing: who reads the chunks sees by the missing finish_reason that an answer is not whole."""
+        """No chunks: a missing finish_reason shows the reader that the answer is incomplete."""
         return iter(())
 
     def _block(self, event: Json) -> Iterator[Json]:
@@ -320,7 +321,7 @@ class MessageChunks:
         return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
 
     def _chunk_of_call(self, block: Json, arguments: str, **begun: Any) -> Json:
-        """begun: what only the first chunk of a call has."""
+        """begun: fields of the first chunk of a call."""
         named = {"name": block["name"]} if begun else {}
         return self._chunk(
             {"tool_calls": [{"index": block["place"], **begun, "function": {**named, "arguments": arguments}}]}

@@ -1,8 +1,8 @@
 """Content blocks and request fields of the Anthropic Messages API.
 
-A tool call's arguments are an object here and text everywhere else. The text survives: where writing the object again
-would give other bytes, the block keeps them in `ng.arguments`; text that is no JSON object at all stands in an object
-under INVALID_JSON, which is how Anthropic's documentation asks for it, so that the client can tell the model.
+A tool call's arguments are an object here and text in the other APIs. The text is preserved: if serializing the object
+would give other bytes, the block keeps them in `ng.arguments`. Text that is not a JSON object is wrapped in an object
+under INVALID_JSON, as Anthropic's documentation recommends, so that the client can report it to the model.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from ngym.schema import TOKEN_FIELDS, Json
 
 MESSAGES_REFUSED: dict[str, str] = {
     "billing_policy": "nothing is billed here",
-    "compaction": "send the messages that the model shall see",
+    "compaction": "send the messages that the model should see",
     "container": "no code is run here; declare a tool",
-    "diagnostics": "GET /metrics tells how the cache fares",
+    "diagnostics": "GET /metrics has the cache statistics",
     "fallback_credit_token": "nothing is billed here",
     "fallbacks": "choose the model with `model`",
     "inference_geo": "the model runs where this server runs",
@@ -111,18 +111,18 @@ def _stop_sequences(value: Any) -> str | None:
 
 
 def _context_management(value: Any) -> str | None:
-    """What becomes of old thinking is up to the chat template; nothing else is taken out of a conversation."""
+    """Only clear_thinking edits are accepted: the chat template decides about old reasoning."""
     edits = value.get("edits") or [] if isinstance(value, dict) else [None]
     for edit in edits if isinstance(edits, list) else [None]:
         match edit:
             case {"type": str(kind)} if kind.startswith("clear_thinking_"):
                 continue
-        return "is not supported, but for clear_thinking: send the messages that the model shall see"
+        return "is not supported, except clear_thinking: send the messages that the model should see"
     return None
 
 
 MESSAGES: dict[str, Check] = {
-    **{name: check for name, check in SAMPLING.items() if name != "stop"},  # which is `stop_sequences` here
+    **{name: check for name, check in SAMPLING.items() if name != "stop"},  # `stop_sequences` in this API
     "cache_control": OBJECT,
     "context_management": _context_management,
     "max_tokens": COUNT,
@@ -205,10 +205,10 @@ def _tool_problems(request: Json) -> Iterator[Problem]:
 
 
 def items_from_blocks(messages: list[Json]) -> list[Json]:
-    """The messages of a checked Messages request -> input items.
+    """Convert the messages of a checked Messages request to input items.
 
     Raises:
-        BadRequest: a block that has no counterpart; its type is named.
+        BadRequest: a block has no counterpart; the message names its type.
     """
     items: list[Json] = []
     for index, message in enumerate(messages):
@@ -224,7 +224,7 @@ def items_from_blocks(messages: list[Json]) -> list[Json]:
 
 
 def parts_from_blocks(content: str | list[Json], where: str) -> str | list[Json]:
-    """What a user or a tool says, as Responses parts."""
+    """Convert the content of a user or a tool to Responses parts."""
     if isinstance(content, str):
         return content
     return [_part(block, f"{where}[{index}]") for index, block in enumerate(content)]
@@ -250,7 +250,7 @@ def tool_use(call_id: str, name: str, arguments: str) -> Json:
 
 
 def arguments_object(arguments: str) -> Json:
-    """Arguments as an object; a call without any has none, and what is no object is told as it stands."""
+    """Arguments as an object: {} if there are none; invalid text is wrapped under INVALID_JSON."""
     if not arguments:
         return {}
     value = _object(arguments)
@@ -258,12 +258,12 @@ def arguments_object(arguments: str) -> Json:
 
 
 def is_object(arguments: str) -> bool:
-    """Whether the arguments are a JSON object, as they should be."""
+    """Whether the arguments are a JSON object."""
     return _object(arguments) is not None
 
 
 def _object(arguments: str) -> Json | None:
-    """None also for what could not be written again, such as too many brackets in one another."""
+    """The parsed object; None if it is not an object or cannot be serialized again, such as too deep nesting."""
     try:
         value = orjson.loads(arguments)
         orjson.dumps(value)
@@ -273,7 +273,7 @@ def _object(arguments: str) -> Json | None:
 
 
 def blocks_from_items(items: list[Json]) -> list[Json]:
-    """A model's output items -> content blocks; each refusal is a block of text, token data goes to the last one."""
+    """Convert a model's output items to content blocks; refusals become text blocks, the last block has token data."""
     blocks: list[Json] = []
     for item in items:
         match item["type"]:
@@ -368,7 +368,7 @@ def _url(source: Json, where: str) -> str:
 
 
 def block_from_part(part: Json, where: str) -> Json:
-    """A Chat part -> a content block."""
+    """Convert a Chat part to a content block."""
     match part:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}

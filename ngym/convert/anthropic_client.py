@@ -1,10 +1,10 @@
-"""The Anthropic Messages API for clients: requests to Responses, answers and streams back.
+"""The Anthropic Messages API for clients: converts requests to Responses params, and answers and streams back.
 
-`cache_control` has no effect (prefixes are always cached), `thinking.display` neither (thinking is always shown). A
-Response that did not fit the context says `model_context_window_exceeded`.
+`cache_control` has no effect (prefixes are always cached), and neither has `thinking.display` (thinking is always
+shown). A Response that did not fit the context has the stop reason `model_context_window_exceeded`.
 
-The input of a tool comes in one piece at the end, as Anthropic's does unless a tool asks for `eager_input_streaming`:
-only then it is certain that it is an object, and no client stumbles over broken JSON.
+The input of a tool is streamed in one piece at the end, as in Anthropic's API without `eager_input_streaming`: only
+then is it known to be a valid object, so clients never receive broken JSON.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _TIERS = {"standard_only": "default"}
 
 
 def chat_from_messages_api(body: Json, *, style: ReasoningStyle = "field") -> Json:
-    """A checked Messages request -> Chat Completions request, with token data, `thinking_blocks` and `thinking`.
+    """Convert a checked Messages request to a Chat Completions request, with token data and thinking blocks.
 
     style: where the back end reads and leaves reasoning; see ReasoningStyle.
 
     Raises:
-        BadRequest: a block or tool that has no counterpart; it is named.
+        BadRequest: a block or tool has no counterpart; the message names it.
     """
     return chat_request(create_params_from_messages_api(body), style=style, tokens=True)
 
 
 def create_params_from_messages_api(body: Json) -> Json:
-    """A checked Messages request -> Responses create params; `thinking` stays for a back end that is Anthropic's."""
+    """Convert a checked Messages request to Responses create params; `thinking` is kept for Anthropic back ends."""
     params: Json = {name: body[name] for name in _SAME if name in body}
     params["input"] = items_from_blocks(body["messages"])
     params["max_output_tokens"] = body["max_tokens"]
@@ -57,12 +57,12 @@ def create_params_from_messages_api(body: Json) -> Json:
 
 
 def messages_api_from_chat(completion: Json, body: Json | None = None, *, style: ReasoningStyle = "field") -> Json:
-    """A Chat Completion -> an Anthropic message; token data is on its last block, `ng` beside the content.
+    """Convert a Chat Completion to an Anthropic message; token data is on its last block, `ng` next to the content.
 
-    body: the request; its model stands in where the completion has no name of its own. style: as above.
+    body: the request; its model is used if the completion names none. style: as above.
 
     Raises:
-        UpstreamError: there is no choice in it, or the engine gave up half-way.
+        UpstreamError: it has no choice, or the engine aborted.
     """
     response = response_from_chat(completion, body or {}, style=style)
     choice = completion["choices"][0]
@@ -77,7 +77,7 @@ def messages_api_from_chat(completion: Json, body: Json | None = None, *, style:
 
 
 def new_message(stem: str, model: str) -> Json:
-    """An Anthropic message in which nothing has been said."""
+    """An empty Anthropic message."""
     return {
         "id": f"msg_{stem}",
         "type": "message",
@@ -93,11 +93,11 @@ def new_message(stem: str, model: str) -> Json:
 def stop_of(finish: str | None, met: Any, usage: Json | None, called: bool, refused: bool) -> Json:
     """Why the model stopped: `stop_reason` and `stop_sequence`.
 
-    met: vLLM's `stop_reason`, the stop string (or token) that was met. called, refused: what the message holds.
+    met: vLLM's `stop_reason`, the stop string (or token) that was met. called, refused: it has calls, refusals.
     """
     reason = _FINISH.get(finish or "", "end_turn")
     if finish == "length" and usage and usage.get("completion_tokens") == 0:
-        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}  # as overflow_response says it
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}  # see overflow_response
     if reason == "end_turn" and isinstance(met, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": met}
     if reason == "end_turn" and (called or refused):
@@ -106,7 +106,7 @@ def stop_of(finish: str | None, met: Any, usage: Json | None, called: bool, refu
 
 
 def messages_api_usage(usage: Json | None) -> Json:
-    """Chat usage -> Anthropic's, in which the cached part of the input is counted apart; unknown is null."""
+    """Convert Chat usage to Anthropic's, which counts the cached input separately; unknown counts are null."""
     usage = usage or {}
     prompt, details = usage.get("prompt_tokens"), usage.get("prompt_tokens_details") or {}
     read, written = details.get("cached_tokens"), details.get("cache_write_tokens")
@@ -158,7 +158,7 @@ def _tool(tool: Json) -> Json:
 
 @dataclass(slots=True)
 class _Call:
-    """A tool call whose arguments are still coming."""
+    """A tool call whose arguments are incomplete."""
 
     call_id: str
     name: str
@@ -166,14 +166,14 @@ class _Call:
 
 
 class MessagesStream:
-    """One answer of a Chat back end as a stream of Anthropic's events.
+    """Converts a stream of Chat chunks to Anthropic events.
 
-    `message_delta` has the whole usage (before it, what the first chunk tells) and `ng`. Token data is on the last
-    block where that is a tool's, else on `message_delta`: no other block is still open when it is known.
+    `message_delta` has the complete usage (`message_start` has that of the first chunk) and `ng`. Token data is on the
+    last block if that is a tool call, else on `message_delta`: no other block is still open when it is known.
 
     Args:
-        model: its name; None takes the chunks'.
-        style: where the back end leaves reasoning; as in ResponseStream.
+        model: the model's name; None: that of the chunks.
+        style: where the back end puts reasoning; as in ResponseStream.
     """
 
     def __init__(self, model: str | None = None, style: ReasoningStyle = "field") -> None:
@@ -187,7 +187,7 @@ class MessagesStream:
         self._refused = False
 
     def start(self) -> Iterator[Json]:
-        """`message_start` and a `ping`, where they have not been told; `take` does it, too."""
+        """`message_start` and a `ping`, unless they were sent; `take` also sends them."""
         if not self._started:
             yield from self._begin({})
 
@@ -199,7 +199,7 @@ class MessagesStream:
             yield from self._piece(piece)
 
     def end(self) -> Iterator[Json]:
-        """What closes the stream: message_delta and message_stop, or an error.
+        """The closing events: message_delta and message_stop, or an error.
 
         Raises:
             UpstreamError: the back end's token data contradicts itself.
@@ -258,7 +258,7 @@ class MessagesStream:
                 self._calls[piece.call].arguments += piece.text
 
     def _tool_uses(self, tokens: Json) -> Iterator[Json]:
-        """The calls; token data is on the last, with which a client sends it back."""
+        """The events of all calls; token data is on the last one, so that clients send it back."""
         ids = CallIds(self._stem)
         for number, call in enumerate(self._calls.values(), 1):
             block = tool_use(ids.take(call.call_id), call.name, call.arguments)

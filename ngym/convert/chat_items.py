@@ -1,8 +1,8 @@
-"""Chat messages to Responses items, and back.
+"""Converts Chat messages to Responses items, and back.
 
 A second message item, or reasoning after one, starts a new message, unless calls are open (their outputs must follow
-the message that made them). Outputs of parallel calls are put in the order of their calls, because many chat templates
-show them without ids.
+their message). Outputs of parallel calls are sorted in the order of their calls, because many chat templates show them
+without ids.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "re
 
 
 def content_text(content: Any) -> str:
-    """The text of a message's content or of a tool's output: a string, or its text parts one after the other."""
+    """The text of a message's content or of a tool's output: a string, or the concatenated text parts."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content or () if part["type"] in TEXT_PARTS)
 
 
 def text_only(content: str | list[Json] | None, where: str) -> str:
-    """The text of content that may hold nothing else; BadRequest names the type of a part that is no text."""
+    """The text of content that may only have text; a BadRequest names the type of another part."""
     check_text_only(content, where)
     return content_text(content)
 
@@ -49,14 +49,14 @@ def check_text_only(content: str | list[Json] | None, where: str) -> None:
 
 
 def chat_content(content: str | list[Json] | None, where: str) -> str | list[Json]:
-    """Responses content -> Chat content; a string stays a string, parts stay parts, null is empty."""
+    """Convert Responses content to Chat content; a string stays a string, parts stay parts, null becomes ""."""
     if content is None or isinstance(content, str):
         return content or ""
     return [_chat_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
 
 
 def input_content(content: str | list[Json] | None, where: str) -> str | list[Json]:
-    """Chat content -> Responses content."""
+    """Convert Chat content to Responses content."""
     if content is None or isinstance(content, str):
         return content or ""
     return [_input_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
@@ -108,17 +108,17 @@ def messages_from_items(
     style: ReasoningStyle = "field",
     tokens: bool = False,
 ) -> list[Json]:
-    """Input items -> Chat messages.
+    """Convert input items to Chat messages.
 
     Args:
-        items: the `input` of a request: text, or items; chat-shaped assistant and tool messages are understood too.
-        instructions: folded with leading system and developer messages into one system message, by blank lines.
+        items: the `input` of a request: text, or items; assistant and tool messages in Chat form are also accepted.
+        instructions: joined with leading system and developer messages into one system message, by blank lines.
         style: where reasoning goes; see ReasoningStyle.
-        tokens: keep what only our own servers understand: token ids and logprobs, `thinking_blocks` where reasoning is
-            signed, `is_error` of a tool's output and images in it.
+        tokens: keep fields that only ngym's servers accept: token ids and logprobs, `thinking_blocks` of signed
+            reasoning, `is_error` of a tool's output and images in it.
 
     Raises:
-        BadRequest: an item or part that Chat Completions cannot say; its type is named, its content never shown.
+        BadRequest: an item or part has no Chat form; the message names its type, never its content.
     """
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -139,7 +139,7 @@ def last_user_text(items: str | list[Json]) -> str:
 
 @dataclass
 class _Turn:
-    """One assistant message in the making."""
+    """One assistant message under construction."""
 
     blocks: list[Block] = field(default_factory=list)
     thinking: list[Json] = field(default_factory=list)
@@ -174,7 +174,7 @@ class _Turn:
 
 
 class _Walk:
-    """Items in, messages out; holds the assistant turn that is not finished and the system texts that lead."""
+    """Builds messages from items; holds the unfinished assistant turn and the leading system texts."""
 
     def __init__(self, style: ReasoningStyle, tokens: bool, system: list[str]) -> None:
         self.messages: list[Json] = []
@@ -217,7 +217,7 @@ class _Walk:
             self.messages.append(turn.message(self.style))
 
     def end_system(self) -> None:
-        """The texts that lead become one message; from here on system messages stay where they are."""
+        """Join the leading texts into one message; later system messages stay where they are."""
         leading, self.system = self.system, None
         texts = [text for text in leading or () if text]
         if texts:
@@ -243,7 +243,7 @@ class _Walk:
                 self.turn.refusals.append(part["refusal"])
                 continue
             self.turn.parts.append(text_only([part], f"{where}.content[{index}]"))
-        for call in item.get("tool_calls") or ():  # a chat-shaped message among the items
+        for call in item.get("tool_calls") or ():  # a message in Chat form among the items
             self._call(call["id"], call["function"]["name"], call["function"]["arguments"])
 
     def _reasoning(self, item: Json) -> None:
@@ -260,14 +260,14 @@ class _Walk:
         self.turn.calls.append({"id": call_id, "type": "function", "function": function})
 
     def _output(self, call_id: str | None, output: str | list[Json] | None, where: str, is_error: bool | None) -> None:
-        if not self.tokens:  # OpenAI's own has only text here
+        if not self.tokens:  # OpenAI's API has only text here
             check_text_only(output, where)
         message: Json = {"role": "tool", "tool_call_id": call_id, "content": chat_content(output, where)}
         self._say(message | {"is_error": True} if is_error and self.tokens else message)
 
 
 def _outputs_in_call_order(messages: list[Json]) -> list[Json]:
-    """Each run of tool messages, sorted as the calls before it; the n-th output of a repeated id is its n-th call's."""
+    """Sort each run of tool messages as the calls before it; the n-th output of a repeated id is its n-th call's."""
     result: list[Json] = []
     run: list[Json] = []
     calls: list[Json] = []
@@ -292,10 +292,10 @@ def _sorted_run(run: list[Json], calls: list[Json]) -> list[Json]:
 
 
 def items_from_messages(messages: list[Json], *, style: ReasoningStyle = "field") -> list[Json]:
-    """Chat messages -> input items; system and developer messages keep their place and role.
+    """Convert Chat messages to input items; system and developer messages keep their place and role.
 
     Raises:
-        BadRequest: a role or part that the Responses API does not know.
+        BadRequest: the Responses API does not know a role or part.
     """
     items: list[Json] = []
     for index, message in enumerate(messages):
@@ -319,11 +319,11 @@ def items_from_messages(messages: list[Json], *, style: ReasoningStyle = "field"
 def assistant_items(
     message: Json, stem: str, *, style: ReasoningStyle = "field", ids: CallIds | None = None
 ) -> list[Json]:
-    """One assistant message -> reasoning, message and function_call items; their ids are made from `stem`.
+    """Convert one assistant message to reasoning, message and function_call items, with ids made from `stem`.
 
-    A message without text stands only where nothing else does. Token data goes to the last item.
+    An empty message item is only added if there is no other item. Token data goes to the last item.
 
-    ids: makes the call ids of a new answer distinct; in a history they stay as they are.
+    ids: makes the call ids of a new answer distinct; None keeps those of a history.
     """
     text = message.get("content")
     if message.get("thinking_blocks"):
@@ -345,9 +345,9 @@ def assistant_items(
 
 
 class CallIds:
-    """The ids of one answer's calls: one that is missing is made up, one that was used before is replaced.
+    """Distinct ids for one answer's calls: a missing id is generated, a repeated id is replaced.
 
-    The outputs of two calls with one id could not be told apart.
+    The outputs of two calls with the same id would be ambiguous.
     """
 
     def __init__(self, stem: str) -> None:
@@ -356,7 +356,7 @@ class CallIds:
         self._count = 0
 
     def take(self, given: str | None) -> str:
-        """The id of the next call, for which the model's back end gave this one."""
+        """The id of the next call. given: the id from the back end, if any."""
         call_id = given or f"call_{self._stem}_{self._count}"
         if call_id in self._used:
             call_id = f"{call_id}_fc_{self._stem}_{self._count}"
@@ -385,7 +385,7 @@ def _output_content(content: str | list[Json] | None, refusal: str | None) -> li
 
 
 def reasoning_item(block: Block, item_id: str) -> Json:
-    """A reasoning item. No status: OpenAI's models refuse reasoning items that are sent back with one."""
+    """A reasoning item. It has no status: OpenAI's API refuses reasoning items with one."""
     text = {"type": "reasoning_text", "text": block.text}
     item: Json = {"type": "reasoning", "id": item_id, "summary": [], "content": [text]}
     if block != Block(block.text):

@@ -1,11 +1,11 @@
-"""Responses requests to Chat Completions requests, and back.
+"""Converts Responses requests to Chat Completions requests, and back.
 
-Dropped on the way to Chat, because nothing there corresponds: `store`, `metadata` (but `metadata.extra_body` and
-`metadata.chat_template_kwargs`, JSON strings, are honoured), `include` other than logprobs, `max_tool_calls` (it bounds
-built-in tools only), what `reasoning` says beside the effort, `truncation: disabled`, `thinking` (Anthropic's; but see
-`tokens`), what a function tool says beside name, description, parameters and strict, an item's status and id. On the
-way to Responses a message's `name` is dropped. Everything else is translated, passed on under its own name (PASSED), or
-refused.
+Dropped in Chat requests, because they have no counterpart: `store`, `metadata` (except the JSON strings
+`metadata.extra_body` and `metadata.chat_template_kwargs`, which are applied), `include` other than logprobs,
+`max_tool_calls` (it bounds only built-in tools), keys of `reasoning` other than the effort, `truncation: disabled`,
+`thinking` (Anthropic's; but see `tokens`), keys of a function tool other than name, description, parameters and strict,
+an item's status and id. In Responses requests a message's `name` is dropped. Everything else is translated, passed on
+under the same name (PASSED), or refused.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ PASSED = (
     "service_tier",
     *SAMPLING,
 )
+"""Fields with the same name and meaning on both sides."""
 LOGPROBS = "message.output_text.logprobs"
 MaxTokensField = Literal["max_completion_tokens", "max_tokens"]
-
-
-"""Fields that mean the same, under the same name, on both sides."""
 
 
 def chat_request(
@@ -46,14 +44,14 @@ def chat_request(
     tokens: bool = False,
     max_tokens_field: MaxTokensField = "max_completion_tokens",
 ) -> Json:
-    """Checked create params -> Chat Completions request (without `stream`).
+    """Convert checked create params to a Chat Completions request (without `stream`).
 
     Args:
         style, tokens: as in `messages_from_items`.
-        max_tokens_field: what the back end calls `max_output_tokens`; older servers know `max_tokens` only.
+        max_tokens_field: the back end's name of `max_output_tokens`; older servers only know `max_tokens`.
 
     Raises:
-        BadRequest: Chat Completions cannot say it (built-in tools, truncation "auto", some items and parts).
+        BadRequest: something has no Chat form (built-in tools, truncation "auto", some items and parts).
     """
     if params.get("truncation") == "auto":
         raise BadRequest("field 'truncation': 'auto' is not supported by this model's back end; shorten the input")
@@ -73,7 +71,7 @@ def chat_request(
 
 
 def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
-    """Checked Chat Completions request -> create params (without `stream`)."""
+    """Convert a checked Chat Completions request to create params (without `stream`)."""
     params = {name: request[name] for name in (*PASSED, "thinking") if request.get(name) is not None}
     params["input"] = items_from_messages(request["messages"], style=style)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -98,7 +96,7 @@ def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
 
 
 def without_allowed_tools(request: Json) -> Json:
-    """A Chat request whose `allowed_tools` are said by its list of tools, for back ends that know no such choice."""
+    """The request with `allowed_tools` applied to its list of tools, for back ends without this choice."""
     match request.get("tool_choice"):
         case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*allowed]}}:
             names = {tool["function"]["name"] for tool in allowed}
@@ -113,10 +111,10 @@ def wants_logprobs(params: Json) -> bool:
 
 
 def extra_body(params: Json) -> Json:
-    """What a NeMo Gym row asks of the engine in `metadata` (JSON strings); the request's own fields win over it.
+    """Engine parameters of a NeMo Gym row in `metadata` (JSON strings); the request's own fields take precedence.
 
     Raises:
-        BadRequest: the string holds no JSON object.
+        BadRequest: a string is not a JSON object.
     """
     metadata = params.get("metadata") or {}
     extra: Json = {}
@@ -139,7 +137,7 @@ def _json_object(metadata: Json, name: str) -> Json:
 
 
 def _chat_tools(params: Json) -> Json:
-    """tools, tool_choice and parallel_tool_calls; the latter two mean nothing without tools and are left out then."""
+    """tools, tool_choice and parallel_tool_calls; without tools, the latter two are left out."""
     tools = params.get("tools")
     if not tools:
         return {}
@@ -160,7 +158,7 @@ def _chat_tool(tool: Json, where: str) -> Json:
 
 
 def _responses_tool(tool: Json) -> Json:
-    """`strict` is said: where it is left out, Chat Completions means false and the Responses API true."""
+    """Convert a tool with explicit `strict`: the default is false in Chat Completions and true in the Responses API."""
     function = tool["function"]
     names = ("name", "description", "parameters")
     given = {name: function[name] for name in names if function.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Chat Completions to Responses, and back."""
+"""Converts Chat Completions to Responses, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ngym.schema import TOKEN_FIELDS, FinishReason, Json
 Incomplete = Literal["max_output_tokens", "content_filter"]
 INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _FINISH: dict[str, FinishReason] = {"max_output_tokens": "length", "content_filter": "content_filter"}
-_ECHOED: Json = {  # the request's fields that a Response repeats, and what they are when the request left them out
+_ECHOED: Json = {  # the request's fields that a Response repeats, with their defaults
     "background": False,
     "frequency_penalty": 0,
     "instructions": None,
@@ -70,9 +70,9 @@ def new_response(
 
 
 def overflow_response(params: Json, *, response_id: str, model: str) -> Json:
-    """The Response to input that does not fit the context: nothing was said, and that is no error.
+    """The Response to input that does not fit the context: an empty answer, not an error.
 
-    Its reason is max_output_tokens, the nearest in the specification; that not one token was sampled tells it apart.
+    Its reason is max_output_tokens, the nearest one in the specification; 0 sampled tokens distinguish it.
     """
     output = [message_item([output_text("")], "msg_" + response_id.removeprefix("resp_"))]
     usage = usage_from_chat({"completion_tokens": 0})
@@ -82,10 +82,10 @@ def overflow_response(params: Json, *, response_id: str, model: str) -> Json:
 
 
 def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle = "field") -> Json:
-    """A Chat Completion -> the Response to `params`. Token data, where the back end gave it, goes to the last item.
+    """Convert a Chat Completion to the Response to `params`. Token data of the back end goes to the last item.
 
     Raises:
-        UpstreamError: there is no choice in it, the engine gave up half-way, or its token data contradicts itself.
+        UpstreamError: it has no choice, the engine aborted, or its token data is inconsistent.
     """
     choices = completion.get("choices")
     if not choices:
@@ -115,7 +115,7 @@ def response_from_chat(completion: Json, params: Json, *, style: ReasoningStyle 
 def finish_reason(answer: Json) -> FinishReason:
     """Why the turn of a Response or a Chat Completion ended.
 
-    `context`: not one token was sampled, because the conversation did not fit.
+    `context`: no token was sampled, because the conversation did not fit.
     """
     if "output" in answer:
         usage = answer.get("usage") or {}
@@ -136,7 +136,7 @@ def _finish_of_response(response: Json) -> FinishReason:
 
 
 def chat_from_response(response: Json) -> Json:
-    """A Response -> one Chat Completion: reasoning in `reasoning_content`, token data on the message.
+    """Convert a Response to a Chat Completion: reasoning in `reasoning_content`, token data on the message.
 
     Raises:
         UpstreamError: the Response failed; its own error is the detail.
@@ -182,7 +182,7 @@ def chat_from_response(response: Json) -> Json:
 
 
 def usage_from_chat(usage: Json | None) -> Json | None:
-    """Chat usage -> Responses usage. A back end's own total is kept; a sum stands in where both parts are known."""
+    """Convert Chat usage to Responses usage. The back end's total is kept; without one, it is the sum of both parts."""
     if usage is None:
         return None
     prompt, completion, total = (usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total"))
@@ -200,7 +200,7 @@ def usage_from_chat(usage: Json | None) -> Json | None:
 
 
 def usage_to_chat(usage: Json | None) -> Json | None:
-    """Responses usage -> Chat usage."""
+    """Convert Responses usage to Chat usage."""
     if usage is None:
         return None
     return {
@@ -215,7 +215,7 @@ def usage_to_chat(usage: Json | None) -> Json | None:
 
 
 def _cached(details: Json | None) -> Json:
-    """What the cache had of the input, and where a back end tells it (Anthropic's does) what was written into it."""
+    """Cached input tokens, and those written to the cache if the back end reports them, as Anthropic's does."""
     details = details or {}
     written = {"cache_write_tokens": details["cache_write_tokens"]} if details.get("cache_write_tokens") else {}
     return {"cached_tokens": details.get("cached_tokens"), **written}
@@ -227,7 +227,7 @@ def _tool_call(item: Json) -> Json:
 
 
 def _token_fields(completion: Json, choice: Json) -> Json:
-    """Token ids and logprobs as vLLM gives them (`return_token_ids`, `logprobs`), under their names on our wire."""
+    """Token ids and logprobs of vLLM (`return_token_ids`, `logprobs`), under the names of TOKEN_FIELDS."""
     ids = choice.get("token_ids")
     if ids is None or completion.get("prompt_token_ids") is None:
         return {}

@@ -1,14 +1,15 @@
-"""Reasoning in answers: `<think>` tags, signed reasoning, and reasoning that arrives in pieces.
+"""Reasoning in answers: `<think>` tags, signed reasoning, and streamed reasoning.
 
-A model that signs its reasoning (Anthropic's) refuses it without the signature, so it is kept and sent back. On a Chat
-message the blocks stand beside `reasoning_content`, which has their text for everybody else.
+A model that signs its reasoning (Anthropic's) refuses it without the signature, so signatures are kept and sent back. A
+Chat message has these blocks in `thinking_blocks`, and their text in `reasoning_content` for other clients.
 
-Only reasoning at the very start counts; a `<think>` further on is text (code, a quotation). The first closer closes, as
-in every chat template: what a nested block leaves behind is text. A closer without an opener ends reasoning that the
-template opened (DeepSeek-R1, Qwen3-Thinking put `<think>` into the prompt). An opener without a closer was cut off:
-all of it is reasoning.
+Only reasoning at the very start counts; a later `<think>` is text (code, a quotation). The first closing tag ends the
+block, as in every chat template: the rest of a nested block is text. A closing tag without an opening one ends
+reasoning that the template opened (DeepSeek-R1, Qwen3-Thinking put `<think>` into the prompt). An opening tag without a
+closing one
+was cut off: everything after it is reasoning.
 
-ChunkReader also remembers what stands beside the text: why the model stopped, usage, token data, logprobs.
+ChunkReader also keeps the other fields of a stream: finish reason, usage, token data, logprobs.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from ngym.errors import UpstreamError
 from ngym.schema import TOKEN_FIELDS, Json
 
 BETWEEN = "\n\n"
+"""Separates pieces of reasoning where an API has one text for all of them."""
 OPEN = "<think>"
 CLOSE = "</think>"
 ReasoningStyle = Literal["field", "tags"]
+"""Where a Chat back end puts reasoning: in `reasoning_content` ("field"), or in the content between tags ("tags")."""
 _BLOCK = re.compile(r"(\s*<think>)(.*?)(</think>|\Z)", re.DOTALL)
 _UNOPENED = re.compile(r"()((?:(?!<think>).)*?)(</think>)", re.DOTALL)
 _WORD = re.compile(r"\S")
 _TAG = re.compile(r"</?think>")
 GAVE_UP = frozenset({"abort", "error"})
+"""vLLM's finish reasons when it was paused or lost its engine."""
 ENDED_EARLY = "the model's back end ended its stream before the answer was finished"
-
-
-"""What stands between two pieces of reasoning where an API has one text for all of it."""
 
 
 def thinking(text: str, signature: str | None = None) -> Json:
@@ -42,23 +43,23 @@ def thinking(text: str, signature: str | None = None) -> Json:
 
 
 def is_signed(block: Json) -> bool:
-    """Whether its model wants this block back."""
+    """Whether the model requires this block to be sent back."""
     return block["type"] == "redacted_thinking" or bool(block.get("signature"))
 
 
 def own_block(block: Json) -> Json:
-    """A block without what only others know."""
+    """A block with only the fields of Anthropic's API."""
     names = ("type", "data") if block["type"] == "redacted_thinking" else ("type", "thinking", "signature")
     return {name: block.get(name) or "" for name in names}
 
 
 def thinking_text(blocks: Iterable[Json]) -> str:
-    """The text of thinking blocks, for readers that know no signatures."""
+    """The text of thinking blocks, for clients without signatures."""
     return BETWEEN.join(block["thinking"] for block in blocks if block.get("thinking"))
 
 
 def reasoning_from_block(block: Json, item_id: str) -> Json:
-    """A thinking block -> a reasoning item; the signature, or what was redacted, is its `encrypted_content`."""
+    """Convert a thinking block to a reasoning item; the signature or the redacted data is its `encrypted_content`."""
     item: Json = {"type": "reasoning", "id": item_id, "summary": [], "content": []}
     if block["type"] == "redacted_thinking":
         return item | {"encrypted_content": block["data"]}
@@ -69,15 +70,12 @@ def reasoning_from_block(block: Json, item_id: str) -> Json:
 
 
 def block_from_reasoning(item: Json) -> Json:
-    """A reasoning item -> its thinking block; what has only an `encrypted_content` is redacted."""
+    """Convert a reasoning item to its thinking block; an item with only `encrypted_content` is redacted."""
     parts = item.get("content") or item.get("summary") or ()
     if not parts and item.get("encrypted_content"):
         return {"type": "redacted_thinking", "data": item["encrypted_content"]}
     block = thinking("".join(part["text"] for part in parts), item.get("encrypted_content"))
     return block | ({"ng": item["ng"]} if "ng" in item else {})
-
-
-"""How a Chat back end says reasoning: in `reasoning_content` ("field"), or in the content, between tags ("tags")."""
 
 
 class Block(NamedTuple):
@@ -96,14 +94,14 @@ class Split(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What ThinkSplitter knows of a stream of content."""
+    """One output of ThinkSplitter."""
 
     kind: Literal["think", "reasoning", "thought", "text"]
     text: str
 
 
 def split_think(content: str) -> Split:
-    """Content with think tags -> its leading reasoning and the rest; `join_think` is the exact inverse."""
+    """Split content with think tags into its leading reasoning and the rest; `join_think` is the exact inverse."""
     blocks: list[Block] = []
     at = 0
     found = _BLOCK.match(content) or _UNOPENED.match(content)
@@ -115,16 +113,16 @@ def split_think(content: str) -> Split:
 
 
 def join_think(blocks: Iterable[Block], text: str) -> str:
-    """Reasoning blocks and text -> content with think tags, byte for byte as it was split."""
+    """Join reasoning blocks and text to content with think tags, byte for byte as before the split."""
     return "".join(block.opener + block.text + block.closer for block in blocks) + text
 
 
 class ThinkSplitter:
-    """`split_think` for content that comes in pieces: text in, ("think", opener), ("reasoning", text), ("thought",
-    closer) and ("text", text) out.
+    """`split_think` for streamed content: takes text, yields ("think", opener), ("reasoning", text), ("thought",
+    closer) and ("text", text).
 
-    Reasoning that the template opened is known by its closer only: where content does not begin with a tag, nothing is
-    told before a tag or the end decides what it is.
+    Reasoning that the template opened is only recognized by its closing tag: if content does not begin with a tag, it
+    is held back until a tag or the end decides what it is.
     """
 
     def __init__(self) -> None:
@@ -133,7 +131,7 @@ class ThinkSplitter:
         self._searched = 0
 
     def take(self, text: str) -> Iterator[Told]:
-        """What is certain with this further piece."""
+        """The outputs that are certain with this further piece."""
         self._held += text
         while self._held:
             state, held = self._state, self._held
@@ -149,7 +147,7 @@ class ThinkSplitter:
                 return
 
     def end(self) -> Iterator[Told]:
-        """What was held back; whatever comes now is text."""
+        """The text that was held back; everything after it is text."""
         if self._held:
             yield Told("reasoning" if self._state == "block" else "text", self._release(len(self._held)))
         if self._state == "block":
@@ -195,20 +193,17 @@ class ThinkSplitter:
 
 
 def _overhang(text: str, tag: str) -> int:
-    """How many of the text's last characters may be the beginning of the tag."""
+    """The number of last characters of the text that may begin the tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
-"""vLLM's finish reasons when it was paused or lost its engine."""
-
-
 class Piece(NamedTuple):
-    """One thing that a chunk says.
+    """One output of ChunkReader.
 
     think: a block of reasoning begins; more: nothing.
     reasoning, text, refusal, arguments: more of it (`call`: which call's arguments).
-    thought: the block is over; more: `tags` if they are not the usual ones, or `signature`.
-    redacted: a block of reasoning whose text nobody may read; more: the block.
+    thought: the block ends; more: `tags` if they are not the usual ones, or `signature`.
+    redacted: a block of reasoning with encrypted text; more: the block.
     call: a tool call begins; text: the tool's name, call: its number, more: its `id`.
     """
 
@@ -219,14 +214,14 @@ class Piece(NamedTuple):
 
 
 class ChunkReader:
-    """Chunks in, pieces out; the attributes are what was said beside them.
+    """Converts chunks to pieces; the attributes hold the other fields of the stream.
 
     Attributes:
         head: id, created and model of the first chunk.
         finish: the finish_reason, None until it comes; stop: vLLM's stop_reason.
         usage, ng: of the chunks, None until they come.
-        error: what the back end says went wrong.
-        logprobs: of all sampled tokens so far, where the back end tells them; latest: those of the chunk being read.
+        error: the back end's error message.
+        logprobs: of all sampled tokens so far, if the back end reports them; latest: those of the current chunk.
     """
 
     def __init__(self, style: ReasoningStyle = "field") -> None:
@@ -263,12 +258,12 @@ class ChunkReader:
             yield from self._delta(choice.get("delta") or {})
 
     def end(self) -> Iterator[Piece]:
-        """What was held back, and the end of what is open; then look whether `trouble` says something."""
+        """The pieces that were held back, and the end of an open block; check `trouble` afterwards."""
         yield from self._end_text()
 
     @property
     def trouble(self) -> str | None:
-        """Why there is no whole answer; None where there is one."""
+        """Why the answer is incomplete; None if it is complete."""
         if self.error:
             return self.error
         if self.finish in GAVE_UP:
@@ -276,10 +271,10 @@ class ChunkReader:
         return ENDED_EARLY if self.finish is None else None
 
     def tokens(self) -> Json:
-        """TOKEN_FIELDS, all or none; also where they came as vLLM writes them (`return_token_ids`, `logprobs`).
+        """TOKEN_FIELDS, all or none; also built from vLLM's fields (`return_token_ids`, `logprobs`).
 
         Raises:
-            UpstreamError: ids and logprobs are not equally many.
+            UpstreamError: the numbers of ids and logprobs differ.
         """
         if self._tokens or self._prompt is None or self._sampled is None:
             return self._tokens
@@ -327,7 +322,7 @@ class ChunkReader:
             yield Piece("reasoning", text)
 
     def _block(self, block: Json) -> Iterator[Piece]:
-        """A signed block is told whole when it is over; its text came before it, in reasoning_content."""
+        """The pieces of a signed block, which comes complete at its end; its text came before, in reasoning_content."""
         if block["type"] == "redacted_thinking":
             yield from self._end_thought({})
             yield Piece("redacted", more=block)
@@ -363,9 +358,9 @@ class ChunkReader:
             yield Piece("thought", more=more)
 
     def _call(self, call: Json) -> Iterator[Piece]:
-        """A call begins with its name; what came before that waits for it. Some back ends repeat id and name.
+        """The pieces of a call. It begins with its name; earlier arguments wait. Some back ends repeat id and name.
 
-        Others leave the index out, or give all calls the same: there another id begins another call.
+        Others omit the index, or give all calls the same: then a new id begins a new call.
         """
         yield from self._end_text()
         index, call_id, function = call.get("index"), call.get("id") or "", call.get("function") or {}
@@ -390,7 +385,7 @@ class ChunkReader:
 
 @dataclass(slots=True)
 class _Begun:
-    """A tool call of which something has come."""
+    """A tool call that has begun."""
 
     place: int
     call_id: str = ""

@@ -18,6 +18,7 @@ _STRINGS_OF = {
     "reasoning": (),
 }
 Check = Callable[[Any], str | None]
+"""Returns what is wrong with a field's value, or None. Null always means the same as leaving the field out."""
 _INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -29,18 +30,18 @@ _INCLUDE = (
     "web_search_call.results",
 )
 RESPONSES_REFUSED: dict[str, str] = {
-    "access_programs": "only their own provider grants them",
-    "context_management": "send the items that the model shall see",
+    "access_programs": "only OpenAI grants them",
+    "context_management": "send the items that the model should see",
     "conversation": "no conversations are stored; send the whole input",
-    "image": "an image's `detail` stands in its own part",
-    "moderation": "run it beside this server",
+    "image": "set `detail` in the part of the image",
+    "moderation": "run it next to this server",
     "prompt": "no prompts are stored; send the text",
 }
 CHAT_REFUSED: dict[str, str] = {
-    "audio": "only text comes out",
+    "audio": "the output is text only",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "moderation": "run it beside this server",
+    "moderation": "run it next to this server",
     "prediction": "send the request without it",
     "web_search_options": "declare a function tool",
 }
@@ -112,7 +113,7 @@ def _role_problems(message: Json, where: str) -> Iterator[Problem]:
     for name in ("reasoning", "reasoning_content", "refusal"):
         if not isinstance(message.get(name, ""), (str, type(None))):
             yield Problem(f"{where}.{name}", "must be a string")
-    empty = role in ("user", "assistant", "tool")  # other gyms' rows say null where a turn is empty
+    empty = role in ("user", "assistant", "tool")  # rows of other gyms have null for an empty turn
     if not (empty and message.get("content") is None):
         yield from _content_problems(message.get("content"), f"{where}.content")
 
@@ -163,7 +164,7 @@ def _reasoning_problems(item: Json, where: str) -> Iterator[Problem]:
 
 
 def are_tags(ng: Any) -> bool:
-    """Whether this is what we say beside reasoning, or nothing."""
+    """Whether this is the `ng` field of a reasoning item, or None."""
     match ng:
         case None | {"tags": [str(), str()]}:
             return True
@@ -175,7 +176,7 @@ def _says_text(part: Any) -> bool:
 
 
 def token_problems(item: Json, where: str) -> Iterator[Problem]:
-    """Token data is all there or not at all, and there is one logprob for each sampled id."""
+    """Token data must be complete or absent, with one logprob for each sampled id."""
     given = [name for name in TOKEN_FIELDS if name in item]
     if not given:
         return
@@ -189,7 +190,7 @@ def token_problems(item: Json, where: str) -> Iterator[Problem]:
 
 
 def tool_problems(body: Json, name_in: str) -> Iterator[Problem]:
-    """name_in: where a function tool says its name; "function" is Chat's way, which has function tools only."""
+    """name_in: the field with a function tool's name; "function" in Chat, which only has function tools."""
     tools = body.get("tools") or []
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -214,7 +215,7 @@ def tool_problems(body: Json, name_in: str) -> Iterator[Problem]:
 
 
 def _choice_problems(choice: Json, names: set[str]) -> Iterator[Problem]:
-    """A function that is asked for must be there."""
+    """A function in tool_choice must be one of the tools."""
     inner = choice.get("allowed_tools") if isinstance(choice.get("allowed_tools"), dict) else choice
     allowed = (inner or {}).get("tools") if choice["type"] == "allowed_tools" else None
     for named in allowed if isinstance(allowed, list) else [choice]:
@@ -225,11 +226,8 @@ def _choice_problems(choice: Json, names: set[str]) -> Iterator[Problem]:
 
 
 def shown(value: Any) -> str:
-    """A wrong value in an error: itself where it is short, else only its type (prompts do not belong into logs)."""
+    """A wrong value for an error message: itself if it is short, else only its type (prompts must not be logged)."""
     return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 40 else f"a {type(value).__name__}"
-
-
-"""A field's value -> what is wrong with it, or None. Null is the same as leaving the field out, always."""
 
 
 def of_type(kind: type | tuple[type, ...], name: str) -> Check:
@@ -259,7 +257,7 @@ def one_of(*choices: Any) -> Check:
 
 
 def object_of(**checks: Check) -> Check:
-    """An object with these members, each of which may be left out."""
+    """An object with these optional members."""
 
     def check(value: Any) -> str | None:
         if not isinstance(value, dict):
@@ -306,7 +304,7 @@ def strings(value: Any) -> str | None:
 
 
 def metadata(value: Any) -> str | None:
-    """Words under names."""
+    """An object of strings."""
     if isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()):
         return None
     return "must be an object whose values are strings"
@@ -348,19 +346,19 @@ def response_format(value: Any) -> str | None:
 
 
 def check_create_params(body: Json) -> Json:
-    """A `/v1/responses` body without its nulls, checked; BadRequest names the first wrong fields."""
+    """Check a `/v1/responses` body and drop its nulls; a BadRequest names the first wrong fields."""
     params = known(body, RESPONSES, RESPONSES_REFUSED)
     return sound(params, input_problems(params.get("input")), tool_problems(params, "name"))
 
 
 def check_chat_request(body: Json) -> Json:
-    """A `/v1/chat/completions` body without its nulls, checked; BadRequest names the first wrong fields."""
+    """Check a `/v1/chat/completions` body and drop its nulls; a BadRequest names the first wrong fields."""
     request = known(body, CHAT, CHAT_REFUSED)
     return sound(request, message_problems(request.get("messages")), tool_problems(request, "function"))
 
 
 def known(body: Json, checks: dict[str, Check], not_supported: dict[str, str]) -> Json:
-    """The fields that were given; BadRequest for those that are unknown, refused, or of the wrong type."""
+    """The fields that are not null; a BadRequest if one is unknown, refused, or of the wrong type."""
     given = {name: value for name, value in body.items() if value is not None}
     return sound(given, _field_problems(given, checks, not_supported))
 
@@ -379,7 +377,7 @@ def _field_problems(given: Json, checks: dict[str, Check], not_supported: dict[s
 
 
 def sound(value: Json, *problems: Iterable[Problem]) -> Json:
-    """The value, which has none of these problems; BadRequest names the first that it has, and no more are looked for."""
+    """The value, if it has no problems; else a BadRequest, lazily, so that the search stops after the first ones."""
     found = chain.from_iterable(problems)
     first = next(found, None)
     if first is None:
@@ -415,7 +413,7 @@ SAMPLING: dict[str, Check] = {
     "structured_outputs": OBJECT,
     "top_k": NUMBER_OF["top_k"],
 }
-"""Beyond OpenAI's Responses API, our `/v1/responses` takes these under vLLM's names, for back ends that know them."""
+"""Extensions of `/v1/responses` beyond OpenAI's API, under vLLM's names, for back ends that support them."""
 
 _COMMON: dict[str, Check] = {
     "metadata": metadata,

@@ -1,4 +1,4 @@
-"""Streams of Chat chunks and Responses events, and their conversion."""
+"""Converts between streams of Chat chunks and of Responses events."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ngym.schema import TOKEN_FIELDS, Json
 
 SSE_DONE = b"data: [DONE]\n\n"
 Told = Iterator[tuple[str, Json]]
+"""Events without their number: type and members."""
 _PARTS: dict[str, Any] = {
     "output_text": lambda: output_text(""),
     "reasoning_text": lambda: {"type": "reasoning_text", "text": ""},
     "refusal": lambda: {"type": "refusal", "refusal": ""},
 }
-_SAID = {  # the events that say something, and the field of a chunk's delta that says it
+_SAID = {  # events with text -> the field of a chunk's delta for it
     "response.output_text.delta": "content",
     "response.refusal.delta": "refusal",
     "response.reasoning_text.delta": "reasoning_content",
@@ -36,13 +37,13 @@ def sse(event: Json) -> bytes:
 
 
 def response_events(response: Json) -> Iterator[Json]:
-    """A finished Response -> its events, `sequence_number` from 0 on."""
+    """The events of a finished Response, `sequence_number` from 0 on."""
     for number, (kind, event) in enumerate(_response_events(response)):
         yield {"type": kind, "sequence_number": number, **event}
 
 
 def chat_chunks(completion: Json, *, include_usage: bool = False) -> Iterator[Json]:
-    """A finished Chat Completion -> its chunks; usage, if asked for, in a last one without choices."""
+    """The chunks of a finished Chat Completion; usage, if requested, in a last one without choices."""
     head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     choice = completion["choices"][0]
     message = choice["message"]
@@ -70,7 +71,7 @@ def chat_chunks(completion: Json, *, include_usage: bool = False) -> Iterator[Js
 
 
 def _reasoning_deltas(message: Json) -> Iterator[Json]:
-    """Reasoning in one piece; signed reasoning block by block, each with its signature after it."""
+    """Reasoning in one piece; signed reasoning block by block, each followed by its signature."""
     blocks = message.get("thinking_blocks") or ()
     if not blocks and message.get("reasoning_content"):
         yield {"reasoning_content": message["reasoning_content"]}
@@ -105,13 +106,13 @@ def _response_events(response: Json) -> Iterator[tuple[str, Json]]:
 
 
 def begun_response(response: Json) -> Json:
-    """A Response as it was before anything was said in it."""
+    """The Response as it was at its beginning, without output."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     return begun | {"incomplete_details": None, "error": None}
 
 
 def begun_item(item: Json) -> Json:
-    """An item as it was before anything was said in it."""
+    """The item as it was at its beginning, without content."""
     begun = {name: [] if name in ("content", "summary") else value for name, value in item.items()}
     if "arguments" in begun:
         begun["arguments"] = ""
@@ -134,7 +135,7 @@ def _content_events(parts: list[Json], place: Json) -> Iterator[tuple[str, Json]
 
 
 def empty_part(part: Json) -> Json:
-    """A part as it was before anything was said in it."""
+    """The part as it was at its beginning, without text."""
     field = "refusal" if part["type"] == "refusal" else "text"
     return {**part, field: ""} | ({"logprobs": []} if "logprobs" in part else {})
 
@@ -148,13 +149,10 @@ def _summary_events(parts: list[Json], place: Json) -> Iterator[tuple[str, Json]
         yield "response.reasoning_summary_part.done", {**at, "part": part}
 
 
-"""Events without their number: type and members."""
-
-
 class OpenItem:
-    """The item, its place in the output, and the events of what is said in it, each a (type, members) pair.
+    """An unfinished item, its place in the output, and the events of its content, each a (type, members) pair.
 
-    `item` is the very dict that stands in the output; what was said so far is in it after `settle`.
+    `item` is the same dict as in the output; it has the content so far after `settle`.
     """
 
     def __init__(self, item: Json, place: int) -> None:
@@ -164,13 +162,13 @@ class OpenItem:
         self._said: list[str] = []
 
     def part(self, kind: str) -> Told:
-        """A part begins."""
+        """Begin a part."""
         part = _PARTS[kind]()
         self.item["content"].append(part)
         yield "response.content_part.added", {**self._here(), "part": empty_part(part)}
 
     def more(self, kind: str, text: str, logprobs: list[Json] | None = None) -> Told:
-        """More of the part, or of the arguments of a call."""
+        """Append to the part, or to the arguments of a call."""
         if kind == "arguments":
             self._said.append(text)
             yield "response.function_call_arguments.delta", {**self._at, "delta": text}
@@ -183,7 +181,7 @@ class OpenItem:
         yield f"response.{kind}.delta", {**self._here(), "delta": text, **more}
 
     def settle(self) -> None:
-        """What was said becomes part of the item."""
+        """Write the content so far into the item."""
         if self.item["type"] == "function_call":
             self.item["arguments"] = "".join(self._said)
         elif self.item.get("content"):
@@ -191,7 +189,7 @@ class OpenItem:
             part[_field(part)] = "".join(self._said)
 
     def done(self) -> Told:
-        """The item is over."""
+        """End the item."""
         if self.item["type"] == "function_call":
             self.settle()
             told = {"name": self.item["name"], "arguments": self.item["arguments"]}
@@ -219,14 +217,14 @@ def _field(part: Json) -> str:
 
 
 class ChunkStream:
-    """One answer of a Responses back end as a stream of Chat chunks.
+    """Converts a stream of Responses events to Chat chunks.
 
-    The last chunk with a choice has its finish_reason, token data beside the delta, and `ng`; usage comes after it,
-    where the client asked for it. What came only whole (`output_item.done` without deltas) is told as one delta.
+    The last chunk with a choice has its finish_reason, token data next to the delta, and `ng`; usage comes after it if
+    the client requested it. An item without deltas (only `output_item.done`) becomes one delta.
 
     Args:
-        model: its name; None takes the Response's.
-        include_usage: whether the client asked for `stream_options.include_usage`.
+        model: the model's name; None: that of the Response.
+        include_usage: whether the client set `stream_options.include_usage`.
     """
 
     def __init__(self, model: str | None = None, include_usage: bool = False) -> None:
@@ -257,12 +255,12 @@ class ChunkStream:
             yield from self.fail(_message(event))
 
     def end(self) -> Iterator[Json]:
-        """What closes the stream: nothing, but where its last event never came."""
+        """The closing chunks: an error if the last event never came, else none."""
         if not self._ended:
             yield from self.fail("the model's back end ended its stream before the answer was finished")
 
     def fail(self, message: str, kind: str = "server_error") -> Iterator[Json]:
-        """A chunk that says what went wrong: the answer cannot be finished."""
+        """An error chunk: the answer cannot be finished."""
         self._ended = True
         yield {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
@@ -280,7 +278,7 @@ class ChunkStream:
         if "summary_index" in event:
             told.add("summary")
         elif field == "reasoning_content" and "summary" in told:
-            return  # the same reasoning twice: chat_from_response has room for one text
+            return  # the same reasoning twice: a Chat Completion has only one text for it
         if field == "reasoning_content" and field not in told:
             text = BETWEEN + text if self._reasoned else text
             self._reasoned = True
@@ -301,7 +299,7 @@ class ChunkStream:
         return self._chunk({"tool_calls": [{"index": self._calls[place], "function": {"arguments": text}}]})
 
     def _rest(self, item: Json, place: int) -> Iterator[Json]:
-        """What an item holds that no delta told."""
+        """The chunks of the item's content that came without deltas."""
         told = set(self._told.get(place, ()))
         match item["type"]:
             case "function_call":
@@ -345,14 +343,14 @@ def _message(event: Json) -> str:
 
 
 class ResponseStream:
-    """One answer of a Chat back end as a stream of events, `sequence_number` from 0 on.
+    """Converts a stream of Chat chunks to Responses events, `sequence_number` from 0 on.
 
     Args:
-        params: the checked create params that are answered.
-        response_id: of the Response; None takes the completion's.
-        model: its name; None takes the chunks'.
-        style: where the back end leaves reasoning. With "tags" nothing is told of an answer that does not begin with a
-            tag before a closer or the end shows that it holds no reasoning.
+        params: the checked create params of the request.
+        response_id: of the Response; None: that of the completion.
+        model: the model's name; None: that of the chunks.
+        style: where the back end puts reasoning. With "tags", an answer that does not begin with a tag is held back
+            until a closing tag or the end shows whether it has reasoning.
     """
 
     def __init__(
@@ -375,7 +373,7 @@ class ResponseStream:
         self._thoughts = self._messages = 0
 
     def start(self) -> Iterator[Json]:
-        """`response.created` and `response.in_progress`, where they have not been told; `take` does it, too."""
+        """`response.created` and `response.in_progress`, unless they were sent; `take` also sends them."""
         if self._base is None:
             yield from self._begin({})
 
@@ -387,7 +385,7 @@ class ResponseStream:
             yield from self._piece(piece)
 
     def end(self) -> Iterator[Json]:
-        """What closes the stream; its last event is response.completed, .incomplete or .failed.
+        """The closing events; the last one is response.completed, .incomplete or .failed.
 
         Raises:
             UpstreamError: the back end's token data contradicts itself.
@@ -408,7 +406,7 @@ class ResponseStream:
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def fail(self, message: str, code: str = "server_error") -> Iterator[Json]:
-        """`response.failed` with what there is: the answer cannot be finished."""
+        """`response.failed` with the partial output: the answer cannot be finished."""
         yield from self.start()
         failed = {**self._response(), "status": "failed", "completed_at": None}
         failed["error"] = {"code": code, "message": message}
@@ -427,7 +425,7 @@ class ResponseStream:
         yield self._event("response.in_progress", {"response": begun})
 
     def _response(self) -> Json:
-        """The Response as far as it is known."""
+        """The Response so far."""
         for item in (self._open, *self._calls.values()):
             if item is not None:
                 item.settle()
@@ -502,7 +500,7 @@ class ResponseStream:
             "status": "completed",
         }
         self._calls[piece.call] = yield from self._begin_item(item)
-        self._open = None  # calls stay open to the end: some back ends tell several at once
+        self._open = None  # calls stay open to the end: some back ends interleave several
 
     def _begin_item(self, item: Json) -> Generator[Json, None, OpenItem]:
         yield from self._close()
@@ -526,7 +524,7 @@ class ResponseStream:
 
 
 def _marks(more: Json) -> Json:
-    """What the end of a block of reasoning says of it."""
+    """The fields that the end of a block adds to its reasoning item."""
     if "signature" in more:
         return {"encrypted_content": more["signature"]}
     return {"ng": {"tags": more["tags"]}} if "tags" in more else {}

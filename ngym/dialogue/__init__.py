@@ -1,8 +1,8 @@
-"""How does a back end that samples tokens hold a conversation? Chat request -> prompt ids; sampled ids -> Chat Completion.
+"""Conversations over an engine that samples tokens: Chat request to prompt ids, sampled ids to Chat Completion.
 
-What `models/transformers` and `models/sglang` share: the chat template, going on from the ids that were seen, text from
-ids as they come, reasoning and tool calls found in it, stop strings, token data. An engine gives ids, and knows nothing
-of all this. (vLLM does it itself.) The tokenizer is passed in: nothing heavy is imported here.
+Shared by `models/transformers` and `models/sglang`: the chat template, continuation of the ids that were seen,
+incremental detokenization, parsing of reasoning and tool calls, stop strings, token data. An engine only returns ids.
+(vLLM does all of this itself.) The tokenizer is passed in: nothing heavy is imported here.
 """
 
 from ngym.dialogue.dialogue import Dialogue

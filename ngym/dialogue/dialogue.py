@@ -1,8 +1,8 @@
-"""One call: prompt ids to the engine; its tokens as Chat chunks, or as one Chat Completion.
+"""One model call: sends prompt ids to the engine, and returns its tokens as Chat chunks or a Chat Completion.
 
-Reasoning stands between `<think>` and `</think>` at the very start, or begins without the opener where the template has
-written it. A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen and many others); one
-that is no such JSON, or has no end, is text. White space around calls is nobody's.
+Reasoning is between `<think>` and `</think>` at the very start, without the opening tag if the template has written it.
+A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen and many others); a call that is
+not such JSON, or has no end, is text. White space around calls is dropped.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ LONG = 20_000  # characters: some milliseconds
 
 
 class Detokenizer:
-    """One answer's text. Decodes the last few ids only, with those before them, which decide about spaces."""
+    """Incremental text of one answer. Decodes only the last ids, with those before them, which decide about spaces."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # of what is decoded again
-        self._told = 0  # up to here the text was told
+        self._start = 0  # of the ids that are decoded again
+        self._told = 0  # the text up to here was returned
 
     def take(self, ids: Iterable[int]) -> str:
-        """What these further ids say."""
+        """The text of these further ids."""
         self._ids.extend(ids)
         return self._more(final=False)
 
     def end(self) -> str:
-        """What was held back for want of its last bytes."""
+        """The rest, which was held back as an incomplete character."""
         return self._more(final=True)
 
     def _more(self, *, final: bool) -> str:
@@ -59,7 +59,7 @@ class Detokenizer:
 
 
 class Stops:
-    """Looks for stop strings in text that comes in pieces; holds back what may be the beginning of one."""
+    """Finds stop strings in streamed text; holds back text that may begin one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
@@ -67,7 +67,7 @@ class Stops:
         self.met: str | None = None
 
     def take(self, text: str) -> str:
-        """What may be told. Once `met` is set, nothing more is."""
+        """The text that is certain; "" once `met` is set."""
         if self.met is not None:
             return ""
         text = self._held + text
@@ -86,7 +86,7 @@ class Stops:
 
 
 def held_back(text: str, markers: Iterable[str]) -> int:
-    """The length of the longest end of the text with which one of the markers begins."""
+    """The length of the longest suffix of the text that begins one of the markers."""
     return max(
         (length for marker in markers for length in range(1, len(marker)) if text.endswith(marker[:length])), default=0
     )
@@ -96,7 +96,7 @@ THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_cal
 
 
 class Piece(NamedTuple):
-    """More reasoning or text; or a whole call, whose arguments are `text`."""
+    """More reasoning or text, or a complete call with its arguments in `text`."""
 
     kind: Literal["reasoning", "text", "call"]
     text: str
@@ -104,11 +104,11 @@ class Piece(NamedTuple):
 
 
 class Spoken:
-    """One answer.
+    """Parses one answer into pieces.
 
     Args:
-        in_thought: the template has opened a thought.
-        tools: whether calls are looked for.
+        in_thought: the template has opened a reasoning block.
+        tools: whether to parse tool calls.
     """
 
     def __init__(self, *, in_thought: bool, tools: bool) -> None:
@@ -119,7 +119,7 @@ class Spoken:
         self._called = False
 
     def take(self, text: str) -> Iterator[Piece]:
-        """What is certain with this further text."""
+        """The pieces that are certain with this further text."""
         self._held += text
         while self._held:
             state, held = self._state, self._held
@@ -128,7 +128,7 @@ class Spoken:
                 return
 
     def end(self) -> Iterator[Piece]:
-        """What was held back; a call without its end is text."""
+        """The text that was held back; a call without its end is text."""
         text, self._held = self._held, ""
         if self._state == "call":
             text = CALL + text
@@ -162,7 +162,7 @@ class Spoken:
             keep = held_back(self._held, (CALL,)) if self._tools else 0
             text = self._held[: len(self._held) - keep]
             if self._tools or not self._said:
-                text = text.rstrip()  # what follows decides whether the space was between things
+                text = text.rstrip()  # the next text decides whether the space belongs to the text
             self._held = self._held[len(text) :]
         if text:
             self._said = True
@@ -177,7 +177,7 @@ class Spoken:
 
 
 def _read(written: str) -> Piece:
-    """What stands between the tags, as a call; as text where it is none."""
+    """The contents of the tags as a call, or as text if they are not a call."""
     try:
         call = json.loads(written)
     except ValueError:
@@ -189,12 +189,12 @@ def _read(written: str) -> Piece:
 
 
 class Dialogue:
-    """What a model server's `respond` and `stream` call.
+    """The implementation of a model server's `respond` and `stream`.
 
     Args:
-        model: its name, in answers.
-        context: how many tokens it can take, prompt and answer together.
-        can: what the engine can do beyond the common (engine.NEUTRAL has the names).
+        model: the model's name, for answers.
+        context: the context length in tokens, prompt and answer together.
+        can: optional features of the engine (names in engine.NEUTRAL).
     """
 
     def __init__(
@@ -205,13 +205,13 @@ class Dialogue:
         self._model = model
         self._context = context
         self._can = can
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")  # one: tokenizers are not made for more
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")  # one: tokenizers are not thread-safe
 
     async def completion(self, request: Json, seen: SeenCall | None) -> Json:
         """The Chat Completion to a checked request; its message carries the token fields.
 
         Raises:
-            BadRequest: it asks for what this back end cannot do.
+            BadRequest: the request needs a feature that this back end lacks.
         """
         answer = _Answer(self._model)
         async with aclosing(self._pieces(answer, request, seen, streamed=False)) as pieces:
@@ -222,7 +222,7 @@ class Dialogue:
     async def chunks(self, request: Json, seen: SeenCall | None) -> AsyncGenerator[Json, None]:
         """Chat chunks as the tokens come; the one with the finish_reason carries the token fields, then comes usage."""
         answer = _Answer(self._model)
-        said: Json = {"role": "assistant"}  # with the first piece: what fails before it is no stream
+        said: Json = {"role": "assistant"}  # sent with the first piece: an earlier failure is not a stream
         async with aclosing(self._pieces(answer, request, seen, streamed=True)) as pieces:
             async for piece in pieces:
                 yield answer.chunk(said | answer.add(piece))
@@ -233,7 +233,7 @@ class Dialogue:
             yield chunk
 
     async def _prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
-        """A long conversation takes its time to be tokenised: it does that beside the event loop."""
+        """The prompt ids. A long conversation is tokenised in a thread, so that it does not block the event loop."""
         if sum(len(message.get("content") or ()) for message in request["messages"]) < LONG:
             return self._template.prompt(request, seen)
         work = asyncio.get_running_loop().run_in_executor
@@ -242,13 +242,13 @@ class Dialogue:
     async def _pieces(
         self, answer: _Answer, request: Json, seen: SeenCall | None, *, streamed: bool
     ) -> AsyncGenerator[Piece, None]:
-        """Fills in the answer's tokens on the way."""
+        """Yield the pieces of the answer, and add its tokens to `answer`."""
         template = self._template
         prompt = answer.prompt = await self._prompt(request, seen)
         sampling = sampling_of(request, self._context - len(prompt), self._can, streamed=streamed)
         if sampling.max_tokens < 1:
             answer.finish = "length"
-            return  # the conversation does not fit: nothing is said, and that is no error
+            return  # the conversation does not fit: an empty answer, not an error
         text, stops = Detokenizer(template.tokenizer), Stops(sampling.stop)
         tools = bool(request.get("tools")) and request.get("tool_choice") != "none"
         spoken = Spoken(in_thought=template.in_thought(prompt), tools=tools)
@@ -267,14 +267,14 @@ class Dialogue:
 
 
 def _without_end(sampled: Sampled, ends: frozenset[int]) -> list[int]:
-    """The ids that say something: the one that ends the turn does not."""
+    """The sampled ids without the one that ends the turn."""
     if sampled.finish == "stop" and sampled.ids and sampled.ids[-1] in ends:
         return sampled.ids[:-1]
     return sampled.ids
 
 
 class _Answer:
-    """What was said and sampled so far."""
+    """The text and tokens of an answer so far."""
 
     def __init__(self, model: str) -> None:
         self.prompt: list[int] = []
@@ -294,7 +294,7 @@ class _Answer:
         self._version = sampled.version
 
     def add(self, piece: Piece) -> Json:
-        """Remember a piece; as a delta."""
+        """Add a piece, and return it as a delta."""
         if piece.kind != "call":
             name = "reasoning_content" if piece.kind == "reasoning" else "content"
             self._said[name].append(piece.text)
@@ -338,7 +338,7 @@ class _Answer:
         return {"ng": {"policy_version": [[0, len(self._ids), self._version]]}} if self._ids else {}
 
     def _told(self, wanted: bool) -> Json:
-        """Logprobs where the client asks for them."""
+        """The logprobs, if the client requested them."""
         if not wanted:
             return {"logprobs": None}
         entries: list[Json] = [

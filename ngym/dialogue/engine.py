@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it gives: sampling parameters in, tokens out."""
+"""The interface of an engine: sampling parameters in, tokens out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ngym.schema import Json
 
 Finish = Literal["stop", "length"]
 
-HOSTED = frozenset(  # what a hosted API does with a request: an engine has no part in it
+HOSTED = frozenset(  # fields for a hosted API, which an engine ignores
     {"metadata", "model", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"}
     | {"service_tier", "store", "stream_options", "user", "verbosity", "thinking", "reasoning_effort", "modalities"}
 )
@@ -29,12 +29,12 @@ NEUTRAL: Json = {
     "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-"""What not every engine can do, and the value with which it changes nothing."""
+"""Fields that not every engine supports, and their neutral values."""
 
 
 class Sampling(NamedTuple):
-    """temperature 0 is greedy; top_k 0 and top_p 1 are all tokens; seed None is chance. more: what this engine can do
-    beyond that, under the names of the request. streamed: whether tokens are wanted as they come."""
+    """temperature 0 is greedy; top_k 0 and top_p 1 allow all tokens; seed None is random. more: optional features,
+    under the names of the request. streamed: whether the client reads tokens as they come."""
 
     max_tokens: int
     temperature: float
@@ -50,7 +50,7 @@ class Sampling(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The next few tokens, [n] and [n]; with the last ones why it ended, and the version of the weights."""
+    """The next tokens and logprobs, [n] each; the last ones with a finish reason; the version of the weights."""
 
     ids: list[int]
     logprobs: list[float]
@@ -59,25 +59,25 @@ class Sampled(NamedTuple):
 
 
 Generate = Callable[[list[int], Sampling], AsyncGenerator[Sampled, None]]
-"""(prompt ids, sampling) -> tokens as they come. Closing it ends the sampling."""
+"""(prompt ids, sampling) -> a stream of tokens. Closing it ends the sampling."""
 
 
 def sampling_of(request: Json, room: int, can: frozenset[str], *, streamed: bool) -> Sampling:
-    """The sampling that a checked Chat request asks for.
+    """The sampling parameters of a checked Chat request.
 
     Args:
-        room: how many tokens fit the context after the prompt.
-        can: names in NEUTRAL that this engine can do.
+        room: tokens that fit the context after the prompt.
+        can: names in NEUTRAL that this engine supports.
 
     Raises:
-        BadRequest: it asks for what the engine cannot do; the field is named.
+        BadRequest: the engine does not support a field; the message names it.
     """
     more: dict[str, Any] = {}
     for name, value in request.items():
         if name in HOSTED or name in OURS or value == NEUTRAL.get(name):
             continue
         if name not in can:
-            raise BadRequest(f"field {name!r}: this back end cannot do it; leave it out")
+            raise BadRequest(f"field {name!r}: this back end does not support it; leave it out")
         more[name] = value
     stop = request.get("stop") or ()
     limit = request.get("max_completion_tokens") or request.get("max_tokens") or room

@@ -1,4 +1,4 @@
-"""A Chat request -> prompt ids, by the model's own chat template; what the engine has seen goes on from exactly those ids."""
+"""Renders Chat requests to prompt ids with the model's chat template; continues exactly the ids that were seen."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
-THOUGHT_TAIL = 16  # ids at a prompt's end among which a template opens a thought
+THOUGHT_TAIL = 16  # ids at a prompt's end in which a template may open a reasoning block
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     eos_token_id: int | None
 
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 def turn_ends(tokenizer: Tokenizer, of_model: int | list[int] | None) -> Ends:
-    """The ids that end a turn: the model's end-of-sequence ids (of its generation config), and what templates write."""
+    """The ids that end a turn: the end-of-sequence ids of the generation config, and the markers of chat templates."""
     own = of_model if isinstance(of_model, list) else [of_model]
     vocabulary = tokenizer.get_vocab()
     known = {vocabulary[token] for token in (*TURNS, *REQUESTS) if token in vocabulary}
@@ -40,10 +40,10 @@ def turn_ends(tokenizer: Tokenizer, of_model: int | list[int] | None) -> Ends:
 
 
 class Template:
-    """Conversations as ids of one model.
+    """Renders conversations to the ids of one model.
 
     Args:
-        ends: its turn ends.
+        ends: the ids that end a turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Ends) -> None:
@@ -51,10 +51,10 @@ class Template:
         self.ends = ends
 
     def prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
-        """The ids of a checked Chat request, up to where the model begins to speak.
+        """The ids of a checked Chat request, including the generation prompt.
 
         Raises:
-            BadRequest: there is more in it than text, a tool call is to be forced, or the template refuses it.
+            BadRequest: it has parts other than text, forces a tool call, or the template refuses it.
         """
         request = without_allowed_tools(request)
         if request.get("tool_choice", "auto") not in ("auto", "none"):
@@ -70,7 +70,7 @@ class Template:
         return splice(rendered, history, ids, self.ends) or rendered
 
     def in_thought(self, prompt: list[int]) -> bool:
-        """Whether the template has opened a thought at the prompt's end."""
+        """Whether the template has opened a reasoning block at the prompt's end."""
         tail = self.tokenizer.decode(prompt[-THOUGHT_TAIL:], skip_special_tokens=False).rstrip()
         return tail.endswith("<think>")
 
@@ -84,7 +84,7 @@ class Template:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **kwargs
             )
-        except Exception as error:  # the template's own refusals are jinja's, and of any kind
+        except Exception as error:  # jinja raises errors of any type
             raise BadRequest(f"the model's chat template refuses the conversation: {error}") from error
         return self.tokenizer.encode(text, add_special_tokens=False)
 

@@ -1,1 +1,1 @@
-"""Files of rows: JSON Lines, the row log of a collection, and file locks."""
+"""Files of rows: JSON Lines, the append-only row log, and file locks."""

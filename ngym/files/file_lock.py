@@ -1,4 +1,4 @@
-"""A file or a folder that one process at a time holds, until it gives it back or ends, however it ends."""
+"""Locks on files and folders; the kernel releases them when the process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ngym.files.jsonl import sync_folder
 
 
 class FileLocked(NgymError):
-    """Another process is writing this."""
+    """Another process holds the lock."""
 
 
 @contextmanager
 def held_folder(folder: Path, otherwise: str) -> Iterator[None]:
-    """The folder is this process's alone. otherwise: see `open_held`, which also says what is raised."""
+    """Lock the folder for this process. `otherwise` and errors are those of `open_held`."""
     fd = open_held(folder / ".held", folder, otherwise)
     try:
         yield
@@ -27,13 +27,13 @@ def held_folder(folder: Path, otherwise: str) -> Iterator[None]:
 
 
 def open_held(path: Path, what: Path, otherwise: str) -> int:
-    """A descriptor for appending and reading, which holds the file; it is made where there is none.
+    """Open a file for appending and reading, and lock it; it is created if it does not exist.
 
     Args:
-        what, otherwise: what the file stands for, and what its user can do instead of waiting.
+        what, otherwise: for the message: the locked object, and what the user can do instead of waiting.
 
     Raises:
-        FileLocked: another process holds it; its pid is named.
+        FileLocked: another process holds it; the message has its pid.
         UsageError: it cannot be opened.
     """
     while True:
@@ -54,7 +54,7 @@ def open_held(path: Path, what: Path, otherwise: str) -> int:
 
 
 def _holder(inode: int) -> str:
-    """`process 1234`, as the kernel tells it (Linux only)."""
+    """`process 1234`, from the kernel's list of locks (Linux only)."""
     try:
         locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:

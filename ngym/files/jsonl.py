@@ -1,7 +1,7 @@
-"""Rows in, rows out: files are streamed, never held; every problem is named with its first line.
+"""Reads and writes JSON Lines files as streams; every problem is reported with its first line.
 
-`read(path)` yields every line of a JSONL file with what is wrong with it; `checked(path, check)` yields the good ones and
-reports all problems together. What is appended to for hours, and must survive a kill, is a `ngym.files.row_log.RowLog`.
+`read(path)` yields every line with its problem, if any; `checked(path, check)` yields the good lines and reports all
+problems together. For files that are appended to for hours and must survive a kill, use `ngym.files.row_log.RowLog`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ngym.schema import Json
 
 REPORTED_LINES = 20
 READ_BYTES = 1 << 20
-MAX_LINE_BYTES = 256 << 20  # as much as any of our services takes or answers
+MAX_LINE_BYTES = 256 << 20  # the largest body of a service of ngym
 BOM = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """One line of a JSONL file. `number` counts from 1; [start, end) are its bytes; `row` is {} where there is a `problem`."""
+    """One line of a JSONL file. `number` counts from 1; [start, end) are its bytes; `row` is {} with a `problem`."""
 
     number: int
     start: int
@@ -43,7 +43,7 @@ class WriteFailed(NgymError):
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Every line of a JSONL file but the empty ones; a BOM and CRLF are tolerated.
+    """Yield every non-empty line of a JSONL file; a BOM and CRLF are tolerated.
 
     Raises:
         UsageError: the file cannot be read.
@@ -69,7 +69,7 @@ def read(path: Path) -> Iterator[Line]:
 
 
 def _skip_line(file: BinaryIO) -> bool:
-    """Whether it has an end."""
+    """Skip the rest of a line; returns whether it ends with a newline."""
     while part := file.readline(READ_BYTES):
         if part.endswith(b"\n"):
             return True
@@ -77,14 +77,14 @@ def _skip_line(file: BinaryIO) -> bool:
 
 
 class CheckedLines:
-    """The good lines of a file, streamed; at its end, one UsageError with every problem (the first 20), each with its first line.
+    """Streams the good lines of a file; at its end, one UsageError has the first 20 problems, each with its first line.
 
     Args:
-        check: what is wrong with a row, or None.
-        limit: look at the first lines only.
+        check: returns the problem of a row, or None.
+        limit: read only the first lines.
 
     Attributes:
-        bad: how many bad lines were found so far.
+        bad: number of bad lines so far.
     """
 
     def __init__(self, path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> None:
@@ -146,7 +146,7 @@ def _begin(text: bytes) -> str:
 
 
 def check_output(path: Path) -> None:
-    """UsageError where no file can be put: its folder does not exist, or something that is none has its name."""
+    """Raise a UsageError if no file can be written there: no such folder, or the path is not a regular file."""
     if not path.parent.is_dir():
         raise UsageError(f"{path}: the folder {path.parent} does not exist; make it first: mkdir -p {path.parent}")
     if path.is_dir():
@@ -155,23 +155,23 @@ def check_output(path: Path) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """What is written aside and renamed takes the place of a device: root's `--output /dev/null` would be the machine's end."""
+    """Raise a UsageError for a device or pipe: the final rename would replace it, such as /dev/null as root."""
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UsageError(f"{path} is no regular file, but a device or a pipe; name a file")
+        raise UsageError(f"{path} is not a regular file, but a device or a pipe; name a file")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A small file, entirely or not at all, see `whole_file`."""
+    """Write a small file atomically, see `whole_file`."""
     with whole_file(path) as file:
         file.write(data)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written, entirely or not at all: aside, synced, and renamed if the block ends well. A link stays one.
+    """Write a file atomically: to a temporary file, synced, and renamed if the block succeeds. A link stays a link.
 
     Raises:
-        UsageError: something that is no file has its name. WriteFailed: it cannot be written.
+        UsageError: the path is not a regular file. WriteFailed: it cannot be written.
     """
     _check_regular(path)
     there = Path(os.path.realpath(path))
@@ -191,7 +191,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a folder's new names on the disk."""
+    """Sync a folder, so that new and renamed files survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

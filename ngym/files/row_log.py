@@ -1,4 +1,4 @@
-"""A JSONL file with one writer: an appended row is on the disk, a torn last line is dropped, nothing stands twice."""
+"""An append-only JSONL file with one writer: rows are durable, a torn last line and duplicate rows are dropped."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 
 class DiskFull(NgymError):
-    """The disk had no room for longer than we wait."""
+    """The disk was full for longer than the limit."""
 
 
 class RowLog:
     """An append-only JSONL file with one writer; `append` returns when the row is on the disk.
 
-    Opening locks the file and drops a torn last line; `rows()` must be exhausted before the first `append`. Rows are
-    written together: one write and one fdatasync for every 64 rows or 50 ms, in a thread. A full disk leaves no torn row:
-    the file is cut back to its last whole row and the write is tried again until there is room.
+    Opening locks the file; `rows()` drops a torn last line and must be exhausted before the first `append`. Rows are
+    written in batches: one write and one fdatasync for every 64 rows or 50 ms, in a thread. A full disk leaves no torn
+    row: the file is truncated to its last complete row, and the write is retried until there is room.
 
     Args:
-        key: what makes two rows the same row; a row that stands twice in the file is dropped.
+        key: identifies a row; later rows with the same key are dropped.
         on_stall: called with a reason when the disk is full, and with None when it no longer is.
-        retry_s, give_up_s: how often a full disk is tried again, and for how long (then DiskFull).
+        retry_s, give_up_s: interval of retries on a full disk, and their total time (then DiskFull).
 
     Raises:
-        FileLocked: another process has it open; its pid is named.
+        FileLocked: another process has it open; the message has its pid.
         UsageError: the file cannot be opened, or a line in its middle is bad.
     """
 
@@ -80,7 +80,7 @@ class RowLog:
         self._size = start
 
     def rows(self) -> Iterator[Line]:
-        """What stands in the file, each row once; then the file is mended: no torn tail, no row twice."""
+        """Yield each row of the file once; then repair the file: no torn last line, no duplicates."""
         seen: set[Hashable] = set()
         again: list[Line] = []
         last: Line | None = None
@@ -98,11 +98,11 @@ class RowLog:
         self.duplicates = len(again)
         try:
             if last is not None and not last.complete:
-                self._mend_tail(last)
+                self._repair_tail(last)
             if again:
                 self._cut_out(again)
         except OSError as error:
-            raise WriteFailed(f"{self.path}: cannot be mended: {error.strerror}") from error
+            raise WriteFailed(f"{self.path}: cannot be repaired: {error.strerror}") from error
 
     async def append(self, row: bytes) -> None:
         """Add one row (JSON without a newline); returns once it is on the disk, in the order of the calls.
@@ -113,7 +113,7 @@ class RowLog:
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_forever(), name=f"commit {self.path.name}")
         elif self._committer.done():
-            self._committer.result()  # raises what ended it
+            self._committer.result()  # raises its error
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((row, written))
         self._wake.set()
@@ -122,12 +122,12 @@ class RowLog:
         await written
 
     async def flush(self) -> None:
-        """Write what waits, also for appenders that were cancelled; nothing can be appended after it.
+        """Write pending rows, also of appenders that were cancelled; nothing can be appended afterwards.
 
-        Cancelled (say, while the disk is full), it gives up what waits.
+        If it is cancelled, such as while the disk is full, pending rows are lost.
 
         Raises:
-            DiskFull, WriteFailed: not all of it is on the disk.
+            DiskFull, WriteFailed: not all rows are on the disk.
         """
         self._ending = True
         self._wake.set()
@@ -136,7 +136,7 @@ class RowLog:
             await self._committer
 
     def close(self, *, remove_empty: bool = True) -> None:
-        """Let go of the file; an empty one is removed. A write that hangs keeps it until it ends."""
+        """Close and unlock the file; an empty one is removed. A hanging write keeps it open until it ends."""
         self._thread.shutdown(wait=False)
         if self._writing is not None and not self._writing.done():
             self._writing.add_done_callback(lambda _: os.close(self._fd))
@@ -162,7 +162,7 @@ class RowLog:
             raise
 
     async def _batch_is_due(self) -> None:
-        """Until 64 rows wait, or some have waited for 50 ms, or everything ends."""
+        """Wait until 64 rows are pending, some have been pending for 50 ms, or the log ends."""
         if not self._ending:
             if not self._waiting:
                 self._wake.clear()
@@ -174,7 +174,7 @@ class RowLog:
                 await self._many.wait()
 
     async def _commit(self, data: bytes) -> None:
-        """Write and sync in a thread; wait out a full disk."""
+        """Write and sync in a thread; retry while the disk is full."""
         loop = asyncio.get_running_loop()
         full_since: float | None = None
         while True:
@@ -210,7 +210,7 @@ class RowLog:
         self._size += len(data)
 
     def _key_of(self, line: Line) -> Hashable | None:
-        """The row's key; None for a row that lacks one, so that a foreign row is a bad line."""
+        """The row's key; None for a row without one, so that a row of another format is a bad line."""
         try:
             return self._key(line.row)
         except (KeyError, TypeError, ValueError):
@@ -220,11 +220,11 @@ class RowLog:
         problem = line.problem or "not a row that was written here (its task and rollout indices are missing)"
         return (
             f"{self.path}:{line.number} (byte {line.start}): {problem}; "
-            "mend or delete that line, or start again with --overwrite"
+            "fix or delete that line, or start again with --overwrite"
         )
 
-    def _mend_tail(self, last: Line) -> None:
-        """A last line without its newline: a whole row gets one, a torn row goes (no prefix of a JSON object is one)."""
+    def _repair_tail(self, last: Line) -> None:
+        """Repair a last line without newline: a complete row gets one, a torn row (never a valid object) is cut."""
         if last.problem or self._key_of(last) is None:
             os.ftruncate(self._fd, last.start)
             self._size = last.start
@@ -234,7 +234,7 @@ class RowLog:
         _sync(self._fd)
 
     def _cut_out(self, lines: list[Line]) -> None:
-        """Rewrite the file beside itself without these lines, and take its place, lock included."""
+        """Write a copy without these lines, and replace the file and its lock with it."""
         beside = self.path.with_name(self.path.name + ".tmp")
         beside.unlink(missing_ok=True)
         new_fd = open_held(beside, beside, OTHERWISE)

@@ -1,9 +1,9 @@
-"""How does a service talk to another? `peers["policy"].post(path, body)`: discovery, deadline, capped retries, replicas.
+"""Calls between services, `peers["policy"].post(path, body)`: discovery, deadlines, retries and replicas.
 
-What knows the HTTP client, which is `ngym.client`. Connect errors, 429 and 503 mean that the request was not processed
-and are retried for every call; 500, 502 and 504 only for calls that are `idempotent`; a broken connection for these, and
-for calls under an idempotency key, which the other side does once. Retries that cost the other side something are at most
-half of what it answered of late, and ten.
+Only this package uses the HTTP client `ngym.client`. Connect errors, 429 and 503 mean that the request was not
+processed; they are retried for every call. 500, 502 and 504 are retried for `idempotent` calls; a broken connection for
+those and for calls with an idempotency key, which the service processes once. Retries that cost the service work are
+limited to half of its recent successful answers, plus ten.
 """
 
 from ngym.peers.peer import Peer, PeerSession

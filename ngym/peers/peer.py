@@ -1,4 +1,4 @@
-"""One service seen by another: addresses, retries, pauses, sessions, and its refusals as errors."""
+"""A client of one service: replicas, retries, pauses, sessions, and error answers as exceptions."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
-REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # ... after another answer that may be a different one next time
+REFUSED_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # pauses after other answers that a retry may change
 MAX_RETRY_AFTER_S = 30.0
-RETRY_RATIO = 0.5  # a third of all calls may fail for long, and still be repeated until they succeed
+RETRY_RATIO = 0.5  # retries per success: a third of all calls may fail for long and still be retried until they succeed
 NOT_PROCESSED = frozenset({429, 503})
 MAYBE_PROCESSED = frozenset({500, 502, 504})
 SHOWN_BYTES = 100
 SAMPLING = "/v1/responses"
 KEPT_STATUSES = frozenset({400, 404, 409, 422, 429, 503, 504})
-NOT_ABOUT_THE_CALL = frozenset({401, 403, 407, 408, 429})  # who may call, and when
+NOT_ABOUT_THE_CALL = frozenset({401, 403, 407, 408, 429})  # about the caller's rights and timing
 SHOWN_STATUSES = frozenset({*range(400, 500), 500}) - NOT_ABOUT_THE_CALL
 PROBLEM = "application/problem+json"
 DEFAULT_TIMEOUT_S = 600.0
@@ -44,7 +44,7 @@ def spread(pause: float) -> float:
 
 
 def retry_after(reply: Reply) -> float | None:
-    """What it says, and up to a quarter more, so that those who were refused together do not come back together."""
+    """The Retry-After of an answer in seconds, plus up to a quarter, so that callers do not retry all at once."""
     value = reply.headers.get("retry-after", "")
     if not (value.isascii() and value.replace(".", "", 1).isdigit()):
         return None
@@ -52,10 +52,10 @@ def retry_after(reply: Reply) -> float | None:
 
 
 def json_of(reply: Reply, service: str, path: str) -> Any:
-    """The JSON that a service answered with.
+    """The JSON of a service's answer.
 
     Raises:
-        UpstreamError: it is none, or nested more deeply than can be passed on.
+        UpstreamError: the answer is not JSON, or is nested too deeply to be forwarded.
     """
     try:
         value = reply.json()
@@ -74,8 +74,8 @@ def _wrong(reply: Reply, service: str, what: str) -> UpstreamError:
 class InSession(NamedTuple):
     """The session that a call belongs to.
 
-    tells: whether the service has told this id in an answer; then it does so in all of them.
-    shows: whether a model reads what the service refuses, however it says so.
+    tells: whether the service has sent this id in an answer; it then does so in all of them.
+    shows: whether the model reads every refusal of the service, in any form.
     """
 
     id: str
@@ -84,9 +84,9 @@ class InSession(NamedTuple):
 
 
 def is_own(reply: Reply, session: InSession) -> bool:
-    """Whether an answer can be the service's, and not of something between: a proxy does not know the session.
+    """Whether an answer comes from the service itself and not from a proxy, which does not know the session.
 
-    A problem document that names a service is its own, too: what went wrong may have kept it from telling more.
+    A problem document that names a service also counts: the failure may have prevented the session header.
     """
     return not session.tells or _names(reply, session) or (reply.status >= 300 and bool(_problem(reply).get("service")))
 
@@ -94,7 +94,7 @@ def is_own(reply: Reply, session: InSession) -> bool:
 def refusal(
     service: str, reply: Reply, method: str, url: str, path: str, session: InSession | None = None
 ) -> UpstreamError:
-    """A peer's error, its own words kept: the first problem document of the chain tells the cause."""
+    """The error of a peer's answer, with its own message: the first problem document of the chain has the cause."""
     if session is not None and not is_own(reply, session):
         return _stranger(service, reply, method, url, path)
     problem = _problem(reply)
@@ -128,7 +128,7 @@ def refusal(
 
 
 def _problem(reply: Reply) -> Json:
-    """The answer as a record; empty where it is none that can be passed on."""
+    """The answer as an object; empty if it is not JSON that can be forwarded."""
     try:
         problem = reply.json()
     except orjson.JSONDecodeError:
@@ -139,7 +139,7 @@ def _problem(reply: Reply) -> Json:
 
 
 def _is_for_the_model(reply: Reply, problem: Json, session: InSession) -> bool:
-    """The service says so of its own answer, which names the session; or all that it refuses is."""
+    """Whether the model may read this refusal: the service marks its answer so, or the session shows all refusals."""
     if session.shows and reply.status in SHOWN_STATUSES:
         return True
     named = problem.get("session") == session.id or _names(reply, session)
@@ -161,15 +161,15 @@ def _stranger(service: str, reply: Reply, method: str, url: str, path: str) -> U
 
 
 def upstream_of(service: str, url: str, status: int | None = None) -> dict[str, Any]:
-    """Which replica it was."""
+    """The `upstream` field of an error: service, replica and status."""
     return {"service": service, "url": url, "status": status}
 
 
 class PeerSession:
     """Calls of one rollout to one service: the same replica, session id and cookies throughout.
 
-    A gym server that is ours tells the session's id in each of its answers: from the first that does on, an answer without
-    it comes from something between, such as a proxy, and is an error.
+    A gym server of ngym sends the session's id in each of its answers. After the first one, an answer without it comes
+    from something in between, such as a proxy, and is an error.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class PeerSession:
 
     @property
     def url(self) -> str:
-        """The replica that its next call goes to."""
+        """The replica of the next call."""
         return self.peer.url(self._affinity)
 
     async def request(
@@ -198,12 +198,12 @@ class PeerSession:
         method: str = "POST",
         tool_errors: ToolErrors | None = None,
     ) -> Reply:
-        """One call. tool_errors: in the place of the session's own."""
+        """Send one request. tool_errors: overrides that of the session."""
         headers = {SESSION_HEADER: self.id}
         shows = (tool_errors or self._tool_errors) == "show"
         if shows:
             headers[TOOL_ERRORS_HEADER] = "show"
-        if self._cookies:  # NeMo Gym's servers know a rollout by its cookie
+        if self._cookies:  # NeMo Gym's servers identify a rollout by its cookie
             headers["cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
         reply = await self.peer.request(
             method,
@@ -223,7 +223,7 @@ class PeerSession:
         return reply
 
     def could_show(self, error: UpstreamError) -> bool:
-        """Whether `tool_errors: show` would have made this a text for the model: a gym server of another make refused."""
+        """Whether `tool_errors: show` would have shown this error to the model: an external gym server refused."""
         return not self._tells and (error.upstream or {}).get("status") in SHOWN_STATUSES
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
@@ -232,21 +232,21 @@ class PeerSession:
 
 
 class Peer:
-    """One other service, whichever of its replicas answers."""
+    """Another service of the run, with all of its replicas."""
 
     def __init__(self, name: str, peers: Peers) -> None:
         self.name = name
         self._peers = peers
 
     def session(self, session_id: str | None = None, *, tool_errors: ToolErrors = "fail") -> PeerSession:
-        """Calls that belong together: one replica, one session id (128 random bits unless given), its cookies.
+        """A session of related calls: one replica, one session id (128 random bits unless given), its cookies.
 
-        tool_errors: whether a tool's crash is an error that fails the rollout, or one that the model reads.
+        tool_errors: whether a crash of a tool fails the rollout or is shown to the model.
         """
         return PeerSession(self, session_id or secrets.token_hex(16), tool_errors=tool_errors)
 
     def conversation(self, beginning: str) -> PeerSession:
-        """Calls of one conversation with a model: one replica until that fails, for those that begin alike the same."""
+        """A session of one conversation with a model: one replica until it fails, the same for equal beginnings."""
         return PeerSession(self, secrets.token_hex(16), Sticky(beginning))
 
     async def get(self, path: str, *, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
@@ -254,11 +254,11 @@ class Peer:
         return await by_size(len(reply.body), json_of, reply, self.name, path)
 
     async def post(self, path: str, body: Any, *, timeout: float = DEFAULT_TIMEOUT_S, idempotent: bool = False) -> Any:
-        """POST JSON, get JSON.
+        """POST JSON and return the JSON of the answer.
 
         Raises:
-            Unreachable: nobody answers. PeerTimeout: no answer in time. UpstreamError: an answer of 3xx, 4xx or 5xx, or
-                no JSON.
+            Unreachable: no connection. PeerTimeout: no answer in time. UpstreamError: an answer of 3xx, 4xx or 5xx, or
+                one that is not JSON.
         """
         reply = await self.request("POST", path, body, timeout=timeout, idempotent=idempotent)
         return await by_size(len(reply.body), json_of, reply, self.name, path)
@@ -276,10 +276,10 @@ class Peer:
         repeatable_s: float = 0.0,
         session: InSession | None = None,
     ) -> Reply:
-        """One call with its retries. `affinity` decides the replica; without it one that is up is drawn at random.
+        """Send one request, with retries. affinity: decides the replica; None: a random one that is up.
 
-        repeatable_s: for so long the other side keeps its answer under an idempotency key; 0: it knows no such keys.
-        session: which one the call belongs to.
+        repeatable_s: how long the service keeps its answer under an idempotency key; 0: it does not support such keys.
+        session: the session of the call.
         """
         payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
         here = request_context.current.get()
@@ -326,7 +326,7 @@ class Peer:
                     return reply
                 answered = refusal(self.name, reply, method, url, path, session)
                 again = reply.status in NOT_PROCESSED
-                if not own:  # whether the call came through is not known
+                if not own:  # it is not known whether the call reached the service
                     again = again or idempotent or loop.time() - began < repeatable_s
                 elif idempotent and reply.status in MAYBE_PROCESSED:
                     again = answered.retryable
@@ -338,7 +338,7 @@ class Peer:
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))
 
     async def _refreshed(self, ends: float) -> None:
-        """Where the services are now, if the head says so before this time."""
+        """Refresh the addresses of the services, if the head answers before this time."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(ends):
                 await self._peers.refresh()
@@ -346,7 +346,7 @@ class Peer:
     async def _send(
         self, method: str, url: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> Reply:
-        """One request to one replica; where there are several, it is noted how that fared."""
+        """Send one request to one replica; if there are several, record the result for load balancing."""
         if len(self._peers.urls[self.name]) < 2:
             return await self._peers.send(method, url + path, body, headers, timeout_s)
         replicas = self._replicas()
@@ -369,11 +369,11 @@ class Peer:
         return self._peers.replicas.setdefault(self.name, Replicas())
 
     def url(self, affinity: str | Sticky | None = None) -> str:
-        """The replica that is asked next."""
+        """The replica for the next request."""
         urls = self._peers.urls[self.name]
         if not urls:
             raise Unreachable(
-                f"{self.name} has no address here; give its stanza a url, or start it with ng_run", retryable=False
+                f"{self.name} has no known address; give its stanza a url, or start it with ng_run", retryable=False
             )
         if len(urls) == 1:
             return urls[0]
@@ -382,7 +382,7 @@ class Peer:
         return self._replicas().any(urls) if affinity is None else self._replicas().of(affinity, urls)
 
     def _pause(self, url: str, affinity: str | Sticky | None, pause: float) -> float:
-        """Seconds until the next attempt: none where another replica can stand in for one that failed."""
+        """Seconds until the next attempt: 0 if another replica can replace the failed one."""
         urls = self._peers.urls[self.name]
         if not isinstance(affinity, str) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
             return 0.0

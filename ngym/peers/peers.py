@@ -1,4 +1,4 @@
-"""The services of a run by name, and what its head says of them."""
+"""The services of a run by name, with the addresses that its head reports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ngym.schema import Json
 
 
 def servers_in(body: bytes) -> list[Json]:
-    """The services, each with its `name`, its `kind` and its `url` or `urls`.
+    """Parse a head's list of services, each with its `name`, its `kind` and its `url` or `urls`.
 
     Raises:
-        ValueError: whoever answered so is no head.
+        ValueError: the answer is not that of a head.
     """
     told = orjson.loads(body)
     if not (isinstance(told, list) and all(map(_is_server, told))):
-        raise ValueError("it says something else than which services there are")
+        raise ValueError("it is not a list of services")
     return told
 
 
@@ -38,9 +38,9 @@ class Peers:
 
     Args:
         urls: service name -> the URLs of its replicas.
-        head_url: where to ask again for a peer that moved.
-        token: the run's, when it has one: sent to its head and services, and to no other.
-        others: the services that are somebody else's, and the bearer token that each wants, or None.
+        head_url: the head to ask when a peer moves.
+        token: the run's token, if any; only sent to its head and services.
+        others: external services, and the bearer token of each, or None.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Peers:
         self.urls = {name: list(addresses) for name, addresses in urls.items()}
         self.head_url = head_url
         self.owner = owner
-        self.replicas: dict[str, Replicas] = {}  # of the services that have several
+        self.replicas: dict[str, Replicas] = {}  # of services with several replicas
         self.budgets: dict[str, RetryBudget] = {}  # by service
         self._token = token
         self._others = dict(others or {})
@@ -76,11 +76,11 @@ class Peers:
         return self._client
 
     def token(self, name: str | None) -> str | None:
-        """What opens this service, or (None) the head."""
+        """The bearer token for this service, or for the head (name None)."""
         return self._token if name is None else self._others.get(name, self._token)
 
     def authorization(self, name: str | None) -> dict[str, str]:
-        """The header that opens it; none where nothing has to be shown."""
+        """The authorization header for it; empty if it needs none."""
         token = self.token(name)
         return {"authorization": f"Bearer {token}"} if token else {}
 
@@ -90,16 +90,16 @@ class Peers:
             self._client = None
 
     async def refresh(self) -> None:
-        """Ask the head where everybody is now; keeps what is known when the head does not answer."""
+        """Ask the head for the current addresses; keeps the known ones if it does not answer."""
         for server in await self.servers():
             self.urls[server["name"]] = server.get("urls") or [server["url"]]
 
     async def servers(self) -> list[Json]:
-        """What the head says of its services; nothing where none answers, or by now something else does."""
+        """The head's records of its services; empty if no head answers."""
         return await self.told_servers() or []
 
     async def told_servers(self) -> list[Json] | None:
-        """The same, but None where no answer came."""
+        """As `servers`, but None if no answer came."""
         if self.head_url is None:
             return []
         try:
@@ -114,5 +114,5 @@ class Peers:
     async def send(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> Reply:
-        """One request, no retries. Raises OSError (connection) or TimeoutError."""
+        """Send one request without retries. Raises OSError (connection) or TimeoutError."""
         return await self.client.request(method, url, body, headers, timeout_s)

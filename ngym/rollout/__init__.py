@@ -1,1 +1,1 @@
-"""The parts of a rollout: token segments, tool calls, token usage and its transcript."""
+"""Parts of a rollout: token segments, tool calls, token usage, transcript."""

@@ -1,4 +1,4 @@
-"""The token ids of a rollout, and its token usage: one unbroken context per segment, each token stored once."""
+"""The token ids of a rollout as segments (one unbroken context each, every token stored once), and its token usage."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def without_tokens(items: list[Any]) -> list[Any]:
 
 
 def with_latest_tokens(items: list[Any]) -> list[Any]:
-    """The items, with token data on the last that carries any: that has all that the engine was given and sampled before.
+    """The items with token data only on the last one that has it, which covers everything before it.
 
-    Sent with every turn's, a conversation would grow with the square of its turns.
+    With the data of every turn, the size of a conversation would grow with the square of its turns.
     """
     last = max((place for place, item in enumerate(items) if "prompt_token_ids" in item), default=0)
     return [*without_tokens(items[:last]), *items[last:]]
@@ -80,7 +80,7 @@ def versions_in(segments: list[Segment]) -> list[int]:
 
 
 def added(total: Json | None, usage: Json | None) -> Json | None:
-    """Two calls' usage as one."""
+    """The sum of two calls' usage; None if either is unknown."""
     if total is None or usage is None:
         return None
     return {key: _added(total.get(key), usage.get(key)) for key in total.keys() | usage.keys()}

@@ -1,4 +1,4 @@
-"""Which tools did the model ask for, and with what? Read from a response's function_call items, in order."""
+"""Reads the tool calls of a response: its function_call items, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import orjson
 
 
 class Call(NamedTuple):
-    """One function_call item. arguments is None where the model wrote no JSON object."""
+    """One function_call item. arguments: None if the model did not write a JSON object."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -17,7 +17,7 @@ class Call(NamedTuple):
 
 
 def calls_in(response: Mapping[str, Any]) -> list[Call]:
-    """Every function_call item of a Responses-API response, but those of a last turn that was cut off: nobody runs them."""
+    """Every function_call item of a Responses-API response, except those of a cut-off last turn, which are not run."""
     items = response.get("output") or []
     if response.get("status") == "incomplete":
         items = items[: _last_turn(items)]
@@ -29,7 +29,7 @@ def calls_in(response: Mapping[str, Any]) -> list[Call]:
 
 
 def _last_turn(items: Sequence[Mapping[str, Any]]) -> int:
-    """Where the model's last turn begins: after the last thing that a tool or a user said."""
+    """The index where the model's last turn begins: after the last item of a tool or a user."""
     for place in range(len(items), 0, -1):
         item = items[place - 1]
         if item.get("type") == "function_call_output" or item.get("role") not in (None, "assistant"):

@@ -1,4 +1,4 @@
-"""A rollout as text that a person can read: who said what, which tool answered what, and the reward."""
+"""Formats a rollout as readable text: messages, tool calls, tool outputs and the reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LABEL_WIDTH = 11
 
 
 def transcript(row: Json, width: int = 100) -> str:
-    """An output row (wire.md, section 3) as lines of at most `width` characters. Control characters are shown, not sent."""
+    """An output row (wire.md, section 3) as lines of at most `width` characters. Control characters are escaped."""
     lines = [headline(row)]
     for label, text in turns(row):
         wrapped = [
@@ -25,7 +25,7 @@ def transcript(row: Json, width: int = 100) -> str:
 
 
 def headline(row: Json) -> str:
-    """Which task and rollout it is, its reward, and why it stopped, in one line."""
+    """The task, the rollout, its reward and its stop reason, in one line."""
     trace = row.get("ng") or {}
     reward = row.get("reward")
     parts = [
@@ -40,7 +40,7 @@ def headline(row: Json) -> str:
 
 
 def turns(row: Json) -> Iterator[tuple[str, str]]:
-    """Who (`user`, `assistant`, `reasoning`, `tool` ...) said what, the prompt first; the text is as it was said."""
+    """Pairs of speaker (`user`, `assistant`, `reasoning`, `tool` ...) and unchanged text, the prompt first."""
     prompt = (row.get("responses_create_params") or {}).get("input")
     items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
     for item in items + list((row.get("response") or {}).get("output") or []):
@@ -68,5 +68,5 @@ def _text(content: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Model text is hostile: an escape sequence must not reach the terminal."""
+    """Escape control characters: model text is untrusted, and an escape sequence must not reach the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,1 +1,1 @@
-"""The runtime of a process: event loop, signals, competing tasks, and its region of the terminal."""
+"""Runtime of a process: event loop, signals and the live region of the terminal."""

@@ -1,4 +1,4 @@
-"""The event loop of a process: uvloop, rare garbage collections, racing tasks, and an exit without tear-down."""
+"""The event loop of a process: uvloop with rare garbage collections, racing tasks, and an exit without tear-down."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 
 async def unless(failure: Awaitable[None], work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work returns; both are over then.
+    """Run the work until it is done or `failure` raises; returns the result of the work and cancels the other task.
 
     Args:
-        failure: raises when the work has become hopeless; as long as that is not known, it waits.
+        failure: raises when the work can no longer succeed, and waits until then.
     """
     working, failing = asyncio.create_task(work), asyncio.ensure_future(failure)
     try:
@@ -36,16 +36,15 @@ async def unless(failure: Awaitable[None], work: Coroutine[Any, Any, Result]) ->
 
 
 async def never() -> None:
-    """A failure that does not come."""
+    """A failure that never happens."""
     await asyncio.Event().wait()
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """`asyncio.run` for a collector or a service.
 
-    Thousands of rollouts in flight are many live objects and no cycles worth finding (a rollout leaves none): with
-    Python's default thresholds a third of the CPU time at 4,096 in flight went into traversing them. They are also
-    thousands of sockets.
+    Thousands of rollouts in flight are many live objects without cycles: with Python's default thresholds, a third of
+    the CPU time at 4,096 in flight went into traversing them. They also need thousands of sockets.
     """
     raise_file_limit()
     before = gc.get_threshold()
@@ -59,7 +58,7 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many files and sockets open as it may."""
+    """Raise the soft limit of open files and sockets to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -68,8 +67,8 @@ def raise_file_limit() -> None:
 def leave(code: int) -> NoReturn:
     """End this process now, after its exit handlers.
 
-    Python would first take apart, object by object, what it has imported: with vLLM 3 CPU seconds, which on a busy
-    machine are more than a supervisor waits.
+    Python would first destroy everything that it has imported, object by object: 3 CPU seconds with vLLM, which on a
+    busy machine is longer than a supervisor waits.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """A live region of the terminal, and text that is safe to print.
 
-The cursor waits at the first character of the lowest part. Whatever a resize does to the lines (some terminals wrap them
-anew, some cut them), it stays with that character, so erasing from there to the end of the screen erases all that was drawn.
+The cursor stays at the first character of the region. Whatever a resize does to the lines (some terminals rewrap them,
+some cut them), the cursor stays with that character, so erasing from there to the end of the screen erases the region.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FULL, REST = "━", "─"
 
 
 class Size(NamedTuple):
-    """What there is room for: characters a line, and lines."""
+    """The available room: characters per line, and lines."""
 
     width: int
     height: int
@@ -48,17 +48,17 @@ Picture = Callable[[Size], "Sequence[Text]"]
 
 
 def is_live(stream: TextIO) -> bool:
-    """Whether lines can be drawn anew there: it is a terminal, and one that knows how to move its cursor."""
+    """Whether lines can be redrawn there: it is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown")
 
 
 def harmless(text: str) -> str:
-    """Text of anybody's, line by line as it was, without colours and with all other control characters made visible."""
+    """Untrusted text with the same lines, without colours and with all other control characters escaped."""
     return printable(COLOUR.sub("", text.replace("\r\n", "\n").expandtabs()))
 
 
 def packed(facts: Sequence[str], width: int) -> list[str]:
-    """Facts side by side, two spaces apart, in as few lines as they need."""
+    """Facts side by side, two spaces apart, in as few lines as possible."""
     lines: list[str] = []
     for fact in facts:
         if lines and len(lines[-1]) + 2 + len(fact) <= width:
@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
 
 
 def bar(done: int, total: int, room: int) -> Text:
-    """How much of it is done; nothing where there is no room."""
+    """A progress bar; empty if there is no room."""
     from rich.text import Text
 
     width = min(BAR, room)
@@ -95,7 +95,7 @@ def bar(done: int, total: int, room: int) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as bars, lowest to highest; the mean of neighbours where there are more than `width`."""
+    """The values as bars; neighbours are averaged if there are more than `width`."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -107,7 +107,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Screen:
-    """The lowest part of a terminal. `say` prints above it, `show` draws it, `close` takes it away; from any thread."""
+    """The live region of a terminal. `say` prints above it, `show` draws it, `close` removes it; from any thread."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -121,7 +121,7 @@ class Screen:
 
     @property
     def size(self) -> Size:
-        """Now. The last column stays free: some terminals wrap when it is written."""
+        """The current size. The last column stays free: some terminals wrap when it is written."""
         try:
             columns, lines = os.get_terminal_size(self._stream.fileno())
         except OSError:
@@ -129,7 +129,7 @@ class Screen:
         return Size(max(columns or USUAL.columns, 2) - 1, max((lines or USUAL.lines) - 1, 1))
 
     def show(self, picture: Picture) -> None:
-        """Draw this from now on; nothing is sent where nothing has changed."""
+        """Draw this from now on; nothing is sent if nothing has changed."""
         with self._lock:
             self._picture = picture
             size = self.size
@@ -140,21 +140,21 @@ class Screen:
             self._size = size
 
     def refresh(self) -> None:
-        """Draw it again, as it would look now."""
+        """Draw the current picture again."""
         self.show(self._picture)
 
     def say(self, text: str) -> None:
-        """Print above what is drawn. The text may be anybody's: its control characters are made visible."""
+        """Print above the region. The text may be untrusted: its control characters are escaped."""
         with self._lock:
             said = "".join(f"{line}\n" for line in harmless(text).split("\n"))
             self._send(f"\r{ERASE_BELOW}{said}{self._frame(self._lines(self.size))}")
 
     def keep(self) -> None:
-        """Leave what is drawn as it is, for good."""
+        """Close the screen and leave the current picture."""
         self.close(self._picture)
 
     def close(self, last: Picture | None = None) -> None:
-        """Take away what is drawn, leave `last` instead, and show the cursor again."""
+        """Remove the region, leave `last` instead, and show the cursor again."""
         with self._lock:
             lines = self._lines(self.size, last) if last else []
             said = "".join(f"{line}\n" for line in lines)
@@ -174,7 +174,7 @@ class Screen:
         return capture.get().rstrip("\n")
 
     def _frame(self, lines: list[str]) -> str:
-        """Draws the lines from where the cursor is, and brings it back to their beginning."""
+        """The control sequence that draws the lines at the cursor, and moves it back to their beginning."""
         if not lines and not self._drawn:
             return ""
         self._drawn = lines
@@ -189,7 +189,7 @@ class Screen:
 
 
 class _Above(io.TextIOBase):
-    """A stream whose lines go above what is drawn; of one that is written again and again (a bar), what it was in the end."""
+    """A stream whose lines go above the region; of a line that is overwritten (a bar), only the last state."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -205,7 +205,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def end(self) -> None:
-        """The last line may have no end of its own."""
+        """Print the rest: the last line may have no line break."""
         if self._rest:
             self._screen.say(_last_state(self._rest))
             self._rest = ""
@@ -217,7 +217,7 @@ def _last_state(line: str) -> str:
 
 @contextmanager
 def captured(screen: Screen) -> Iterator[None]:
-    """What is printed to a terminal while the block runs goes above what is drawn there, and tears nothing."""
+    """Print what goes to a terminal during the block above the region."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr") if getattr(sys, name).isatty()}
     streams = {name: _Above(screen) for name in before}
     for name, stream in streams.items():
@@ -232,10 +232,10 @@ def captured(screen: Screen) -> Iterator[None]:
 
 @contextmanager
 def terminal() -> Iterator[Screen]:
-    """The lowest part of the terminal that `sys.stdout` is, and what this process prints goes above.
+    """A screen on the terminal of `sys.stdout`; the process's other output goes above it.
 
-    Of file descriptor 1 that is all, from libraries of C and loggers with a stream of their own too: it goes through a pipe,
-    so that nobody here takes the terminal for one. Descriptor 2 stays what it is, for what a dying process says last.
+    File descriptor 1 becomes a pipe, so this includes C libraries and loggers with their own stream, and no library
+    here sees a terminal. Descriptor 2 is unchanged, for the last words of a dying process.
     """
     screen = Screen(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding))
     with _piped(screen) if os.isatty(1) else nullcontext(), captured(screen):
@@ -247,7 +247,7 @@ def terminal() -> Iterator[Screen]:
 
 @contextmanager
 def _piped(screen: Screen) -> Iterator[None]:
-    """What goes to file descriptor 1 while the block runs goes above what is drawn."""
+    """Print what goes to file descriptor 1 during the block above the region."""
     saved = os.dup(1)
     read, write = os.pipe()
     pump = Thread(target=_pump, args=(read, screen), name="terminal", daemon=True)
@@ -261,7 +261,7 @@ def _piped(screen: Screen) -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
-        pump.join(DRAINED_S)  # it ends when nobody has the pipe any more; a process that we started may
+        pump.join(DRAINED_S)  # it ends when all writers have closed the pipe; a child process may still hold it
 
 
 def _pump(fd: int, screen: Screen) -> None:

@@ -1,4 +1,4 @@
-"""Signal handlers that raise: where they are installed, where they are put off, and how to wait for a process beside them."""
+"""Signal handlers that raise, call back or are deferred in a block, and a safe wait for a child process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def as_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, as SIGINT does; those that are ignored stay so.
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, as SIGINT does; ignored signals stay ignored.
 
-    They still do after a block that was interrupted: the process is about to end, and a second signal must not kill it.
-    An event loop's own handlers take their place while it runs. In a thread it does nothing.
+    After an interrupted block the handlers stay: the process is about to end, and a second signal must not kill it.
+    An event loop's own handlers replace them while it runs. In a thread it does nothing.
     """
 
     def interrupt(number: int, _: FrameType | None) -> NoReturn:
@@ -43,10 +43,10 @@ def as_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
-    """The running event loop calls back for each SIGINT, SIGTERM and SIGHUP in this block; those that are ignored stay so.
+    """The running event loop calls back for each SIGINT, SIGTERM and SIGHUP in this block; ignored ones stay ignored.
 
-    Unlike `loop.add_signal_handler`, the handlers of before are back at its end: a loop that closes leaves the signals to
-    kill the process.
+    Unlike `loop.add_signal_handler`, the previous handlers are restored at the end: after a loop closes, the signals
+    would kill the process.
     """
     loop = asyncio.get_running_loop()
     before = {
@@ -69,10 +69,10 @@ def ignore_interrupts() -> None:
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP that come in this block are handled at its end; those that are ignored stay so.
+    """SIGINT, SIGTERM and SIGHUP that come in this block are handled at its end; ignored signals stay ignored.
 
-    Blocked, as by a signal mask, they would be blocked in a process that is started here as well. In a thread, where
-    Python runs no handlers, it does nothing.
+    A signal mask would also block them in child processes that start here. In a thread, where Python runs no handlers,
+    it does nothing.
     """
     came: list[int] = []
 
@@ -95,12 +95,12 @@ def put_off() -> Iterator[None]:
 
 
 def await_exit(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
-    """The exit code of a process once it ended. A signal handler that raises can interrupt it at any time.
+    """Wait for a process and return its exit code. A signal handler that raises can interrupt it at any time.
 
-    Interrupted in Popen.wait(), a handler's exception can leave the lock in it held, and the next wait() hangs.
+    This avoids Popen.wait(): an exception of a handler inside it can leave its lock held, and the next wait() hangs.
 
     Raises:
-        subprocess.TimeoutExpired: it still runs after timeout_s seconds.
+        subprocess.TimeoutExpired: the process still runs after timeout_s seconds.
     """
     ends = None if timeout_s is None else time.monotonic() + timeout_s
     while process.returncode is None:

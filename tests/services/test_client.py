@@ -147,8 +147,8 @@ async def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_used
         (b"", "closed before an answer"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok", "closed before an answer"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n", "closed before an answer"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "the answer is no HTTP"),
-        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "the answer is no HTTP"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "the answer is not HTTP"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "the answer is not HTTP"),
     ],
 )
 async def test_an_answer_that_breaks_off_or_is_no_http_is_a_broken_connection(answer: bytes, why: str):

@@ -357,13 +357,13 @@ async def test_a_failure_that_cannot_pass_is_tried_once() -> None:
         (lambda row: {"response": {"output": []}, "reward": "1"}, "verify_error", "the reward '1'"),
         (lambda row: web.Response(text='{"response": {}, "reward": 1e999}'), "agent_error", "no JSON"),
         (lambda row: scored(row, 1.0, text_item("x", prompt_token_ids=[1])), "agent_error", "all or nothing"),
-        (lambda row: scored(row, ng={"segments": [1]}), "agent_error", "a record that is none: TypeError"),
-        (lambda row: scored(row, ng={"timings": {"total_s": "soon"}}), "agent_error", "a record that is none: TypeError"),
-        (lambda row: scored(row, ng={"finish_reasons": "stop"}), "agent_error", "an `ng` that is no record"),
-        (lambda row: scored(row, ng={"finish_reasons": [["x"]]}), "agent_error", "a record that is none: TypeError"),
-        (lambda row: scored(row, ng={"stop_reason": ["x"]}), "agent_error", "a record that is none: TypeError"),
-        (lambda row: scored(row, ng=3), "agent_error", "an `ng` that is no record"),
-        (lambda row: {**scored(row), "response": {"output": [], "usage": 3}}, "agent_error", "usage that is no record"),
+        (lambda row: scored(row, ng={"segments": [1]}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored(row, ng={"timings": {"total_s": "soon"}}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored(row, ng={"finish_reasons": "stop"}), "agent_error", "an `ng` that is not an object"),
+        (lambda row: scored(row, ng={"finish_reasons": [["x"]]}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored(row, ng={"stop_reason": ["x"]}), "agent_error", "an invalid record: TypeError"),
+        (lambda row: scored(row, ng=3), "agent_error", "an `ng` that is not an object"),
+        (lambda row: {**scored(row), "response": {"output": [], "usage": 3}}, "agent_error", "usage that is not an object"),
         (lambda row: web.Response(status=500, text='"ValueError(\'bad\')"'), "agent_error", "ValueError('bad')"),
         (lambda row: web.Response(body=DEEP), "agent_error", "nested deeper than 250 levels"),
         (lambda row: web.Response(status=500, body=DEEP), "agent_error", "answered 500"),
@@ -563,7 +563,7 @@ async def test_a_stranger_in_the_heads_place_is_not_believed(body: bytes) -> Non
         with pytest.raises(ServiceGone, match="agent does not answer"):
             await outages.explain(LOST, 0.0)
         await peers.close()
-        with pytest.raises(UsageError, match="does not answer as a head does"):
+        with pytest.raises(UsageError, match="is not that of a head"):
             await discover(url)
 
 

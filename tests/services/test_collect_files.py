@@ -397,7 +397,7 @@ async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
     source = Source(tasks, Recipe("agent"))
     await sitting(source)
     tasks.with_name("out_run.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"out_run\.json is not a run's record, so nobody can tell which run wrote"):
+    with pytest.raises(UsageError, match=r"out_run\.json is not a run's record, so the run that wrote"):
         await sitting(source, resume=True)
     tasks.with_name("out_run.json").unlink()
     with pytest.raises(UsageError, match=r"out_run\.json does not exist"):

@@ -116,7 +116,7 @@ async def test_whoever_hangs_up_lets_the_next_one_in(client: httpx.AsyncClient):
 async def test_what_it_cannot_do_is_refused_by_name(client: httpx.AsyncClient, field: Json):
     reply = await client.post("/v1/responses", json={"input": "x"} | field)
     assert reply.status_code == 422
-    assert f"field {next(iter(field))!r}: this back end cannot do it" in reply.json()["detail"]
+    assert f"field {next(iter(field))!r}: this back end does not support it" in reply.json()["detail"]
 
 
 async def test_the_models_list_and_answers_name_the_service_and_no_folder(client: httpx.AsyncClient):

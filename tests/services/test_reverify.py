@@ -129,7 +129,7 @@ def test_what_a_judge_scores_is_refused_where_no_model_may_be_asked(root: Path, 
     source, again = tmp_path / "out.jsonl", tmp_path / "again.jsonl"
     source.write_text(json.dumps(rollout("judge_agent", [says("Dear Ada")], 0.5, mode="rubric")) + "\n")
     result = run(root, "--input", str(source), "--output", str(again))
-    assert result.exit_code == 2 and "'judge' asks policy for its rewards; with --models" in result.stderr
+    assert result.exit_code == 2 and "'judge' asks policy for its rewards; --models starts" in result.stderr
     assert not again.exists()
 
 
@@ -144,7 +144,7 @@ def test_a_rollout_that_cannot_be_verified_keeps_its_reward_and_is_counted(root:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"reward": 1.0}, "no rollout: a row has 'response' and 'reward'"),
+        ({"reward": 1.0}, "not a rollout: a row has 'response' and 'reward'"),
         ({"reward": 1.0, "response": {}}, "its agent_ref names no agent"),
         (rollout("nobody", [], 1.0), "its rows are of 'nobody', which"),
     ],

@@ -179,8 +179,8 @@ MISTAKES = [
     ("train garbage", "garbage:1: not UTF-8"),
     ("list --domain maths", "--domain maths: no such domain (did you mean 'math'?)"),
     ("prepare gsm8", "no public set is called 'gsm8' (did you mean 'gsm8k'?)"),
-    ("prepare gsm8k --revision main", "--revision main: a commit is wanted"),
-    ("init 9", "'9' is no name for an environment"),
+    ("prepare gsm8k --revision main", "--revision main: must be a commit"),
+    ("init 9", "'9' is not a valid name for an environment"),
     ("init x --folder gym_servers", "gym_servers exists and is not empty; nothing was written"),
     ("quickstart --tasks 0", "ng quickstart: invalid value for '--tasks'"),
     ("quickstart --folder garbage/x", "garbage/x: Not a directory"),
@@ -212,7 +212,7 @@ def test_nothing_takes_the_place_of_a_device_or_a_pipe(here: Path, line: str) ->
     os.mkfifo(here / "pipe")
     result = said(*line.split())
     assert result.exit_code == 2 and (here / "pipe").is_fifo()
-    assert result.stderr == "pipe is no regular file, but a device or a pipe; name a file\n"
+    assert result.stderr == "pipe is not a regular file, but a device or a pipe; name a file\n"
 
 
 def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:

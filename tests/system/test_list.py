@@ -85,7 +85,7 @@ def test_one_environment_without_facts_is_shown_with_the_reason(mine: Path) -> N
         (FACTS.replace("license: MIT\n", ""), "README.md:1: 'license' is missing"),
         (FACTS.replace("license", "licence"), r"README.md:5: unknown key 'licence' \(did you mean 'license'"),
         (FACTS.replace("Says", "Says: "), "README.md:2: not valid YAML"),
-        ("---\n- a\n---\n", "README.md:2: `key: value` lines are wanted"),
+        ("---\n- a\n---\n", "README.md:2: expected `key: value` lines"),
     ],
 )
 def test_facts_that_are_wrong_are_named_with_their_line(tmp_path: Path, text: str, reason: str) -> None:

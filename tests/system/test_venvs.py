@@ -177,7 +177,7 @@ async def test_a_package_that_does_not_exist_is_named_in_one_line(tmp_path: Path
     [
         ("app: gym_servers/math\n  requirements: nowhere.txt", "global_config.yaml:4: there is no file 'nowhere.txt' in "),
         ("app: gym_servers/math\n  requirements: 3", "global_config.yaml:4: requirements: Input should be a valid string"),
-        ("url: http://there:1\n  requirements: a.txt", "global_config.yaml:4: service 'one' runs elsewhere; leave it out"),
+        ("url: http://there:1\n  requirements: a.txt", "global_config.yaml:4: service 'one' runs elsewhere; remove this key"),
     ],
 )  # fmt: skip
 def test_a_wrong_requirements_key_has_a_clear_line(tmp_path: Path, stanza: str, complaint: str) -> None:

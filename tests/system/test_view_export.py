@@ -126,8 +126,8 @@ def test_a_row_whose_segments_are_no_json_stands_in_the_table_alone(tmp_path: Pa
     ("options", "code", "said"),
     [
         (("--export", "report.html", "--filter", "rewrd<1"), 2, "--filter: no field 'rewrd' (did you mean 'reward'?)"),
-        (("--filter", "reward<1"), 2, "--filter is of a report"),
-        (("--rows", "5"), 2, "--rows is of a report"),
+        (("--filter", "reward<1"), 2, "--filter needs --export FILE"),
+        (("--rows", "5"), 2, "--rows needs --export FILE"),
         (("--export", "nowhere/report.html"), 1, "cannot be written"),
         (("--export", "out.jsonl"), 2, "--export out.jsonl: a report is an .html file"),
     ],

@@ -66,21 +66,21 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
     [
         (
             "env:\n  kind: gym_sever\n  app: gym_servers/env\n",
-            "global_config.yaml:2: 'gym_sever' is no kind of service (did you mean 'gym_server'?)",
+            "global_config.yaml:2: 'gym_sever' is not a service kind (did you mean 'gym_server'?)",
         ),
         ("env:\n  kind: gym_server\n  app: gym_servers/enw\n", "global_config.yaml:3: no service at 'gym_servers/enw'"),
         ("env:\n  kind: gym_server\n", "global_config.yaml:1: service 'env' needs an app"),
         (f"env:\n  {GYM}\n  replicas: none\n", "global_config.yaml:4: replicas: "),
-        ("env: 3\n", "global_config.yaml:1: 'env' is no service"),
+        ("env: 3\n", "global_config.yaml:1: 'env' is not a service"),
         ("env:\n  app: gym_servers/env\n", "global_config.yaml:1: service 'env' has no kind"),
         ("env:\n  kind: model\n  url: ftp://x\n", "global_config.yaml:3: 'ftp://x' is no service URL"),
         ("env: [\n", "global_config.yaml:2: not valid YAML"),
-        ("env:\n  kind: gym_server\n app: gym_servers/env\n", "; is this line indented as those beside it?"),
+        ("env:\n  kind: gym_server\n app: gym_servers/env\n", "; is this line indented as the lines around it?"),
         (
             "env:\n\tkind: gym_server\n",
             "global_config.yaml:2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces",
         ),
-        (f"env:\n  {GYM}\nenv:\n  {GYM}\n", "global_config.yaml:4: 'env' stands twice in this file"),
+        (f"env:\n  {GYM}\nenv:\n  {GYM}\n", "global_config.yaml:4: 'env' is twice in this file"),
         (f"env:\n  {GYM}\n  level: ${{nowhere.x}}\n", "global_config.yaml:4: env.level: "),
         (f"env:\n  {GYM}\n  level: ${{oc.env:NGYM_NOT_SET}}\n", "global_config.yaml:4: env.level: "),
         (
@@ -177,7 +177,7 @@ def test_a_token_of_somebody_else_is_named_and_never_written(tmp_path: Path, mon
     file = tmp_path / "global_config.yaml"
     file.write_text("judge:\n  kind: model\n  url: http://host:1\n  token_env: JUDGE_TOKEN\n")
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match=r"global_config.yaml:4: the environment has no 'JUDGE_TOKEN'"):
+    with pytest.raises(ConfigError, match=r"global_config.yaml:4: the variable 'JUDGE_TOKEN' is not set"):
         load_config([file])
     monkeypatch.setenv("JUDGE_TOKEN", "the-token-of-the-judge")
     config = load_config([file])

@@ -341,7 +341,7 @@ def test_anthropics_stream_as_chunks_adds_up_to_its_answer_as_a_completion(
         ({"max_token": 3}, "field 'max_token': is not known (did you mean 'max_tokens'?)"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "field 'context_management': is not supported, but for clear_thinking",
+            "field 'context_management': is not supported, except clear_thinking",
         ),
         ({"container": "x"}, "field 'container': is not supported: no code is run here; declare a tool"),
         ({"tool_choice": {"type": "required"}}, "field 'tool_choice': must be {'type': 'auto'}"),

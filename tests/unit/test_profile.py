@@ -1,4 +1,4 @@
-"""`ng_profile`: which tasks are solved always, never, sometimes, and which teach nothing."""
+"""`ng_profile`: which tasks are solved always, never, sometimes, and which have no learning signal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_task_is_told_with_its_pass_rate_and_whether_it_teaches(tmp_path: P
     ]
     assert (tasks[2]["rollouts"], tasks[2]["unscored"], tasks[2]["task_id"]) == (4, 1, "t2")
     assert "a: 5 tasks, 9 scored rollouts, mean pass rate 0.333" in result.output
-    assert "teach nothing    3   60.0%" in result.output
+    assert "no signal        3   60.0%" in result.output
 
 
 def test_a_task_that_training_drew_several_times_is_one_task(tmp_path: Path) -> None:
@@ -86,4 +86,4 @@ def test_the_tasks_are_told_apart_by_a_field(tmp_path: Path) -> None:
 def test_what_is_no_rollout_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])
-    assert result.exit_code == 2 and "out.jsonl:1: no rollout" in result.stderr
+    assert result.exit_code == 2 and "out.jsonl:1: not a rollout" in result.stderr

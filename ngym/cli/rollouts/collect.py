@@ -13,16 +13,16 @@ from ngym.errors import UsageError
 
 EPILOG = """\
 Exit codes: 0    every rollout is done
-            1    some were given up (see *_failures.jsonl), or a service stayed away
+            1    some were given up (see *_failures.jsonl), or a service stayed down
             2    the command, the config or the input is wrong; the lines say where
             75   the disk was full for ten minutes
-            130  interrupted; what was finished is on the disk, and --resume goes on
+            130  interrupted; finished rollouts are on the disk, and --resume continues
 
-NeMo Gym's flags (+agent_name=... +input_jsonl_fpath=... +num_repeats=...) are understood, too."""
+NeMo Gym's flags (+agent_name=... +input_jsonl_fpath=... +num_repeats=...) are accepted, too."""
 
 
 class CollectCommand(Command):
-    """Takes NeMo Gym's flags as well, and says how they are written here."""
+    """Also accepts NeMo Gym's flags, and prints the equivalent command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if any("=" in argument for argument in args):
@@ -39,44 +39,48 @@ class CollectCommand(Command):
 
 
 @command("ng_collect_rollouts", epilog=EPILOG, cls=CollectCommand)
-@click.option("--agent", metavar="NAME", shell_complete=services("agent"), help="For rows that name none (agent_ref).")
+@click.option(
+    "--agent", metavar="NAME", shell_complete=services("agent"), help="The agent of rows without an agent_ref."
+)
 @click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="The first so many tasks only.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N tasks.")
 @click.option(
     "--repeats", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Rollouts of each task."
 )
 @click.option(
     "--concurrency", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rollouts in flight."
 )
-@click.option("--resume", is_flag=True, help="Go on where the same run was stopped.")
+@click.option("--resume", is_flag=True, help="Continue a run that was stopped.")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace what --output holds, with the first new row; it is kept as FILE.old."
+    "--overwrite",
+    is_flag=True,
+    help="Replace --output when the first new row is written; the old file is kept as FILE.old.",
 )
-@click.option("--temperature", type=click.FloatRange(0), metavar="T", help="Overrides every row's.")
-@click.option("--max-output-tokens", type=click.IntRange(1), metavar="N", help="Overrides every row's.")
+@click.option("--temperature", type=click.FloatRange(0), metavar="T", help="Overrides the value of every row.")
+@click.option("--max-output-tokens", type=click.IntRange(1), metavar="N", help="Overrides the value of every row.")
 @click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Into responses_create_params, such as top_p=0.9; repeat it.",
+    help="Set a key of responses_create_params, such as top_p=0.9; repeat it.",
 )
-@click.option("--seed", type=int, metavar="N", help="Rollout i of a task samples with this + i.")
+@click.option("--seed", type=int, metavar="N", help="Rollout i of a task samples with seed N + i.")
 @click.option(
     "--token-format",
     type=Choice(["ng", "nemo"]),
     default="ng",
     show_default=True,
-    help="Tokens as segments; nemo: also on each output item, for NeMo RL.",
+    help="ng: tokens as segments; nemo: also on each output item, for NeMo RL.",
 )
 @click.option(
     "--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, metavar="SECONDS",
-    help="For each attempt.",
+    help="Limit of each attempt.",
 )  # fmt: skip
 @click.option(
     "--max-attempts", type=click.IntRange(1), default=3, show_default=True, metavar="N",
-    help="For failures that may pass.",
+    help="Attempts per rollout, for failures that a retry can fix.",
 )  # fmt: skip
 @click.option(
     "--config",
@@ -84,20 +88,20 @@ class CollectCommand(Command):
     type=click.Path(path_type=Path),
     multiple=True,
     metavar="FILE",
-    help="Start these services here, and stop them at the end; repeat it.",
+    help="Start the services of this config, and stop them at the end; repeat it.",
 )
 @click.option(
-    "--head", metavar="URL", help="The run to use, such as http://127.0.0.1:11000.  [default: the one in this folder]"
+    "--head", metavar="URL", help="The run to use, such as http://127.0.0.1:11000.  [default: the run in this folder]"
 )
-@click.option("--dry-run", is_flag=True, help="Check everything, show what would be done, and do nothing.")
-@click.option("--by", metavar="FIELD", help="Also a table by what this field of the rows says, such as level.")
+@click.option("--dry-run", is_flag=True, help="Check everything and show the plan; collect nothing.")
+@click.option("--by", metavar="FIELD", help="Also print a table by the values of this field, such as level.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to standard error.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def main(ctx: click.Context, /, **options: Any) -> None:
     """Run an agent over the tasks of a file, and write scored rollouts as they finish.
 
-    The services come from a run of ng_run (in this folder, or --head), or are started here with --config; then
+    The services come from a run of ng_run (in this folder, or --head), or are started here with --config. Then
     KEY=VALUE override the config as for ng_run.
 
     \b

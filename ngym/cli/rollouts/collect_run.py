@@ -1,4 +1,4 @@
-"""One `ng_collect_rollouts`: find or start the services, check the input, collect, and report."""
+"""The engine of `ng_collect_rollouts`: finds or starts the services, checks the input, collects, and reports."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from ngym.supervise.supervisor import Supervisor
 from ngym.telemetry import tracing
 
 FLUSH_S = 4.0
-NOT_READY_S = 2.0  # how often the head is asked who is not ready
+NOT_READY_S = 2.0  # how often the head is asked which services are not ready
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; `ng_collect_rollouts --help` explains each field."""
+    """The options of the command; `ng_collect_rollouts --help` explains each field."""
 
     agent: str | None
     source: Path
@@ -103,7 +103,7 @@ class Options:
 
 
 def _setting(text: str) -> tuple[str, object]:
-    """`key=value` of --set; a value that is no JSON is a string."""
+    """Parse `key=value` of --set; a value that is not JSON is a string."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UsageError(f"--set {text}: write --set key=value, such as --set top_p=0.9")
@@ -115,7 +115,7 @@ def _setting(text: str) -> tuple[str, object]:
 
 @dataclass
 class Earlier:
-    """What stands in the files that would be written: finished rollouts, and how often each other one has failed."""
+    """The contents of existing output files. done: finished rollouts. failed: failed attempts of each rollout."""
 
     done: set[RolloutKey] = field(default_factory=set)
     failed: Counter[RolloutKey] = field(default_factory=Counter)
@@ -123,7 +123,7 @@ class Earlier:
 
 @dataclass
 class Plan:
-    """agents: rollouts by agent. done, given_up: of the plan, in an earlier sitting that would be resumed."""
+    """agents: rollouts by agent. done, given_up: planned rollouts that an earlier sitting has finished or given up."""
 
     first: PlannedRollout
     agents: Counter[str]
@@ -137,10 +137,10 @@ class Plan:
 
 
 def show_plan(options: Options, known: Known, config: Config | None) -> None:
-    """What would be collected, by whom, and what of it is done.
+    """Print the plan: the rollouts, their agents, and how many are done.
 
     Raises:
-        UsageError: as the same command without --dry-run; but of an output that is there it is only said.
+        UsageError: as without --dry-run, except that an existing output only prints a note.
     """
     check_places(options.output, options.source)
     earlier = _earlier(options)
@@ -165,7 +165,7 @@ def _earlier(options: Options) -> Earlier:
                 continue
             key = _key(line.row)
             if key is None:
-                raise UsageError(f"{path}:{line.number}: no row of ng_collect_rollouts; choose another --output")
+                raise UsageError(f"{path}:{line.number}: not a row of ng_collect_rollouts; choose another --output")
             if "failure" in line.row:
                 earlier.failed[key] += 1
             else:
@@ -226,7 +226,7 @@ def _print(options: Options, known: Known, plan: Plan, needed: list[str] | None)
 
 
 def collect_into_files(options: Options) -> int:
-    """The whole command; returns its exit code. A signal at any moment ends it as Ctrl-C does."""
+    """Run the whole command; returns its exit code. A signal at any moment ends it as Ctrl-C does."""
     try:
         with as_ctrl_c():
             return _collected(options)
@@ -236,7 +236,7 @@ def collect_into_files(options: Options) -> int:
 
 def _collected(options: Options) -> int:
     starts = bool(options.configs) and not options.dry_run
-    launcher = Launcher.start() if starts else None  # first of all: its imports take longer than our checks
+    launcher = Launcher.start() if starts else None  # before the checks: its imports take longer than they do
     try:
         config = load_config(options.configs, options.overrides) if options.configs else None
         known = _known(options, config)
@@ -250,7 +250,7 @@ def _collected(options: Options) -> int:
 
 
 def _known(options: Options, config: Config | None) -> Known:
-    """Who there is, or will be: from the config that we start, else from the head."""
+    """The known services: from the config that is started here, else from the head."""
     if config is not None:
         return Known.of(shown_config(config))
     url = head_of(
@@ -262,13 +262,13 @@ def _known(options: Options, config: Config | None) -> Known:
     if options.agent is not None and options.agent not in known.agents:
         raise UsageError(
             f"--agent: no agent named {options.agent!r} in the run at {url}{did_you_mean(options.agent, known.agents)}; "
-            "what that run does not have, ng_run --only NAME or --config FILE starts"
+            "to start it, use ng_run --only NAME or --config FILE"
         )
     return known
 
 
 class Session:
-    """One sitting of a collection, from the lock on its files to the table at its end."""
+    """One sitting of a collection, from the lock on its files to the final table."""
 
     def __init__(self, options: Options, known: Known) -> None:
         self.options = options
@@ -327,7 +327,7 @@ class Session:
             self._echo(
                 f"resumed run {store.run_id}: {before.done:,} of {before.total:,} rollouts are done"
                 + (f", {before.given_up:,} given up (--max-attempts gives them more)" if before.given_up else "")
-                + (f", {store.duplicates:,} rows stood twice and were dropped" if store.duplicates else "")
+                + (f", {store.duplicates:,} duplicate rows were dropped" if store.duplicates else "")
                 + f"; {before.left:,} to go"
             )
 
@@ -362,10 +362,12 @@ class Session:
             async with asyncio.timeout(FLUSH_S):
                 await store.flush()
         except TimeoutError:
-            self._echo(f"the disk took no row for {FLUSH_S:.0f} s; what was not yet on it is redone by --resume")
+            self._echo(
+                f"no row was written for {FLUSH_S:.0f} s; --resume repeats the rollouts that are not on the disk"
+            )
 
     def _interrupt(self, task: asyncio.Task[None]) -> None:
-        """The first signal ends the run politely; the next one hurries the services."""
+        """The first signal ends the run gracefully; the next one makes the services stop at once."""
         if self.status == "interrupted":
             if self._supervisor:
                 self._supervisor.hurry()
@@ -426,7 +428,7 @@ class Session:
                 end.result()
 
     async def _consume(self, run: Run, plan: AsyncIterator[PlannedRollout], show: Show) -> None:
-        """To the end of the plan; the first failure of each class is told at once."""
+        """Consume all outcomes; shows the first failure of each class at once."""
         async with aclosing(run.outcomes(plan)) as outcomes:
             async for outcome in outcomes:
                 self._outcomes += 1
@@ -438,12 +440,12 @@ class Session:
                     )
 
     def _tell(self, store: Files) -> None:
-        """The tables, how it ended, and where the files are; nothing of a run that failed before its first outcome."""
+        """Print the tables, the status and the files; nothing for a run that failed before its first outcome."""
         total, aggregates = store.progress.total, store.aggregates
         if self.status == "failed" and not self._outcomes:
             return
         if store.replaces:
-            self._echo(f"{self.status} before the first new row; {store.paths.output} is as it was")
+            self._echo(f"{self.status} before the first new row; {store.paths.output} is unchanged")
             return
         if self.options.as_json:
             click.echo(orjson.dumps(as_json(aggregates, store.paths, store.run_id, self.status, self._seconds, total)))
@@ -476,7 +478,7 @@ class Session:
 
 
 async def _say_who_is_not_ready(store: Files, peers: Peers, show: Show) -> None:
-    """Until a first rollout has ended: a model may load for minutes, in which nothing else is to be seen."""
+    """Show the services that are not ready until the first rollout ends: a model may load for minutes."""
     said = ""
     while not (store.aggregates.done or store.aggregates.given_up):
         waiting = [server for server in await peers.servers() if server.get("status", "ready") != "ready"]

@@ -1,4 +1,4 @@
-"""`ng_export`: turn rollouts into the files that trainers read."""
+"""`ng_export`: converts rollouts to the files that trainers read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILE = click.Path(path_type=Path)
     "format",
     type=Choice(FORMATS),
     required=True,
-    help="demonstrations for SFT, preferences for DPO; rollouts are copied as they are.",
+    help="demonstrations: for SFT; preferences: for DPO; rollouts: unchanged copies.",
 )
 @click.option("--input", "source", type=FILE, metavar="FILE...", help="Rollouts, JSONL; one or several files.")
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="JSONL.")
@@ -36,13 +36,13 @@ FILE = click.Path(path_type=Path)
     "--min-reward",
     type=float,
     metavar="REWARD",
-    help="Of what is to be imitated.  [default: 1; preferences, rollouts: any]",
+    help="Lowest reward of a kept rollout.  [default: 1; preferences, rollouts: any]",
 )
 @click.option("--best", type=click.IntRange(1), metavar="N", help="The N best rollouts of each task.")
 @click.option(
     "--pairs",
     type=Choice(STRATEGIES),
-    help="Which rollouts of a task are paired.  [default: best-worst]",
+    help="How rollouts of a task are paired.  [default: best-worst]",
 )
 @click.option(
     "--margin", type=click.FloatRange(0), metavar="REWARD", help="Least difference of a pair's rewards.  [default: any]"
@@ -50,13 +50,11 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--max-pairs", type=click.IntRange(1), metavar="N", help="Pairs of each task.  [default: best-worst 1, else all]"
 )
-@click.option("--dedupe", is_flag=True, help="The same conversation once only.")
-@click.option("--keep-reasoning/--drop-reasoning", default=True, help="What the model thought.  [default: keep]")
-@click.option("--keep-truncated", is_flag=True, help="Imitate what the step limit stopped, too.")
+@click.option("--dedupe", is_flag=True, help="Keep only one copy of each conversation.")
+@click.option("--keep-reasoning/--drop-reasoning", default=True, help="The model's reasoning.  [default: keep]")
+@click.option("--keep-truncated", is_flag=True, help="Also keep rollouts that the step limit stopped.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows, drawn at random.")
-@click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="Decides among equals, and for --limit."
-)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="For ties and for --limit.")
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.option("--dry-run", is_flag=True, help="Show the numbers and the first row, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
@@ -65,8 +63,8 @@ FILE = click.Path(path_type=Path)
 def main(ctx: click.Context, /, source: Path | None, more: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Turn scored rollouts into demonstrations, preference pairs, KTO or ShareGPT rows, or a filtered copy.
 
-    Failed and unscored rollouts are never used, and none that was cut off in mid-turn is said to have ended there. A
-    table says what was kept, and why the rest was not.
+    Failed and unscored rollouts are never used, and a rollout that was cut off in mid-turn is not exported as finished.
+    A table shows how many rollouts were kept, and why the others were left out.
 
     \b
     Examples: ng_export --format demonstrations --input out.jsonl --output sft.jsonl --best 2 --dedupe
@@ -103,7 +101,7 @@ def _export(options: Options, as_json: bool) -> int:
 
 
 class _Ticker:
-    """Says now and then how far the reading is."""
+    """Reports the progress of reading every TICK_S seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + TICK_S

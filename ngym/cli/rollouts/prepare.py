@@ -1,4 +1,4 @@
-"""`ng_prepare`: a public set, fetched at its pinned revision, becomes rows that its environment's server has accepted."""
+"""`ng_prepare`: fetches a public set at its pinned revision and writes the rows that its gym server accepts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from ngym.supervise.launcher import Launcher
 
 DEFAULT = Path("global_config.yaml")
-SHOWN = 8  # reasons for what was left out
+SHOWN = 8  # reasons for left-out records
 EXIT_CODES = """\
 Exit codes: 0    train.jsonl, validation.jsonl and manifest.json are written
             1    the set could not be fetched, or none of its records made a row
             2    the command, the config or a file is wrong
-            130  interrupted; what was fetched stays, and the next command goes on"""
+            130  interrupted; fetched files stay, and the next command continues"""
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
@@ -40,19 +40,23 @@ def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[s
 
 @command("ng_prepare", epilog=EXIT_CODES)
 @click.argument("name", required=False, shell_complete=_names)
-@click.option("--list", "listed", is_flag=True, help="Show the sets there are; nothing is fetched.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="DIR", help="Where to put it.  [default: data/NAME]")
+@click.option("--list", "listed", is_flag=True, help="Show the known sets; nothing is fetched.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="DIR", help="The output folder.  [default: data/NAME]"
+)
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows of each split.")
 @click.option(
-    "--revision", metavar="REV", help="Another commit than the pinned one (40 hex digits): no sha256 is known."
+    "--revision",
+    metavar="REV",
+    help="A commit (40 hex digits) instead of the pinned one; its files have no known sha256.",
 )
 @click.option(
     "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-    help="A config with the environment.  [default: global_config.yaml, if it is there, else as shipped]",
+    help="A config with the environment.  [default: global_config.yaml if it exists, else the shipped one]",
 )  # fmt: skip
 @click.option(
     "--cache", type=click.Path(path_type=Path), default=Path(".ngym/downloads"), show_default=True, metavar="DIR",
-    help="Where downloads stay; a file that lies there is not fetched.",
+    help="The folder of downloads; a file that is there is not fetched again.",
 )  # fmt: skip
 @click.option(
     "--hub", envvar="HF_ENDPOINT", show_envvar=True, default="https://huggingface.co", show_default=True, metavar="URL",
@@ -63,7 +67,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[s
     "--github", default="https://raw.githubusercontent.com", show_default=True, metavar="URL",
     help="GitHub's files, or a mirror.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Show what would be fetched, tried and written, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be fetched, checked and written, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 def main(
     name: str | None,
@@ -79,9 +83,9 @@ def main(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Fetch a public set by NAME, make rows of it, and try each on the environment's server.
+    """Fetch a public set by NAME, convert it to rows, and check each on the environment's server.
 
-    What the server refuses, and what does not pay for the set's own answer, is left out and counted.
+    Rows that the server refuses, and rows whose reference answer gets no reward, are left out and counted.
 
     \b
     Examples: ng_prepare --list
@@ -120,7 +124,7 @@ def main(
 
 
 class Mirrors(NamedTuple):
-    """Whence the files come, and where they stay."""
+    """The hosts of the files, and the folder of downloads."""
 
     cache: Path
     hub: str
@@ -137,7 +141,7 @@ class Mirrors(NamedTuple):
 
 def _at(chosen: PublicSet, revision: str) -> PublicSet:
     if len(revision) != 40 or set(revision) - set("0123456789abcdef"):
-        raise UsageError(f"--revision {revision}: a commit is wanted, 40 hex digits; a branch may change tomorrow")
+        raise UsageError(f"--revision {revision}: must be a commit, 40 hex digits; a branch may change")
     return chosen.at(revision)
 
 
@@ -170,7 +174,7 @@ async def _prepare(
     left_out: Counter[str] = Counter()
     agent = _agent(config, stanza.name)
     rows = distinct(converted(chosen, paths, agent, limit, left_out), left_out)
-    say(f"trying {sum(map(len, rows.values())):,} rows on {stanza.name}")
+    say(f"checking {sum(map(len, rows.values())):,} rows on {stanza.name}")
     async with started(config, {stanza.name}, launcher) as peers:
         rows = await accepted(peers[stanza.name], rows, left_out)
     if not any(rows.values()):
@@ -181,7 +185,7 @@ async def _prepare(
 
 
 def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
-    """The config and the stanza whose server tries the rows: the user's own, else as it ships."""
+    """The config and the stanza whose server checks the rows: the user's config, else the shipped one."""
     from ngym.config.service_config import load_config
     from ngym.validation import data_places
 
@@ -193,13 +197,11 @@ def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, St
                 continue
             if data_places(config.root, stanza.app)[0].name == chosen.environment:
                 return config, stanza
-    raise UsageError(
-        f"{', '.join(map(str, own)) or DEFAULT}: no gym server {chosen.environment!r}, which tries the rows"
-    )
+    raise UsageError(f"{', '.join(map(str, own)) or DEFAULT}: no gym server {chosen.environment!r} to check the rows")
 
 
 def _agent(config: Config, gym: str) -> str:
-    """The first agent of the config that plays in this environment."""
+    """The first agent of the config that uses this environment."""
     agents = (stanza for stanza in config.services.values() if stanza.kind == "agent")
     return next((stanza.name for stanza in agents if stanza.options.get("gym") == gym), f"{gym}_agent")
 
@@ -214,7 +216,7 @@ def _report(
     from ngym.prepare.rows import some
 
     told = ", ".join(f"{len(rows[split]):,} for {what}" for split, what in _WHAT.items())
-    say(f"{folder}: {told} ({chosen.licence}); where they come from stands in manifest.json")
+    say(f"{folder}: {told} ({chosen.licence}); manifest.json records the sources")
     if left_out:
         say("\n".join([f"left out: {left_out.total():,}", *some(left_out, SHOWN)]))
     if chosen.note:

@@ -1,4 +1,4 @@
-"""What `ng_prepare` tells before it does anything: the sets there are (--list), and what it would do (--dry-run)."""
+"""`ng_prepare --list` and `ng_prepare --dry-run`: the known sets, and the plan of a command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HEADER = ("NAME", "ENVIRONMENT", "ROWS", "LICENCE", "SOURCE")
 TOLD = ("name", "title", "environment", "host", "repo", "revision", "licence", "rows", "note")
 SEEN = (
-    "Revisions, paths, fields and licences were read in public records of these sets; none was downloaded where ngym is "
+    "Revisions, paths, fields and licences come from public records of these sets; none was downloaded where ngym is "
     "built.\nng_prepare checks each sha256 that is known, and each row with the environment's own server."
 )
 
@@ -53,4 +53,4 @@ def show_plan(chosen: PublicSet, mirrors: Mirrors, folder: Path, stanza: Stanza,
         return
     for file in files:
         click.echo(f"{'has it already' if file['there'] else 'would fetch'}: {file['url']}")
-    click.echo(f"would try each row on {stanza.name} ({stanza.where}) and write {folder} ({chosen.licence})")
+    click.echo(f"would check each row on {stanza.name} ({stanza.where}) and write {folder} ({chosen.licence})")

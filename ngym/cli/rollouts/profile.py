@@ -1,4 +1,4 @@
-"""`ng_profile`: which tasks are solved always, never, sometimes; and which teach nothing?"""
+"""`ng_profile`: shows which tasks are solved always, never or sometimes, and which have no learning signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = click.Path(path_type=Path)
 BARS = 10
 WIDTH = 40
 EXIT_CODES = """\
-Exit codes: 0  it is told
+Exit codes: 0  the profile is shown
             1  --output cannot be written
             2  the command or a line of a file is wrong; the lines say where"""
 
@@ -35,17 +35,20 @@ Exit codes: 0  it is told
     default=1.0,
     show_default=True,
     metavar="REWARD",
-    help="The reward from which on a task is solved.",
+    help="The lowest reward of a solved task.",
 )
-@click.option("--by", metavar="FIELD", help="Also a line for each value of this field of the rows, such as level.")
-@click.option("--output", type=FILE, metavar="FILE", help="A JSONL row for each task.")
+@click.option("--by", metavar="FIELD", help="Also print a line for each value of this field, such as level.")
+@click.option("--output", type=FILE, metavar="FILE", help="Write a JSONL row for each task.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="The rows, one JSON object a line, on standard output, and no table."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the rows of --output, one JSON object per line, instead of the table.",
 )
 def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
-    """Say of scored rollouts, task by task, how often each was solved, and which tasks teach nothing.
+    """Show how often each task of scored rollouts was solved, and which tasks have no learning signal.
 
-    A task teaches something to the algorithms that compare the rollouts of a task if their rewards differ.
+    A task has a learning signal for algorithms that compare rollouts of the same task if their rewards differ.
 
     \b
     Examples: ng_profile out.jsonl
@@ -81,9 +84,9 @@ def _rows(source: Path) -> Iterator[Json]:
 
 def _problem(row: Json) -> str | None:
     if not isinstance((row.get("agent_ref") or {}).get("name"), str) or not isinstance(row.get("_ng_task_index"), int):
-        return "no rollout: a row has 'agent_ref' and '_ng_task_index'"
+        return "not a rollout: a row has 'agent_ref' and '_ng_task_index'"
     if not isinstance(row.get("reward", ""), int | float | type(None)):
-        return "no rollout: its 'reward' must be a number or null"
+        return "not a rollout: its 'reward' must be a number or null"
     return None
 
 
@@ -97,7 +100,7 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
     for verdict in ("always", "mixed", "never", "unscored"):
         if verdicts[verdict]:
             click.echo(f"  {verdict:<9} {verdicts[verdict]:>8,}  {verdicts[verdict] / len(tasks):6.1%}")
-    click.echo(f"  teach nothing {nothing:>4,}  {nothing / len(tasks):6.1%}  (all rewards equal, or fewer than two)")
+    click.echo(f"  no signal {nothing:>8,}  {nothing / len(tasks):6.1%}  (all rewards equal, or fewer than two)")
     counts = Counter(min(BARS - 1, int(rate * BARS)) for rate in rates)
     for bar in range(BARS):
         drawn = "#" * round(WIDTH * counts[bar] / max(counts.values(), default=1))
@@ -106,7 +109,7 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
 
 def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
     click.echo(
-        f"  {by:<24} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'teach nothing':>14} {'unscored':>9}"
+        f"  {by:<24} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'no signal':>10} {'unscored':>9}"
     )
     for value in sorted({task.subset or "" for task in tasks}):
         some = [task for task in tasks if task.subset == value]
@@ -114,11 +117,11 @@ def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
         rate = f"{fmean(rates):.3f}" if rates else "-"
         counts = "".join(f" {verdicts[verdict]:>8,}" for verdict in ("always", "mixed", "never"))
         nothing = sum(not task.teaches for task in some)
-        click.echo(f"  {value[:24]:<24} {len(some):>8,} {rate:>10}{counts} {nothing:>14,} {_unscored(some):>9.1%}")
+        click.echo(f"  {value[:24]:<24} {len(some):>8,} {rate:>10}{counts} {nothing:>10,} {_unscored(some):>9.1%}")
 
 
 def _unscored(tasks: Sequence[Task]) -> float:
-    """The share of rollouts without a reward, which no rate has."""
+    """The share of rollouts without a reward, which the rates leave out."""
     unscored = sum(task.unscored for task in tasks)
     return unscored / (unscored + sum(len(task.rewards) for task in tasks))
 

@@ -1,4 +1,4 @@
-"""`ng_reverify`: the rewards of stored rollouts, computed anew by the gym servers of today."""
+"""`ng_reverify`: computes the rewards of stored rollouts again with the current gym servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SHOWN = 5
 EXIT_CODES = """\
 Exit codes: 0    every rollout has been verified again
-            1    some could not be; they keep their rewards in the output, and are counted
+            1    some could not be verified; they keep their rewards in the output, and are counted
             2    the command, the config or the input is wrong; the line says where
             130  interrupted; nothing is written"""
 FILE = click.Path(path_type=Path)
@@ -45,7 +45,7 @@ FILE = click.Path(path_type=Path)
     default=["global_config.yaml"],
     show_default=True,
     metavar="FILE",
-    help="Its gym servers are started and stopped here.",
+    help="The config with the gym servers, which are started and stopped here.",
 )
 @click.option("--models", is_flag=True, help="Also start the models that gym servers ask, such as a judge.")
 @click.option(
@@ -68,9 +68,9 @@ def main(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Verify stored rollouts again, after a verifier was changed. No model is asked, and no token changes.
+    """Re-score stored rollouts after a change of a verifier. No model is asked, and no token changes.
 
-    Environments that a judge scores need --models: it judges again.
+    Environments that a judge scores need --models: the judge is asked again.
 
     \b
     Examples: ng_reverify --input out.jsonl --output again.jsonl
@@ -104,7 +104,7 @@ def _check(source: Path, output: Path, overwrite: bool) -> None:
 
 
 class Needs(NamedTuple):
-    """gyms: of each agent, the gym server that scores it. rows: how many each agent has. services: what has to run."""
+    """gyms: agent -> the gym server that scores it. rows: rollouts of each agent. services: those that must run."""
 
     config: Config
     gyms: dict[str, str]
@@ -127,7 +127,7 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
         return
     for agent, rows in needs.rows.items():
         click.echo(f"{agent}: {rows:,} rollouts, verified by {needs.gyms[agent]}")
-    there = f" ({output} is there: --overwrite is needed)" if output.exists() else ""
+    there = f" ({output} exists: --overwrite is needed)" if output.exists() else ""
     click.echo(f"would start {', '.join(starts)} and write {output}{there}; nothing was started or written")
 
 
@@ -151,7 +151,7 @@ async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path
 
 
 def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
-    """What has to run for these gym servers."""
+    """The services that must run for these gym servers."""
     from ngym.validation.gold import others
 
     if models:
@@ -159,8 +159,8 @@ def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
     for gym in sorted(gyms):
         if asked := others(config, gym):
             raise ConfigError(
-                f"{config.services[gym].where}: {gym!r} asks {', '.join(asked)} for its rewards; with --models it is started, "
-                "and asked again"
+                f"{config.services[gym].where}: {gym!r} asks {', '.join(asked)} for its rewards; --models starts it, "
+                "and asks it again"
             )
     return gyms
 
@@ -173,9 +173,9 @@ def _rows(source: Path) -> Iterator[Json]:
 
 def _problem(row: Json) -> str | None:
     if not isinstance(row.get("response"), dict) or "reward" not in row:
-        return "no rollout: a row has 'response' and 'reward'"
+        return "not a rollout: a row has 'response' and 'reward'"
     if not isinstance((row.get("agent_ref") or {}).get("name"), str):
-        return "its agent_ref names no agent, so nobody knows who scores it"
+        return "its agent_ref names no agent, so its gym server is unknown"
     return None
 
 
@@ -195,7 +195,7 @@ def _of(gyms: dict[str, str], peers: Peers) -> Callable[[Json], Peer]:
 
 
 class _Told:
-    """What became of the rewards."""
+    """Counts how many rewards changed."""
 
     def __init__(self) -> None:
         self.rows = self.same = self.failed = self.lost = 0

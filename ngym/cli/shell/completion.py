@@ -1,4 +1,4 @@
-"""`ng completion SHELL`: the text that makes a shell complete `ng` and every `ng_x`."""
+"""`ng completion SHELL`: prints the completion script of a shell for `ng` and every `ng_x`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from click.shell_completion import get_completion_class
 from ngym.cli.shell.main import COMMANDS, Choice, command
 from ngym.cli.shell.main import main as ng
 
-# What click writes -> the same, but that no space goes after a word that ends with `.` or `=`. fish knows that by itself.
+# Replacements in click's scripts: no space after a word that ends with `.` or `=`. fish does that by itself.
 UNFINISHED = {
     "bash": {
         "COMPREPLY+=($value)\n": "COMPREPLY+=($value)\n"
@@ -28,7 +28,7 @@ SHELLS = tuple(UNFINISHED)
 @command("completion")
 @click.argument("shell", type=Choice(SHELLS))
 def main(shell: str) -> None:
-    """Print what makes a shell complete commands, options, files, recipes, and the services and keys of the config in the folder.
+    """Print the completion script of a shell: commands, options, files, recipes, and the services and keys of a config.
 
     \b
     Examples: eval "$(ng completion bash)"       (into ~/.bashrc)

@@ -1,4 +1,4 @@
-"""The names that a shell completes: services of a config, and the keys of `key=value` overrides. Never raises an error."""
+"""Shell completion of service names and of the keys of `key=value` overrides. Never raises an error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from click.shell_completion import CompletionItem
 
 from ngym.config.shipped_files import PACKAGE, shipped
 
-NOT_WRITTEN = {"name", "options", "where", "key_where"}  # fields of a stanza that are no keys of it
+NOT_WRITTEN = {"name", "options", "where", "key_where"}  # fields of a stanza that are not keys in the file
 Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 DEFAULT = Path("global_config.yaml")
 
 
 class Definition(NamedTuple):
-    """What a name stands for, and the file in which it does."""
+    """The definition of a name, and its file."""
 
     file: Path
     node: ast.ClassDef | ast.expr
@@ -31,7 +31,7 @@ def of_recipe() -> Iterator[str]:
 
 
 def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterator[str]:
-    """Every key of a config with these services, in whose folder their apps may be."""
+    """Every key of a config with these services. folder: where their apps are looked up first."""
     config = PACKAGE / "config" / "service_config.py"
     house = [key for key in of_model(config, "Stanza") if key not in NOT_WRITTEN]
     for name, stanza in stanzas.items():
@@ -41,20 +41,20 @@ def of_config(stanzas: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterato
 
 
 def completions(keys: Iterable[str], begun: str) -> list[str]:
-    """What may come next, up to the next `.` or `=`."""
+    """The possible next words, up to the next `.` or `=`."""
     stem = begun[: begun.rfind(".") + 1]
     rest = (key.removeprefix(stem).partition(".") for key in keys if key.startswith(begun))
     return list(dict.fromkeys(f"{stem}{word}{dot or '='}" for word, dot, _ in rest))
 
 
 def of_model(file: Path, name: str) -> Iterator[str]:
-    """Every key of a pydantic model, those of the models inside it too; in lists and maps there are no keys."""
+    """Every key of a pydantic model and of the models inside it; lists and maps have no keys."""
     found = _find(file, name)
-    return _keys(found) if found else iter(())
+    return _keys(found) if found and isinstance(found.node, ast.ClassDef) else iter(())
 
 
 def _of_app(app: str, folder: Path) -> Iterator[str]:
-    """The options of a service: of the class that its app names, or of the one called Options."""
+    """The options of a service: those of the class that its app names, or of the class `Options`."""
     places = (
         place for home in (folder, shipped()) for place in (home / app, home / f"{app}.py", home / app / "app.py")
     )
@@ -89,7 +89,7 @@ def _is_class_variable(annotation: ast.expr) -> bool:
 
 
 def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
-    """Those of which one may stand there."""
+    """The models that the annotation allows."""
     match annotation:
         case ast.BinOp(left=left, right=right):
             yield from _models(file, left)
@@ -106,7 +106,7 @@ def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
 
 
 def _find(file: Path, name: str) -> Definition | None:
-    """What the name stands for in this file, wherever it is defined; None: not in our sources."""
+    """The definition of a name that this file uses, following imports; None if it is not in the sources of ngym."""
     found = _definitions(file).get(name)
     return found if found else next((_find(*place) for place in [_imports(file).get(name)] if place), None)
 
@@ -126,7 +126,7 @@ def _definitions(file: Path) -> dict[str, Definition]:
 
 @cache
 def _imports(file: Path) -> dict[str, tuple[Path, str]]:
-    """Name -> the file of ours that it is from, and its name there."""
+    """Name -> the file of ngym that it is imported from, and its name there."""
     found: dict[str, tuple[Path, str]] = {}
     for node in _statements(file):
         if isinstance(node, ast.ImportFrom) and (source := _source(file, node)):
@@ -145,7 +145,7 @@ def _source(file: Path, node: ast.ImportFrom) -> Path | None:
 
 @cache
 def _statements(file: Path) -> list[ast.stmt]:
-    """Those of a file and of its `if TYPE_CHECKING:`. None where it cannot be read: that is told by the command itself."""
+    """The statements of a file and of its `if` blocks; none if it cannot be read, which the command itself reports."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -154,7 +154,7 @@ def _statements(file: Path) -> list[ast.stmt]:
 
 
 def services(*kinds: str) -> Completer:
-    """For `shell_complete=`: the services of these kinds, or all, in the config that the command line names."""
+    """A `shell_complete=` function: the services of these kinds, or all, in the config of the command line."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
         stanzas = [stanza for file in _files(ctx) for stanza in _stanzas(file)]
@@ -164,7 +164,7 @@ def services(*kinds: str) -> Completer:
 
 
 def overrides(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """For `shell_complete=`: the keys of the config that the command line names."""
+    """A `shell_complete=` function: the keys of the config of the command line."""
 
     files = _files(ctx)
     stanzas: dict[str, dict[str, Any]] = {}
@@ -176,7 +176,7 @@ def overrides(ctx: click.Context, parameter: click.Parameter, begun: str) -> lis
 
 
 def keys(known: Sequence[str], ctx: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """What may come next of these keys, or a file as the value of one."""
+    """The possible completions of these keys, or a file as the value of one."""
 
     if is_value(known, ctx, parameter):
         return [CompletionItem(begun, type="file")]
@@ -184,7 +184,7 @@ def keys(known: Sequence[str], ctx: click.Context, parameter: click.Parameter, b
 
 
 def is_value(known: Sequence[str], ctx: click.Context, parameter: click.Parameter) -> bool:
-    """Whether it comes after a key's `=`, which is a word of its own to bash."""
+    """Whether the word follows a key's `=`, which bash treats as a separate word."""
     given = ctx.params.get(parameter.name or "") or ("",)
     return given[-1] == "=" or given[-1] in known
 
@@ -194,7 +194,7 @@ def _files(ctx: click.Context) -> Sequence[Path]:
 
 
 def _stanzas(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each service and what is written of it."""
+    """Each service of a config file and its stanza."""
     import yaml
 
     try:

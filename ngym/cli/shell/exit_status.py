@@ -1,4 +1,4 @@
-"""How does a command end? Whatever happens: a line on standard error, and an exit code that docs/commands.md explains."""
+"""Ends every command with one line on standard error and an exit code, which docs/commands.md lists."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ from ngym.runtime.signals import ignore_interrupts
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DELETED = "the folder that this shell is in was deleted; cd to another one"
-MISTAKES = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)  # of whoever named the file
+MISTAKES = (
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)  # of the person who named the file
 
 
 def exit_code(run: Callable[[], object], name: str) -> int:
-    """As `ended`, for a process that ends with this code: once it is interrupted, no further signal changes the code."""
+    """`ended` for a process that exits with this code: after an interrupt, no further signal changes the code."""
     try:
         code = ended(run, name)
         if code != EXIT_INTERRUPTED:
@@ -36,7 +41,7 @@ def exit_code(run: Callable[[], object], name: str) -> int:
 
 
 def ended(run: Callable[[], object], name: str) -> int:
-    """Run a command to its end. What it returns, if that is a number, or the code of the error that ended it."""
+    """Run a command to its end. Returns its result if that is a number, or the code of the error that ended it."""
     _make_streams_usable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,13 +62,13 @@ def ended(run: Callable[[], object], name: str) -> int:
         return _say(
             f"{name}: out of memory: give it more (ulimit -v, the container's limit), or less to read", EXIT_FAILED
         )
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+    except Exception as error:  # noqa: BLE001 (every error is reported)
         return _unexpected(error, name)
     return result if isinstance(result, int) else EXIT_DONE
 
 
 def _make_streams_usable() -> None:
-    """Those that the caller closed lead nowhere; a character that the terminal's encoding lacks is shown as its number."""
+    """Replace closed streams by the null device; standard output escapes characters that its encoding lacks."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -73,7 +78,7 @@ def _make_streams_usable() -> None:
 
 
 def _say(text: str, code: int) -> int:
-    """The text may quote anybody's: its control characters are made visible."""
+    """Print an error and return its code. The text may quote untrusted text: control characters are made visible."""
     from ngym.runtime.live_region import harmless
 
     click.echo(harmless(text), err=True)
@@ -93,7 +98,7 @@ def _of_click(error: click.ClickException, name: str) -> str:
 
 
 def _code(error: NgymError) -> int:
-    """What an error is a translation of may be a full disk."""
+    """The exit code of an error of ngym, which may wrap the OSError of a full disk."""
     reason = error.__context__
     if isinstance(reason, OSError) and reason.errno in DISK_FULL:
         return EXIT_TRY_AGAIN
@@ -101,7 +106,7 @@ def _code(error: NgymError) -> int:
 
 
 def _of_system(error: OSError, name: str) -> int:
-    """What the operating system refused. A reader that went away (`| head`) is told nothing."""
+    """Report an error of the operating system. A reader that closed the pipe (`| head`) causes no message."""
     if isinstance(error, BrokenPipeError):
         _give_up_output()
         return EXIT_FAILED
@@ -121,7 +126,7 @@ def _of_system(error: OSError, name: str) -> int:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What an open file refuses names no file: from this block it names this one."""
+    """Add the path to an OSError of an open file, which carries no file name."""
     try:
         yield
     except OSError as error:
@@ -131,7 +136,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _is_output_stuck() -> bool:
-    """What standard output did not take is still in its buffer; without one (`python -u`), it does not take an empty line either."""
+    """Whether standard output cannot be written: its buffer still holds text, or (`python -u`) an empty line fails."""
     if sys.stdout is None:
         return False
     try:
@@ -144,7 +149,7 @@ def _is_output_stuck() -> bool:
 
 
 def _give_up_output() -> None:
-    """What is still buffered would fail again when Python exits, with a code of its own."""
+    """Redirect standard output to the null device: otherwise the flush at exit fails and changes the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -157,7 +162,7 @@ def _lost_folder() -> bool:
 
 
 def _unexpected(error: Exception, name: str) -> int:
-    """A defect of ours, or what a library could not go on from: a log gets the whole traceback, a terminal its address."""
+    """Report a bug of ngym or a library: a log gets the whole traceback, a terminal the path of a file with it."""
     told = "".join(traceback.format_exception(error))
     where = "above"
     if sys.stderr.isatty():
@@ -169,7 +174,7 @@ def _unexpected(error: Exception, name: str) -> int:
 
 
 def _kept(told: str, name: str) -> str:
-    """The file that the traceback was written to, or the traceback if nothing can be written."""
+    """Write the traceback to a temporary file and return its path, or the traceback itself if that fails."""
     try:
         handle, path = tempfile.mkstemp(prefix=f"{name.replace(' ', '_')}-", suffix=".txt")
         Path(path).write_text(told, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`ng help [COMMAND]`: what `ng --help` and `ng COMMAND --help` show."""
+"""`ng help [COMMAND]`: the same text as `ng --help` and `ng COMMAND --help`."""
 
 from __future__ import annotations
 

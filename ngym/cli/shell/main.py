@@ -1,4 +1,4 @@
-"""`ng`: every command under one name; and what all share: one line for an error, --version, the config options."""
+"""`ng`, the group of all commands, and what they share: one-line errors, --version, the config options."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Command -> its module and its line in `ng --help`, so that the help of one does not import the others.
 COMMANDS = {
-    "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and teach it."),
-    "init": ("ngym.cli.init", "Make a folder with an environment of your own."),
+    "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and train it."),
+    "init": ("ngym.cli.init", "Create a folder with your own environment."),
     "list": ("ngym.cli.list", "Show every environment: domain, kind, rows, licence."),
-    "prepare": ("ngym.cli.rollouts.prepare", "Turn a public set into rows that its environment accepts."),
-    "validate": ("ngym.cli.validate", "Check a config; try its environments without a model."),
+    "prepare": ("ngym.cli.rollouts.prepare", "Convert a public set to rows that its environment accepts."),
+    "validate": ("ngym.cli.validate", "Check a config; test its environments without a model."),
     "run": ("ngym.cli.run", "Start every service of the config and keep it running."),
     "status": ("ngym.cli.status", "Show the services of the run in this folder."),
-    "serve": ("ngym.cli.serve", "Run one service of the config, alone, in this process."),
+    "serve": ("ngym.cli.serve", "Run one service of the config in this process."),
     "collect_rollouts": ("ngym.cli.rollouts.collect", "Run an agent over tasks and write scored rollouts."),
     "view": ("ngym.cli.view", "Look at rollouts and training runs in a browser."),
-    "profile": ("ngym.cli.rollouts.profile", "Say which tasks are solved, and which teach nothing."),
+    "profile": ("ngym.cli.rollouts.profile", "Show which tasks are solved, and which have no learning signal."),
     "reverify": ("ngym.cli.rollouts.reverify", "Verify stored rollouts again, without a model."),
-    "export": ("ngym.cli.rollouts.export", "Turn rollouts into training files."),
+    "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
 }
-# Of `ng` alone: they have no script of their own.
+# Commands of `ng` only, without a separate script.
 OWN = {
-    "help": ("ngym.cli.shell.help", "Show this, or the help of a command."),
-    "completion": ("ngym.cli.shell.completion", "Print what makes a shell complete all commands."),
+    "help": ("ngym.cli.shell.help", "Show this help, or the help of a command."),
+    "completion": ("ngym.cli.shell.completion", "Print the completion script of a shell."),
 }
 GROUPS = {
     "Begin": ("quickstart", "init"),
@@ -53,7 +53,7 @@ GROUPS = {
 
 
 def context_settings() -> dict[str, Any]:
-    """How help is laid out, and whether there are colours: NO_COLOR, TERM=dumb, FORCE_COLOR, else only on a terminal."""
+    """The layout of help, and whether it has colours: NO_COLOR, TERM=dumb, FORCE_COLOR, else only on a terminal."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     color = False if plain else True if os.environ.get("FORCE_COLOR") else None
     return {"help_option_names": ["-h", "--help"], "max_content_width": 100, "color": color}
@@ -66,12 +66,17 @@ def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 VERSION = click.Option(
-    ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=_tell_version, help="Show it and exit."
+    ["--version"],
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_tell_version,
+    help="Show the version and exit.",
 )
 
 
 class Command(click.Command):
-    """Ends with one clear line and an exit code (ngym/cli/shell/exit_status.py), and tells its version."""
+    """A command with --version that ends an error with one line and an exit code (ngym/cli/shell/exit_status.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,12 +86,12 @@ class Command(click.Command):
         run = partial(super().main, *args, standalone_mode=False, **extra)
         if not standalone_mode:
             return run()
-        is_process = not args and extra.get("args") is None  # not a test's runner
+        is_process = not args and extra.get("args") is None  # not a test runner
         sys.exit(exit_code(run, self.name or "ng") if is_process else ended(run, self.name or "ng"))
 
 
 class CommandList(Command, click.Group):
-    """Commands that are imported when they are used; a misspelt one gets the nearest name."""
+    """A group that imports a command when it is used, and suggests the nearest name for a misspelt one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *OWN]
@@ -118,7 +123,7 @@ class CommandList(Command, click.Group):
 
 
 class Choice(click.Choice[str]):
-    """One of a few words; of a misspelt one it says which is meant."""
+    """A choice of words that suggests the nearest one for a misspelt value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         near = get_close_matches(str(value), self.choices, n=1)
@@ -133,7 +138,7 @@ def command(name: str, epilog: str = "", cls: type[Command] = Command) -> Callab
 
 
 def config_options(function: Function) -> Function:
-    """`--config FILE ...` and `key=value ...`: what every command that reads the global config takes."""
+    """Add `--config FILE ...` and `key=value ...`, the options of every command that reads the global config."""
     files = click.option(
         "--config",
         "configs",

@@ -1,4 +1,4 @@
-"""A walk through several commands: each step is announced, shown as the command that it is, and run."""
+"""Runs several commands in order; each step is announced and shown as the command that it runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import click
 
 @dataclass
 class Walk:
-    """of: how many steps there are. dry_run: they are shown, and not run. err: all that is said goes to standard error.
+    """of: the number of steps. dry_run: show steps without running them. err: print to standard error.
 
-    commands: those that were shown.
+    commands: the commands shown so far.
     """
 
     of: int
@@ -47,7 +47,7 @@ class Walk:
         click.secho(f"$ {self.commands[-1]}", dim=True, err=self.err)
 
     def _run(self, arguments: list[str], name: str) -> None:
-        """A step's own words say what went wrong, so a failure only ends this command with the same exit code."""
+        """Run a step. A failed step has printed its error, so this command only ends with the same exit code."""
         if self.dry_run:
             return
         code = _exit_code(arguments, sys.stderr.fileno() if self.err else None)
