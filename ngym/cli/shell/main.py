@@ -31,7 +31,7 @@ COMMANDS = {
     "serve": ("ngym.cli.serve", "Run one service of the config in this process."),
     "collect_rollouts": ("ngym.cli.rollouts.collect", "Run an agent over tasks and write scored rollouts."),
     "view": ("ngym.cli.view", "Look at rollouts and training runs in a browser."),
-    "profile": ("ngym.cli.rollouts.profile", "Show which tasks are solved, and which have no learning signal."),
+    "profile": ("ngym.cli.rollouts.profile", "Show which tasks are solved and which give no signal."),
     "reverify": ("ngym.cli.rollouts.reverify", "Verify stored rollouts again, without a model."),
     "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
