@@ -20,7 +20,7 @@ from ngym.schema import Json
 
 START = 16.0  # the first limit; it doubles with each round of answers until the first refusal
 RECOVERY = 16  # answers until a halved limit has recovered by two thirds ...
-PROBING = 256  # ... and each answer adds this fraction of the last refused limit, also beyond it
+PROBING = 256  # ... and each answer adds 1/256 of the last refused limit, also beyond it
 SMOOTHING = 0.2  # of the latency, per answer
 LONGEST_GAP_S = 60.0
 FIRST_PAUSE_S = 0.05  # after a refusal without a time; doubled with each consecutive one
