@@ -32,7 +32,7 @@ ASKED_S, TIMEOUT_S = 10.0, 120.0
 
 
 async def environment_metrics(output: Path, agent: Peer) -> Json | None:
-    """`{"metrics": {...}, "errors": [...]}` over an agent's rows in the file; None: the environment has no metrics of its own."""
+    """`{"metrics": {...}, "errors": [...]}` over an agent's rows in the file; None: the environment has no metrics."""
     try:
         if not await _has_metrics(agent):
             return None

@@ -377,7 +377,7 @@ def _field_problems(given: Json, checks: dict[str, Check], not_supported: dict[s
 
 
 def sound(value: Json, *problems: Iterable[Problem]) -> Json:
-    """The value, if it has no problems; else a BadRequest, lazily, so that the search stops after the first ones."""
+    """The value, if it has no problems; else raises a BadRequest with the first ones, without a search for all."""
     found = chain.from_iterable(problems)
     first = next(found, None)
     if first is None:

@@ -1,8 +1,10 @@
-"""Rollouts -> files that trainers read: demonstrations, preference pairs, KTO, ShareGPT, filtered rollouts (wire.md, section 5).
+"""Exports rollouts as training files: demonstrations, preference pairs, KTO, ShareGPT, filtered rollouts (wire.md,
+section 5).
 
-    scan         every row read once: a usable rollout becomes a Candidate (a few numbers), any other a count under its reason
-    choose       candidates -> the rows to write, and why each other candidate was left out
-    write        the chosen rows read again at their places, rendered, written aside and renamed
+    scan         reads every row once: a usable rollout becomes a Candidate (a few numbers), others are counted by
+    reason choose       selects the rows to write, and counts why each other candidate is left out
+    write        reads the chosen rows again, renders them, and writes the file atomically
 
-So a file of any size needs memory for its candidates only, about 400 bytes each. `ngym.export.run.export` is the way in.
+So a file of any size only needs memory for its candidates, about 400 bytes each. The entry point is
+`ngym.export.run.export`.
 """

@@ -1,9 +1,9 @@
 """Chooses the rollouts of each task: demonstrations, and preference pairs.
 
-best-worst   the best with the worst, the second best with the second worst ...: nobody is in two pairs
+best-worst   the best with the worst, the second best with the second worst ...: no rollout is in two pairs
 best-rest    the best with every other, the worst first
-adjacent     down the ladder of rewards: the best with the next one under it, that one with the next ...
-all          every two, the largest margin first
+adjacent     by descending reward: the best with the next lower one, that one with the next ...
+all          every pair, the largest margin first
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TOLERANCE = 1e-9  # 0.7 - 0.2 is a margin of 0.5
 
 @dataclass(frozen=True)
 class Fit:
-    """May these two be a pair? margin: the least difference of their rewards; 0: any difference."""
+    """Whether two candidates may be a pair. margin: the least difference of their rewards; 0: any difference."""
 
     margin: float
 
     def __call__(self, chosen: Candidate, rejected: Candidate) -> bool:
         difference = chosen.reward - rejected.reward
         apart = difference > TOLERANCE and difference >= self.margin - TOLERANCE
-        # the same words with another reward: chance or a flaky verifier, and nothing that the policy could do
+        # equal texts with different rewards come from chance or a flaky verifier, not from the policy
         return apart and chosen.exemplary and chosen.words != rejected.words
 
 
@@ -46,7 +46,7 @@ def pairing(strategy: Strategy) -> Pairing:
 
 
 def ranked(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
-    """Best first; equals in random order, because a file's order favours what was finished first."""
+    """Best first; ties in random order, because the order of a file favours rollouts that finished first."""
     shuffled = rng.sample(group, len(group))
     return sorted(shuffled, key=lambda candidate: -candidate.reward)
 
@@ -82,7 +82,7 @@ def _all(group: Sequence[Candidate], fits: Fit) -> Iterator[Pair]:
 
 
 def choose(candidates: Sequence[Candidate], options: Options, tally: Tally) -> list[Row]:
-    """In the order of the candidates. Every candidate is counted: kept, or dropped for a reason."""
+    """The rows to write, in the order of the candidates. Every candidate is counted as kept or dropped."""
     rng = random.Random(options.seed)
     rows = (_pairs if options.format == "preferences" else _singles)(candidates, options, tally, rng)
     rows = _limited(rows, options.limit, tally, rng)
@@ -121,7 +121,7 @@ def _why_unpaired(candidate: Candidate, group: Sequence[Candidate], fits: Fit) -
 
 
 def _limited(rows: list[Row], limit: int | None, tally: Tally, rng: random.Random) -> list[Row]:
-    """A random choice, in order."""
+    """A random choice of rows, in their order."""
     if limit is None or len(rows) <= limit:
         return rows
     kept = [rows[index] for index in sorted(rng.sample(range(len(rows)), limit))]

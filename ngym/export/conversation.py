@@ -1,8 +1,8 @@
 """A rollout's row as a conversation in Chat form.
 
-Beyond `ngym.convert`: text parts become one string, a null content becomes "", and a call's arguments become the object
-that they spell, because templates print an object as JSON and a string as a string in quotes (transformers asks for
-objects, and vLLM makes them before it renders). Arguments that are no JSON object stay the text that the policy wrote.
+Beyond `ngym.convert`: text parts become one string, null content becomes "", and a call's arguments become an object,
+because templates print an object as JSON and a string in quotes (transformers expects objects, and vLLM parses them
+before it renders). Arguments that are not a JSON object stay the text that the policy wrote.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from ngym.export.tally import Reason
 from ngym.schema import CUT_TURNS, Json
 
 Ending = Literal["whole", "step limit", "cut"]
+"""whole: the policy ended it. step limit: every turn is complete, but more might have followed. cut: in mid-turn, so
+the policy never sampled the end of that turn."""
 QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 LONG_NUMBER = re.compile(r"\d{19}")  # orjson reads what exceeds 64 bits as a float
-
-
-"""whole: the policy ended it. step limit: every turn is whole, but there might have been more. cut: in mid-turn, so that
-an end of turn after it was never said."""
 
 
 class NoRollout(Exception):
@@ -35,7 +33,7 @@ class NoRollout(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A scored rollout. task: what its group has in common (its id and index), for rollouts with the same prompt."""
+    """A scored rollout. task: the id and index that its group shares, for rollouts with the same prompt."""
 
     task: tuple[str, int]
     reward: float
@@ -45,10 +43,10 @@ class Rollout:
 
 
 def parse(row: Json) -> Rollout | Reason:
-    """A row of wire.md, section 3; of NeMo Gym's collector, too, whose rows have no `ng`.
+    """Parse a row of wire.md, section 3, or one of NeMo Gym's collector, which has no `ng`.
 
     Raises:
-        NoRollout: it is something else.
+        NoRollout: the row has another format.
     """
     if "failure" in row or "_ng_failure_class" in row:
         return Reason.FAILED
@@ -89,7 +87,7 @@ def _task_index(row: Json) -> int:
     index: Any = row.get("_ng_task_index")
     if isinstance(index, bool) or not isinstance(index, int):
         raise NoRollout(
-            f"'_ng_task_index' must be a whole number, not {index!r:.60}; it says whose group the rollout is"
+            f"'_ng_task_index' must be a whole number, not {index!r:.60}; it identifies the rollout's group"
         )
     return index
 
@@ -108,12 +106,12 @@ def _ending(trace: Json, response: Json) -> Ending:
 
 
 class Unsayable(Exception):
-    """A conversation that the format has no form for; the message says what in it."""
+    """The format cannot represent a conversation; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """prompt: the messages that the policy was given. completion: all that followed, to the policy's last turn."""
+    """prompt: the messages that the policy received. completion: the following ones, up to the policy's last turn."""
 
     prompt: list[Json]
     completion: list[Json]
@@ -121,15 +119,15 @@ class Conversation:
 
 
 def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversation:
-    """Of a rollout's create params and its Response, whose output is the whole trajectory.
+    """The conversation of a rollout's create params and its Response, whose output is the whole trajectory.
 
     Args:
-        reasoning: keep it, in `reasoning_content`; if not, text between leading think tags goes, too.
+        reasoning: keep it in `reasoning_content`; if False, text between leading think tags is also removed.
 
     Raises:
-        Unsayable: there is no prompt, nothing was said, or an item has no chat form.
+        Unsayable: no prompt, no text of the policy, or an item without a Chat form.
     """
-    # what an agent or a gym server added on the way (a system prompt, its own tools) is echoed in the Response
+    # the Response echoes what an agent or a gym server added (a system prompt, its own tools)
     told = {name: params.get(name) or response.get(name) for name in ("instructions", "tools")}
     asked = _chat({**told, "input": params.get("input")}, "responses_create_params.input")
     output = response.get("output")
@@ -149,7 +147,7 @@ def conversation(params: Json, response: Json, *, reasoning: bool) -> Conversati
 
 
 def fingerprint(*messages: Json) -> bytes:
-    """Equal for messages that say the same, whatever ids the server gave the calls and whatever blanks surround the text."""
+    """Equal for messages with the same content, regardless of call ids and of white space around texts."""
     ordinals: dict[Any, int] = {}
     said = [_essence(message, ordinals) for message in messages]
     return hashlib.blake2b(orjson.dumps(said, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
@@ -167,7 +165,7 @@ def _for_templates(message: Json, reasoning: bool) -> Json:
     if content is None or isinstance(content, str) or all(part["type"] == "text" for part in content):
         content = content_text(content)
     result = {**message, "content": content}
-    refusal = result.pop("refusal", None)  # no template shows it
+    refusal = result.pop("refusal", None)  # templates ignore it
     if refusal:
         result["content"] = f"{content}{refusal}"
     if not reasoning and message["role"] == "assistant":
@@ -184,7 +182,7 @@ def _call(call: Json) -> Json:
 
 
 def arguments(text: str) -> Json | str:
-    """A call's arguments as the object that they spell; the text itself where they spell none, or not exactly."""
+    """A call's arguments as an object; the text itself if it is not an object, or would not be parsed exactly."""
     if not text.strip():
         return {}
     try:

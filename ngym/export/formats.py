@@ -1,7 +1,7 @@
 """The output formats, and the check of their rows.
 
-`datasets.load_dataset("json")` takes the columns' types from the first 10 MB; a key or a tool that first appears behind
-that breaks it. So one row of each shape is written first.
+`datasets.load_dataset("json")` takes the types of columns from the first 10 MB; a key or a tool that first appears
+later breaks it. So one row of each shape is written first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPEAKERS = {"system": "system", "user": "human"}
 
 
 class Shapes:
-    """Numbers for shapes, in the order in which they are met."""
+    """Assigns numbers to shapes, in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -49,7 +49,7 @@ def _shape(value: Any) -> Hashable:
         types = set(map(type, value))
         if types & {dict, list}:
             return frozenset(map(_shape, value))
-        return frozenset(kind.__name__ for kind in types)  # token ids by the thousand
+        return frozenset(kind.__name__ for kind in types)  # fast path for thousands of token ids
     return type(value).__name__
 
 
@@ -58,7 +58,7 @@ def demonstration(said: Conversation) -> Json:
 
 
 def preference(chosen: Conversation, rejected: Conversation, margin: float) -> Json:
-    """margin: by how much the chosen one's reward is larger."""
+    """margin: the difference of the rewards."""
     sides = {"prompt": chosen.prompt, "chosen": chosen.completion, "rejected": rejected.completion}
     return sides | _tools(chosen) | {"margin": margin}
 
@@ -68,17 +68,17 @@ def kto(said: Conversation, label: bool) -> Json:
 
 
 def sharegpt(said: Conversation) -> Json:
-    """As LLaMA-Factory documents it: human and gpt take turns, so do function_call and observation; parallel calls, and
-    their results, are one JSON list; reasoning stands between think tags; the tools are JSON in a string.
+    """A row as LLaMA-Factory documents it: human and gpt alternate, and so do function_call and observation; parallel
+    calls, and their results, are one JSON list; reasoning is between think tags; the tools are a JSON string.
 
     Raises:
-        Unsayable: text beside a tool call, arguments that are no object, or content that is no text.
+        Unsayable: text next to a tool call, arguments that are not an object, or content that is not text.
     """
     turns: list[Json] = []
     results: list[str] = []
     for message in said.prompt + said.completion:
         if not isinstance(message["content"], str):
-            raise Unsayable(f"a {message['role']} message holds more than text, and ShareGPT has no form for that")
+            raise Unsayable(f"a {message['role']} message has more than text, which ShareGPT cannot represent")
         if message["role"] == "tool":
             results.append(message["content"])
             continue
@@ -90,14 +90,14 @@ def sharegpt(said: Conversation) -> Json:
 
 
 def check_prompt(said: Conversation) -> None:
-    """Raises Unsayable for a prompt that cannot stand alone, as those of pairs and of KTO do."""
+    """Raise Unsayable for a prompt that is not valid without its completion, as pairs and KTO need."""
     role = said.prompt[-1]["role"]
     if role == "system":
-        raise Unsayable("the prompt ends with a system message; as a prompt it has to end with a user's or a tool's")
+        raise Unsayable("the prompt ends with a system message; it must end with a message of a user or a tool")
 
 
 def _tools(said: Conversation) -> Json:
-    # not []: some templates (Llama 3) announce tools then
+    # not []: some templates (Llama 3) announce tools for it
     return {"tools": said.tools} if said.tools else {}
 
 
@@ -109,10 +109,10 @@ def _turn(message: Json) -> Json:
     if "tool_calls" not in message:
         return {"from": "gpt", "value": before + message["content"]}
     if message["content"].strip():
-        raise Unsayable("text beside a tool call, and ShareGPT has no form for that")
+        raise Unsayable("text next to a tool call, which ShareGPT cannot represent")
     functions = [call["function"] for call in message["tool_calls"]]
     if not all(isinstance(function["arguments"], dict) for function in functions):
-        raise Unsayable("a call whose arguments are no JSON object, and ShareGPT has no form for that")
+        raise Unsayable("a call whose arguments are not a JSON object, which ShareGPT cannot represent")
     return {"from": "function_call", "value": before + _text(functions[0] if len(functions) == 1 else functions)}
 
 

@@ -1,4 +1,4 @@
-"""What is to be exported? The command line as a value; what makes no sense together is refused."""
+"""The options of an export; combinations without a meaning are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 FULL_MARKS = 1.0
 WITH_BEST: tuple[Format, ...] = ("demonstrations", "sharegpt", "rollouts")
-WITH_THRESHOLD: tuple[Format, ...] = ("demonstrations", "kto", "sharegpt")  # the others take every reward if not told
+WITH_THRESHOLD: tuple[Format, ...] = ("demonstrations", "kto", "sharegpt")  # the others accept every reward by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line of ng_export, see its --help. None: not given."""
+    """The options of ng_export, see its --help. None: not given."""
 
     format: Format
     inputs: tuple[Path, ...]
@@ -49,7 +49,7 @@ class Options:
 
     @property
     def threshold(self) -> float:
-        """The reward that an example to follow has at least."""
+        """The lowest reward of an example to imitate."""
         if self.min_reward is not None:
             return self.min_reward
         return FULL_MARKS if self.format in WITH_THRESHOLD else -math.inf
@@ -60,14 +60,14 @@ class Options:
 
     @property
     def pairs_per_task(self) -> int | None:
-        """None: as many as the strategy finds."""
+        """The limit of pairs per task; None: no limit."""
         if self.max_pairs is None and self.strategy == "best-worst":
             return 1
         return self.max_pairs
 
     @property
     def imitated(self) -> bool:
-        """Whether a trainer learns to say all that is exported."""
+        """Whether a trainer imitates every exported row."""
         return self.format in ("demonstrations", "sharegpt")
 
     def _check_numbers(self) -> None:
@@ -78,7 +78,7 @@ class Options:
     def _check_combinations(self) -> None:
         if self.best is not None and self.format not in WITH_BEST:
             instead = "; --max-pairs bounds the pairs of a task" if self.format == "preferences" else ""
-            raise UsageError(f"--best means nothing with --format {self.format}{instead}")
+            raise UsageError(f"--best has no effect with --format {self.format}{instead}")
         pair_options = {"--pairs": self.pairs, "--margin": self.margin, "--max-pairs": self.max_pairs}
         for name, value in pair_options.items():
             if value is not None and self.format != "preferences":
@@ -89,11 +89,11 @@ class Options:
                 ("--keep-truncated", self.keep_truncated),
             ):
                 if given:
-                    raise UsageError(f"{name} means nothing with --format rollouts, whose rows are copied as they are")
+                    raise UsageError(f"{name} has no effect with --format rollouts, whose rows are copied unchanged")
 
     def _check_files(self) -> None:
         if not self.inputs:
-            raise UsageError("--input FILE is missing: rollouts, as ng_collect_rollouts writes them")
+            raise UsageError("--input FILE is missing: rollouts of ng_collect_rollouts")
         for number, path in enumerate(self.inputs):
             if not path.is_file():
                 raise UsageError(f"{path}: no such file (--input){_near(path)}")

@@ -1,4 +1,4 @@
-"""Exports rollouts: reads them, chooses, writes the files, and reports what was left out."""
+"""Exports rollouts: reads and chooses them, writes the file, and reports what was left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-REREAD = 64  # conversations that are kept for the next pairs of their task
+REREAD = 64  # conversations that are cached for the next pairs of their task
 
 
 def table(tally: Tally, options: Options) -> Table:
@@ -41,7 +41,7 @@ def table(tally: Tally, options: Options) -> Table:
 
 
 def as_object(tally: Tally, options: Options, seconds: float) -> Json:
-    """The one object that --json prints. output: null where nothing was written."""
+    """The object that --json prints. output: null if nothing was written."""
     written = tally.rows > 0 and not options.dry_run
     return {
         "format": options.format,
@@ -53,7 +53,7 @@ def as_object(tally: Tally, options: Options, seconds: float) -> Json:
 
 def _lines(tally: Tally, options: Options) -> Iterator[tuple[str, str, str]]:
     """Name, number, remark."""
-    yield "rollouts", f"{tally.read:,}", f"{tally.tasks:,} tasks have some that can be used"
+    yield "rollouts", f"{tally.read:,}", f"{tally.tasks:,} tasks with usable ones"
     for reason in Reason:
         if tally.dropped[reason]:
             yield "left out", f"{tally.dropped[reason]:,}", _told(reason, options)
@@ -74,14 +74,14 @@ def _kept(tally: Tally, options: Options) -> str:
 
 
 def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int], None] = lambda lines: None) -> Tally:
-    """Write the output; where no row is left, or with --dry-run, there is none, and what was there stays.
+    """Write the output. If no row is left, or with --dry-run, nothing is written and an existing file stays.
 
     Args:
-        show: given the first row with --dry-run.
-        tick: told how many lines were read, after every line.
+        show: receives the first row with --dry-run.
+        tick: receives the number of lines read, after every line.
 
     Raises:
-        UsageError: lines of the input that are no rollouts.
+        UsageError: lines of the input are not rollouts.
         WriteFailed: the output cannot be written.
     """
     tally = Tally()
@@ -102,7 +102,7 @@ def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int]
 
 
 class Renderer:
-    """Rows -> the bytes of their lines, without newlines; the second reading of the inputs."""
+    """Renders rows to lines without newlines, in a second pass over the inputs."""
 
     def __init__(self, options: Options, sources: list[BinaryIO]) -> None:
         self._options = options
@@ -142,7 +142,7 @@ class Renderer:
     def _changed(self, place: Place) -> UsageError:
         path = self._options.inputs[place.file]
         return UsageError(
-            f"{path} changed while it was read (at byte {place.start}); export again when nobody writes it"
+            f"{path} changed while it was read (at byte {place.start}); export again when no process writes it"
         )
 
 

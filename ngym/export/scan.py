@@ -1,4 +1,4 @@
-"""The first reading: every line of every input -> a Candidate, or a count under the reason why it is not used."""
+"""The first pass of an export: every input line becomes a Candidate, or is counted under the reason why not."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ngym.schema import Json
 
 
 class Scan:
-    """One first reading.
+    """One first pass over the inputs.
 
     Args:
-        tally: every rollout that is left out here is counted in it.
-        tick: told how many lines were read, after every line.
+        tally: counts every rollout that is left out here.
+        tick: receives the number of lines read, after every line.
     """
 
     def __init__(self, options: Options, tally: Tally, tick: Callable[[int], None] = lambda lines: None) -> None:
@@ -31,10 +31,10 @@ class Scan:
         self._shapes = Shapes()
 
     def candidates(self) -> list[Candidate]:
-        """In the order of the inputs and their lines.
+        """The candidates, in the order of the inputs and their lines.
 
         Raises:
-            UsageError: lines that are no rollouts; the first 20 are named.
+            UsageError: lines are not rollouts; the message names the first 20.
         """
         bad: list[str] = []
         bad_count = 0
@@ -62,7 +62,7 @@ class Scan:
         return found
 
     def _outcome(self, path: Path, number: int, line: Line) -> Candidate | Reason | None:
-        """None: counted already."""
+        """The candidate of a line, or the reason to drop it; None if it is already counted."""
         if line.problem is not None:
             if not line.complete:
                 return Reason.TORN
@@ -79,7 +79,7 @@ class Scan:
             return None
 
     def _unfit(self, rollout: Rollout) -> Reason | None:
-        """Why the format would lie about it, or why it is not wanted."""
+        """Why the format cannot represent the rollout truthfully, or why it is filtered out."""
         options = self.options
         good = rollout.reward >= options.threshold
         if options.format == "rollouts":
@@ -92,8 +92,8 @@ class Scan:
         return Reason.LOW if options.imitated and not good else None
 
     def _candidate(self, place: Place, rollout: Rollout, row: Json) -> Candidate | Reason:
-        """Raises Unsayable."""
-        if self.options.format == "rollouts":  # copied as they are: nothing has to be said, only told apart
+        """The candidate, or DUPLICATE. Raises Unsayable."""
+        if self.options.format == "rollouts":  # copied unchanged: needs only an identity
             if self.options.dedupe and self._seen(_identity(rollout)):
                 return Reason.DUPLICATE
             return Candidate(place, self._task(rollout), rollout.reward, True, b"", self._shapes.number(row))
@@ -111,7 +111,7 @@ class Scan:
         )
 
     def _sayable(self, rollout: Rollout) -> Conversation:
-        """Raises Unsayable, also for what Chat has a form for but the format has none."""
+        """The conversation; raises Unsayable if Chat or the format cannot represent it."""
         said = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
         if self.options.format == "sharegpt":
             sharegpt(said)
@@ -124,7 +124,7 @@ class Scan:
         return whole and rollout.reward >= self.options.threshold
 
     def _task(self, rollout: Rollout, prompt: bytes = b"") -> int:
-        """The number of its group. Rollouts of one task that were given other prompts or tools are no group."""
+        """The number of its group. Rollouts of one task with different prompts or tools are different groups."""
         return self._tasks.setdefault((*rollout.task, prompt), len(self._tasks))
 
     def _seen(self, identity: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Candidates for export, and what is counted and left out."""
+"""Candidates for export, and the counts of kept and dropped rollouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_UNSAYABLE = 5
 
 
 class Place(NamedTuple):
-    """A line of an input: which file, and its bytes [start, end)."""
+    """A line of an input: the index of the file, and its bytes [start, end)."""
 
     file: int
     start: int
@@ -26,8 +26,8 @@ class Place(NamedTuple):
 class Candidate:
     """A rollout that the format may use.
 
-    task: the number of its group. exemplary: may be imitated (else it is only good as a bad example).
-    words: fingerprint of what the policy said, over all turns. shape: the number of its columns' types (shapes.py).
+    task: the number of its group. exemplary: may be imitated (else it can only be a bad example).
+    words: fingerprint of the policy's text, over all turns. shape: the number of its columns' types (formats.Shapes).
     """
 
     place: Place
@@ -39,7 +39,7 @@ class Candidate:
 
 
 class Single(NamedTuple):
-    """One rollout as a row of the output. label: whether KTO calls it desirable."""
+    """One rollout as a row of the output. label: whether it is desirable for KTO."""
 
     candidate: Candidate
     label: bool
@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """By how much the chosen one's reward is larger."""
+        """The difference of the rewards."""
         return round(self.chosen.reward - self.rejected.reward, 9)
 
 
@@ -93,16 +93,16 @@ class Reason(Enum):
 _TOLD = {
     Reason.FAILED: "failed attempts",
     Reason.UNSCORED: "not scored (reward null)",
-    Reason.TORN: "a torn last line: whoever wrote the file was stopped",
+    Reason.TORN: "a torn last line: the writer of the file was stopped",
     Reason.CUT: "cut off in mid-turn (token limit or context)",
     Reason.TRUNCATED: "stopped by the step limit (--keep-truncated keeps them)",
     Reason.LOW: "reward under --min-reward",
-    Reason.UNSAYABLE: "the format cannot say it",
+    Reason.UNSAYABLE: "the format cannot represent it",
     Reason.DUPLICATE: "the same conversation again (--dedupe)",
-    Reason.NOT_BEST: "better ones of the same task (--best)",
+    Reason.NOT_BEST: "worse than others of the same task (--best)",
     Reason.ALONE: "the only one of its task",
-    Reason.NO_PARTNER: "no partner in its task: reward too near, or the same words",
-    Reason.SPARE: "its task has its pairs without it (--pairs, --max-pairs)",
+    Reason.NO_PARTNER: "no partner in its task: reward too close, or the same text",
+    Reason.SPARE: "not needed for the pairs of its task (--pairs, --max-pairs)",
     Reason.LIMIT: "more than --limit",
 }
 
@@ -111,8 +111,8 @@ _TOLD = {
 class Tally:
     """The numbers of one export.
 
-    read: rollouts in the input. kept: those of them that stand in the output. tasks: whose rollouts were usable.
-    unsayable: place and reason of the first few. labels, margins: of the rows written, where the format has them.
+    read: rollouts in the input. kept: those in the output. tasks: tasks with usable rollouts.
+    unsayable: place and reason of the first few. labels, margins: of the written rows, if the format has them.
     """
 
     read: int = 0
@@ -133,7 +133,7 @@ class Tally:
             self.unsayable.append(where)
 
     def count(self, rows: Sequence[Row]) -> None:
-        """These are written."""
+        """Count the rows to write."""
         self.rows = len(rows)
         self.kept = len(used(rows))
         self.labels = Counter(row.label for row in rows if isinstance(row, Single))
@@ -156,5 +156,5 @@ class Tally:
 
 
 def used(rows: Iterable[Row]) -> set[Candidate]:
-    """The rollouts that stand in these rows."""
+    """The rollouts in these rows."""
     return {candidate for row in rows for candidate in row.candidates}

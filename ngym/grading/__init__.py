@@ -1,1 +1,1 @@
-"""Tools for verifiers: answer extraction, comparison of text and numbers, rewards, and LLM judges."""
+"""Tools for verifiers: answer extraction, comparison of texts and numbers, rewards, and LLM judges."""

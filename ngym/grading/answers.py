@@ -1,9 +1,9 @@
-r"""Where is the answer in what a model wrote? The last one counts, and a hedge ("A or B") is no answer.
+r"""Extracts the final answer from a model's text. The last answer counts, and a hedge ("A or B") is not an answer.
 
-One policy for all functions here: text up to `</think>` is reasoning and holds no answer; among several answers of one
-kind the last wins; a `\boxed{...}` outranks an "answer is ..." phrase, which outranks everything unmarked; a box that
-was opened and never closed was cut off, and is no answer. Boxes are looked for in the last BOX_WINDOW characters, all
-else in the last WINDOW. Time is linear in the text, whatever it is.
+All functions share these rules: text up to `</think>` is reasoning and has no answer; among several answers of one kind
+the last one wins; a `\boxed{...}` outranks an "answer is ..." phrase, which outranks unmarked text; a box that is never
+closed was cut off, and is not an answer. Boxes are searched in the last BOX_WINDOW characters, everything else in the
+last WINDOW. The time is linear in the length of any text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?:(?<![)\]}])[-+])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}\b)?"
     r"|(?<![\w.])(?:(?<![)\]}])[-+])?\.[0-9]+"
 )
-_CONTEXT = 60  # characters on each side of a number that say whether it is part of a formula
+_CONTEXT = 60  # characters on each side of a number that decide whether it is part of a formula
 _OPERAND_BEFORE = re.compile(
     r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])\s*(?:[-+*/^\u00d7\u00f7\u00b7\u2044\u2013\u2014]|\\(?:times|cdot|div|pm|over)\b)\s*$"
     r"|[0-9][:(]$|[\^_]\s*\{?$|\u221a\s*\(?$"
@@ -61,7 +61,7 @@ _CLOSERS = " \t\n()[]{}.:;,!*$_`"
 def last_text(response: Mapping[str, Any]) -> str:
     """The text of the last assistant message of a Responses-API response; "" if it has none.
 
-    Of a text longer than TEXT_LIMIT characters it is the end, so that no verifier holds the event loop of its service.
+    Only the end of a text longer than TEXT_LIMIT characters is returned, so that no verifier blocks its event loop.
     """
     for item in reversed(response.get("output") or []):
         if item.get("type", "message") == "message" and item.get("role") == "assistant":
@@ -83,13 +83,13 @@ def _end(text: str) -> str:
 
 
 def without_reasoning(text: str) -> str:
-    """What follows the last `</think>`; nothing, if a `<think>` was opened and never closed."""
+    """The text after the last `</think>`; "" after a `<think>` that is never closed."""
     _, _, rest = text.rpartition("</think>")
     return rest.partition("<think>")[0] if "<think>" in rest else rest
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}`; of boxes in boxes, the innermost that is all there is."""
+    r"""The content of the last complete `\boxed{...}`; a box that only contains a box is unwrapped."""
     text = text[-BOX_WINDOW:]
     found: tuple[int, int] | None = None
     opened: list[tuple[bool, int]] = []
@@ -135,13 +135,13 @@ def fenced(text: str) -> str | None:
 
 
 def move(text: str) -> str:
-    """A move of a game: the content of the last box after the reasoning, else the last line that is not empty."""
+    """A move of a game: the content of the last box after the reasoning, else the last non-empty line."""
     text = without_reasoning(text)
     return boxed(text) or next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def short(text: str) -> str | None:
-    """A short answer in words: the last box, else what the last "answer is" names, else the last line that has a word."""
+    """A short text answer: the last box, else the text after the last "answer is", else the last line with a word."""
     text = _answering(text)
     marked = boxed(text)
     if marked is None:
@@ -153,9 +153,9 @@ def short(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """The last number, of the last box if there is one, else of the whole text. `1,234` and `-3.5e2` are numbers.
+    """The last number of the last box if there is one, else of the text. `1,234` and `-3.5e2` are numbers.
 
-    A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`) is no answer.
+    A last number that is part of a formula (`1-7`, `7\N{SUPERSCRIPT TWO}`, `\\frac{1}{7}`) is not an answer.
     """
     text = _answering(text)
     box = boxed(text)
@@ -167,14 +167,14 @@ def number(text: str) -> Decimal | None:
 
 
 def same_number(found: Decimal, expected: Decimal) -> bool:
-    """Whole numbers must be equal; others may differ in the sixth digit, as printed floats do."""
+    """Whether two numbers agree: integers must be equal; others may differ in the sixth digit, as printed floats do."""
     if expected == expected.to_integral_value():
         return found == expected
     return abs(found - expected) <= RELATIVE_TOLERANCE * abs(expected)
 
 
 def formula(text: str) -> str | None:
-    r"""The final formula: the last box, else what the last "answer is" names, else the last `$...$`, else a number."""
+    r"""The final formula: the last box, else what follows the last "answer is", the last `$...$`, or a number."""
     text = _answering(text)
     box = boxed(text)
     if box is not None:
@@ -191,21 +191,21 @@ def formula(text: str) -> str | None:
     numbers = list(_NUMBER.finditer(plain))
     if not numbers:
         return None
-    place = numbers[-1].start()  # in `\frac{10}{9}` without dollars, the answer is no 9
+    place = numbers[-1].start()  # in `\frac{10}{9}` without dollars, the answer is not 9
     around = [word.group() for word in _COMMAND.finditer(plain) if word.start() <= place < word.end()]
     if around:
         return around[0].rstrip(".,;")
     if _stands_alone(plain, numbers[-1]):
         return numbers[-1].group()
     word = next(word.group() for word in _WORD.finditer(plain) if word.start() <= place < word.end()).strip(".,;:")
-    return word if word != numbers[-1].group() else None  # `9/7` is a formula, the 7 of `9 / 7` is none
+    return word if word != numbers[-1].group() else None  # `9/7` is a formula, the 7 of `9 / 7` is not
 
 
 def lettered(text: str, options: Mapping[str, str]) -> str | None:
-    """The chosen option's letter: by the last box, else the last "answer is" phrase, else the last line alone.
+    """The letter of the chosen option: from the last box, else the last "answer is" phrase, else the last line alone.
 
-    Each of the three may hold the letter (`B`, `(B)`, `B: Paris`, `B because ...`) or exactly one option's text.
-    Where the first of them that is there names no single option, there is no answer.
+    Each of the three may have the letter (`B`, `(B)`, `B: Paris`, `B because ...`) or exactly one option's text. If the
+    first one that exists does not name a single option, there is no answer.
 
     Args:
         options: letter -> text of the option.
@@ -221,7 +221,7 @@ def lettered(text: str, options: Mapping[str, str]) -> str | None:
 
 
 def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
-    """The one letter that a short text consists of or begins with as a label; None for a word, a list or a hedge."""
+    """The letter that is a short text or its leading label; None for a word, a list or a hedge."""
     match = _LETTER.match(unwrapped(fragment))
     if match is None or _ANOTHER.match(match.group(2)):
         return None
@@ -232,7 +232,7 @@ def letter_of(fragment: str, letters: Mapping[str, str]) -> str | None:
 
 
 def option_of(fragment: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the one option that a short text says, with or without its letter: `Paris`, `B`, `(B) Paris.`"""
+    """The letter of the only option that a short text names, with or without its letter: `Paris`, `B`, `(B) Paris.`"""
     said = canonical(fragment)
     hits = [
         letter
@@ -243,7 +243,7 @@ def option_of(fragment: str, options: Mapping[str, str]) -> str | None:
 
 
 def canonical(text: str) -> str:
-    """For comparing short texts: lower case, single spaces, no LaTeX or Markdown wrapping, brackets and end marks."""
+    """Normalize a short text: lower case, single spaces, no LaTeX or Markdown wrapping, brackets or end marks."""
     return " ".join(re.sub(r"[()\[\]*_`$]|[.:;,!](?=\s|$)", " ", unwrapped(text)).casefold().split())
 
 
@@ -253,7 +253,7 @@ def unwrapped(text: str) -> str:
 
 
 def _answering(text: str) -> str:
-    """The text after the reasoning; nothing, if all that it has is a box that was cut off."""
+    """The text after the reasoning; "" if its only box was cut off."""
     text = without_reasoning(text)
     return "" if "\\boxed" in text[-BOX_WINDOW:] and boxed(text) is None else text
 
@@ -264,7 +264,7 @@ def _delimited(text: str) -> str | None:
 
 
 def _stands_alone(text: str, found: re.Match[str]) -> bool:
-    """Whether a number is a value of its own, not an operand, an exponent, a base or a part of a fraction."""
+    """Whether a number is a separate value, not an operand, an exponent, a base or a part of a fraction."""
     before, after = text[max(0, found.start() - _CONTEXT) : found.start()], text[found.end() : found.end() + _CONTEXT]
     if _OPERAND_BEFORE.search(before) or (found.group()[0] in "-+" and _SIGN_AFTER_OPERAND.search(before)):
         return False
@@ -272,6 +272,6 @@ def _stands_alone(text: str, found: re.Match[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    r"""Signs, digits and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`; nothing invisible."""
+    r"""Signs, digits and separators as ASCII: a typographic minus -> `-`, `1{,}234` -> `1,234`; no invisible ones."""
     text = visible(text).replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\,", "").replace("\\!", "")
     return text if text.isascii() else "".join(str(unicodedata.decimal(c, c)) for c in text)

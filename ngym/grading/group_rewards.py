@@ -1,6 +1,6 @@
-"""Rewards that only a comparison gives: `/verify` leaves them open, `/verify_group` gives them to all rollouts of a task at once.
+"""Comparative rewards: `/verify` leaves them pending, and `/verify_group` sets them for all rollouts of a task at once.
 
-A row whose reward is open says `"reward": null, "reward_pending": "group"`: for whoever knows no groups it is unscored.
+A pending row has `"reward": null, "reward_pending": "group"`: clients without support for groups see it as unscored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def is_pending(row: Json) -> bool:
 
 
 async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
-    """The rows of one task with the rewards that they get beside one another. post: of their agent, or gym server.
+    """The rows of one task with their comparative rewards. post: that of their agent or gym server.
 
     Raises:
-        ServiceError: there is no answer, or none that can be used.
+        ServiceError: no answer, or not a valid one.
     """
     answer = await post(ROUTE, {"rollouts": [_shown(row) for row in rows]}, timeout=TIMEOUT_S, idempotent=True)
     outcomes = answer.get("rollouts") if isinstance(answer, dict) else None
@@ -39,7 +39,7 @@ async def verified_together(post: Post, rows: Sequence[Json]) -> list[Json]:
 
 
 async def judged(post: Post, rows: Sequence[Json]) -> list[Json]:
-    """The same, but an error leaves the rows unscored, and they say why."""
+    """As `verified_together`, but an error leaves the rows unscored, with the reason."""
     try:
         return await verified_together(post, rows)
     except ServiceError as error:
@@ -52,7 +52,7 @@ def unjudged(row: Json, failure: str, reason: str) -> Json:
 
 
 def rescored(row: Json, outcome: Json) -> Json:
-    """A row with what a verifier said later: its fields, its reward, and what follows from them in `ng`."""
+    """A row with a verifier's new fields and reward, and the derived values in `ng`."""
     kept = {name: value for name, value in row.items() if name != PENDING}
     trace = row.get("ng")
     if not isinstance(trace, dict):

@@ -1,6 +1,6 @@
-"""Which number, unit or day does a short answer name? One, written as digits or words, or none at all.
+"""Parses a short answer as a number, a unit or a date, written in digits or words.
 
-The whole text has to be the number or the date: `12 or 13` names none, and `3/4/2021`, which is two dates, names none.
+The whole text must be the number or the date: `12 or 13` is not a number, and `3/4/2021` is ambiguous.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _one_unit(text: str) -> str | None:
 
 
 def apart(text: str) -> str:
-    """With a `^` between a digit and a raised, lowered, circled or broken one, which NFKC would join: `7\u00b2` is not 72."""
+    """Insert `^` before a superscript, subscript or similar digit, which NFKC would join: `7\u00b2` is not 72."""
     return _SMALL_DIGITS.sub("^", text)
 
 
@@ -106,7 +106,7 @@ def close(expected: float, found: float, tolerance: float) -> bool:
 
 
 def quantity(text: str) -> Decimal | None:
-    """The number that the text is: `1,234.5`, `-3e2`, `2.5 million`, `forty-two`; currency and unit are not part of it."""
+    """The number of a text: `1,234.5`, `-3e2`, `2.5 million`, `forty-two`; currency and unit are not part of it."""
     said = _plain(text)
     match = _DIGITS.fullmatch(said)
     if match is None:
@@ -137,7 +137,7 @@ def _in_words(text: str) -> Decimal | None:
 
 
 def day(text: str) -> date | None:
-    """The day that the text is: `2021-03-04`, `4 March 2021`, `4th of March, 2021`, `Mar. 4, 2021`."""
+    """The date of a text: `2021-03-04`, `4 March 2021`, `4th of March, 2021`, `Mar. 4, 2021`."""
     said = " ".join(_plain(text).replace(",", " ").replace(". ", " ").split())
     if match := _ISO.fullmatch(said):
         year, month, number = map(int, match.groups())

@@ -1,8 +1,8 @@
-"""The rewards of stored rollouts, computed anew: a verifier was mended, and no model is asked again.
+"""Re-scores stored rollouts after a change of a verifier; no model is asked.
 
-row -> a session of its task -> its tool calls, made again -> /verify with its response -> the row with the new reward
+row -> a session of its task -> its tool calls, repeated -> /verify with its response -> the row with the new reward
 
-What a tool answered then stays in the response; the calls are made again only so that the session is what it was.
+The stored tool outputs stay in the response; the calls are repeated only to restore the state of the session.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ngym.schema import Json
 
 
 class Again(NamedTuple):
-    """A rollout with its reward from before and its new one. failure: why there is none; the row is then as it was."""
+    """A rollout with its old and its new reward. failure: why there is no new one; the row is then unchanged."""
 
     row: Json
     before: float | None
@@ -30,7 +30,7 @@ class Again(NamedTuple):
 
 
 async def reverified(rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_once: int) -> AsyncIterator[Again]:
-    """Each row's new reward, in the order of the rows. gym_of: who scores a row."""
+    """Each row's new reward, in the order of the rows. gym_of: row -> its gym server."""
     under_way: deque[asyncio.Task[Again]] = deque()
     try:
         for row in rows:
@@ -45,10 +45,10 @@ async def reverified(rows: Iterable[Json], gym_of: Callable[[Json], Peer], at_on
 
 
 async def verified(row: Json, gym: Peer) -> Json:
-    """What /verify answers now, in a session in which the rollout's tool calls were made again.
+    """The answer of /verify, in a session in which the rollout's tool calls were repeated.
 
     Raises:
-        ServiceError: it cannot be verified.
+        ServiceError: the row cannot be verified.
     """
     session = gym.session()
     seeded = (await session.post("/seed_session", row)) or {}
@@ -69,7 +69,7 @@ async def _again(row: Json, gym: Peer) -> Again:
 
 
 async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> None:
-    """Each call that reached the gym server. One whose error the model read then may fail in the same way now."""
+    """Repeat each call that reached the gym server. A call whose error the model read may fail in the same way."""
     refused = {item.get("call_id") for item in row["response"].get("output") or [] if _is_an_error(item)}
     for call in calls_in(row["response"]):
         if call.name not in tools or call.arguments is None:
@@ -83,6 +83,6 @@ async def _repeat_calls(row: Json, session: PeerSession, tools: set[str]) -> Non
 
 
 def _is_an_error(item: Json) -> bool:
-    """Whether it is a tool's output that begins as `RolloutContext.call_tool` begins an error."""
+    """Whether it is a tool output that `RolloutContext.call_tool` marks as an error."""
     said = item.get("output")
     return item.get("type") == "function_call_output" and isinstance(said, str) and said.startswith("Error: ")

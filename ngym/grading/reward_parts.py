@@ -1,4 +1,4 @@
-"""What is a rollout worth? Parts with weights, then shaping; what was measured and what is paid are both reported.
+"""Composes rewards from weighted parts and shaping terms; reports both the measured parts and the rewarded components.
 
 Every function returns the fields that `verify` returns: `reward`, `reward_components` (their sum is the reward) and
 `raw_reward`, the reward before shaping. A part that could not be measured is None, and makes the reward None: never 0.
@@ -20,9 +20,9 @@ def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float], *,
     """The weighted sum of the parts.
 
     Args:
-        parts: name -> 0 to 1, or None where it could not be measured.
-        weights: name -> weight; a part without one is reported nowhere, a weight of 0 measures without paying.
-        gate: a part that has to be above 0 for any other to count (no pay for a quick wrong answer).
+        parts: name -> 0 to 1, or None if it could not be measured.
+        weights: name -> weight; a part without one is not reported, a weight of 0 reports it without a reward.
+        gate: a part that must be above 0 for any other to count (no reward for a quick wrong answer).
     """
     missing = [name for name, weight in weights.items() if weight and parts[name] is None]
     shut = gate is not None and parts[gate] is not None and not parts[gate]
@@ -35,33 +35,35 @@ def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float], *,
 
 
 def efficiency(needed: float, used: float) -> float:
-    """1 where no more was used than needed, then needed / used; for calls, turns, tokens."""
+    """1 if no more was used than needed, else needed / used; for calls, turns, tokens."""
     return 1.0 if used <= needed else needed / used
 
 
 class Shaping(BaseModel):
-    """What a stanza adds to the reward of its environment; all of it is off unless it is set."""
+    """Shaping terms that a stanza adds to the reward of its environment; all are off by default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    overlong_limit: int | None = Field(default=None, ge=1, description="Tokens; from limit - buffer on it costs.")
+    overlong_limit: int | None = Field(default=None, ge=1, description="Tokens; the cost begins at limit - buffer.")
     overlong_buffer: int = Field(
         default=512, ge=1, description="Tokens over which the cost grows from 0 to its weight."
     )
     overlong_weight: float = Field(default=1.0, ge=0, description="The cost of an answer at the limit.")
     length_target: int | None = Field(default=None, ge=1, description="Characters of the final text.")
     length_weight: float = Field(default=0.1, ge=0, description="Cost of a text of twice the target, or of no text.")
-    format: Literal["none", "boxed", "one_line"] = Field(default="none", description="What the final text has to have.")
-    format_weight: float = Field(default=0.1, ge=0, description="Cost of a final text without it.")
-    free_calls: int | None = Field(default=None, ge=0, description="Tool calls that cost nothing.")
-    call_weight: float = Field(default=0.05, ge=0, description="Cost of each further one.")
-    max_call_cost: float = Field(default=0.5, ge=0, description="All of them together cost no more than this.")
+    format: Literal["none", "boxed", "one_line"] = Field(
+        default="none", description="The required format of the final text."
+    )
+    format_weight: float = Field(default=0.1, ge=0, description="Cost of a final text without the format.")
+    free_calls: int | None = Field(default=None, ge=0, description="Tool calls without a cost.")
+    call_weight: float = Field(default=0.05, ge=0, description="Cost of each further tool call.")
+    max_call_cost: float = Field(default=0.5, ge=0, description="The largest total cost of tool calls.")
 
 
 def shaped(outcome: Mapping[str, Any], response: Mapping[str, Any], shaping: Shaping) -> Json:
-    """The outcome with the shaping terms added as components; `raw_reward` is what it was before.
+    """The outcome with the shaping terms added as components; `raw_reward` is the reward without them.
 
-    A term that cannot be measured (the response tells no tokens) is None, and so is the reward then.
+    If a term cannot be measured (the response has no token count), it is None, and so is the reward.
     """
     raw = outcome["reward"]
     terms = shaping_terms(response, shaping)
@@ -77,7 +79,7 @@ def shaped(outcome: Mapping[str, Any], response: Mapping[str, Any], shaping: Sha
 
 
 def shaping_terms(response: Mapping[str, Any], shaping: Shaping) -> dict[str, float | None]:
-    """Each term that is on, 0 or less; None where the response does not tell what it needs."""
+    """Each enabled term, 0 or less; None if the response lacks its data."""
     text = without_reasoning(last_text(response)).strip()
     terms: dict[str, float | None] = {}
     if shaping.overlong_limit is not None:

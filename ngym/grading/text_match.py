@@ -1,7 +1,7 @@
-"""Are two short answers the same words? SQuAD's exact match and F1, with signs, accents and decimals treated with care.
+"""Compares short answers by SQuAD's exact match and F1, with careful handling of signs, accents and decimals.
 
-Unlike SQuAD's own normaliser, this one keeps what carries meaning: `-5` is not `5`, `3.5` is not `35`, `C++` is not `C`,
-and `Vitamin A` keeps its letter. Hyphens and slashes part words; full stops and apostrophes in words vanish.
+Unlike SQuAD's normaliser, this one keeps meaningful characters: `-5` is not `5`, `3.5` is not `35`, `C++` is not `C`,
+and `Vitamin A` keeps its letter. Hyphens and slashes separate words; full stops and apostrophes in words are removed.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _TOKEN = re.compile(
 
 
 def visible(text: str) -> str:
-    """The text without characters that nobody sees: zero-width spaces, soft hyphens, directional marks."""
+    """The text without invisible characters: zero-width spaces, soft hyphens, directional marks."""
     return "".join(c for c in text if c.isascii() or unicodedata.category(c) != "Cf")
 
 
 def unmasked(text: str) -> str:
-    """What the text looks like: visible, full-width and Cyrillic or Greek look-alikes as Latin letters."""
+    """The text as it looks: visible characters, with full-width and Cyrillic or Greek look-alikes as Latin letters."""
     return visible(unicodedata.normalize("NFKC", text)).translate(_LOOK_ALIKES)
 
 
 def normal(text: str) -> str:
-    """A short text for comparison: case, accents of Latin letters, punctuation and articles are gone; numbers are plain."""
+    """Normalize a short text: no case, accents of Latin letters, punctuation or articles; plain numbers."""
     words = tokens(text)
     kept = [word for word in words[:-1] if word not in ARTICLES] + words[-1:]
     return " ".join(kept)
 
 
 def tokens(text: str) -> list[str]:
-    """The words, numbers and meaningful signs (`+ % $ #`) of a text, in one spelling each."""
+    """The words, numbers and meaningful signs (`+ % $ #`) of a text, each in one canonical spelling."""
     text = visible(unicodedata.normalize("NFKC", apart(text)).casefold().translate(_SAME))
     text = unicodedata.normalize("NFC", _ACCENT.sub("", unicodedata.normalize("NFD", text)))
     return [word for word in map(_spelled, _TOKEN.findall(text)) if word]
@@ -65,7 +65,7 @@ def _spelled(token: str) -> str:
 
 
 def exact(found: str, accepted: Iterable[str]) -> bool:
-    """Whether the text is one of the accepted ones; a text of which nothing is left equals none."""
+    """Whether the text is one of the accepted ones; a text that is empty after normalization is not."""
     said = normal(found)
     return bool(said) and any(said == normal(text) for text in accepted)
 

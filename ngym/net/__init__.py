@@ -1,1 +1,1 @@
-"""Connections: authentication, TLS, connection and JSON limits, retries, and the choice of a replica."""
+"""Networking: authentication, TLS, limits of connections and JSON, retry budgets, and load balancing."""

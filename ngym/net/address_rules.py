@@ -1,4 +1,4 @@
-"""Which addresses may a config name, and which of them does only this machine reach?"""
+"""Checks of addresses: loopback detection, and the URLs that a config may name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens at this address or name."""
+    """Whether only this machine can reach this address or name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -17,23 +17,23 @@ def is_loopback(host: str) -> bool:
 
 
 def wrong_url(url: str) -> str | None:
-    """Why no service of a config can be at this address, or None. The text shows no credentials."""
+    """Why this URL is not valid for a service of a config, or None. The text shows no credentials."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 (it raises for a port that is none)
+        parts.port  # noqa: B018 (it raises for an invalid port)
     except ValueError as error:
-        return f"{url!r} is no URL ({error})"
+        return f"{url!r} is not a URL ({error})"
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "\\" in url:
-        return f"{url!r} is no service URL; write http://host:port or https://host:port"
+        return f"{url!r} is not a service URL; write http://host:port or https://host:port"
     if "@" in parts.netloc:
-        return f"the URL of {parts.hostname} carries credentials; name the variable of a token with token_env instead"
+        return f"the URL of {parts.hostname} has credentials; use token_env with the variable of a token instead"
     if _is_link_local(parts.hostname):
-        return f"{url!r}: link-local addresses are those of cloud metadata, not of services"
+        return f"{url!r}: link-local addresses belong to cloud metadata services"
     return None
 
 
 def _is_link_local(host: str) -> bool:
-    """In whichever way it is written: `169.254.169.254`, `0xa9fea9fe`, `[::ffff:169.254.169.254]`."""
+    """Whether it is link-local in any notation: `169.254.169.254`, `0xa9fea9fe`, `[::ffff:169.254.169.254]`."""
     with contextlib.suppress(OSError):
         return ipaddress.ip_address(socket.inet_aton(host)).is_link_local
     with contextlib.suppress(ValueError):

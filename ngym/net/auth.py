@@ -1,7 +1,7 @@
-"""Access to services: callers with a token where the run is locked, programs of this machine where it is open.
+"""Access control of services: a locked run requires a token, an open run accepts programs of this machine.
 
-The run's token opens every route but GET /health; the weights and the like want the admin token. An open run listens on loopback,
-where a browser lets every web page send requests; `Visitors` refuses those.
+The run's token opens every route except GET /health, which needs none; routes such as the weights need the admin token.
+An open run listens on loopback, where a browser lets every web page send requests; `Visitors` refuses those.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RUN_TOKEN, ADMIN_TOKEN = "NGYM_TOKEN", "NGYM_ADMIN_TOKEN"
 MIN_CHARACTERS = 16
 OPEN = ("GET", "/health")
 REFUSAL = (
-    "this run is locked: send 'Authorization: Bearer TOKEN'; the token is NGYM_TOKEN's, or stands in .ngym/head.json "
-    "beside the config of ng_run"
+    "this run is locked: send 'Authorization: Bearer TOKEN'; the token is in NGYM_TOKEN, or in .ngym/head.json "
+    "next to the config of ng_run"
 )
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-MOST_HOST = 80  # characters of a name that is shown
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may be another one: ssh forwards it
-_PAGE_OF_OURS = (b"none", b"same-origin")  # Sec-Fetch-Site: typed in by the user; of a page that the same service sent
+MOST_HOST = 80  # shown characters of a host name
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may differ: ssh forwards it
+_PAGE_OF_OURS = (b"none", b"same-origin")  # Sec-Fetch-Site: typed by the user; sent by a page of the same service
 
 
 class Misdirected(ServiceError):
@@ -51,34 +51,34 @@ class CrossOrigin(ServiceError):
 
 
 def new_token() -> str:
-    """256 random bits."""
+    """A token of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
 def token_from(variable: str) -> str | None:
-    """The token in this environment variable, or None; UsageError for one that could be guessed or cannot be sent."""
+    """The token in this environment variable, or None; UsageError if it is too short or cannot be sent."""
     token = os.environ.get(variable)
     if not token:
         return None
     if len(token) < MIN_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
         raise UsageError(
-            f"{variable}: a token has at least {MIN_CHARACTERS} printable ASCII characters and no space; "
+            f"{variable}: a token must have at least {MIN_CHARACTERS} printable ASCII characters and no space; "
             "`openssl rand -hex 32` makes one"
         )
     return token
 
 
 class Lock:
-    """Opens for whoever shows one of the tokens, as a bearer token or as Anthropic's clients do (`x-api-key`).
+    """Accepts requests with one of the tokens, as a bearer token or in Anthropic's `x-api-key`.
 
-    Digests are compared, all of them and in constant time: neither length nor content can be learnt from the time.
+    All digests are compared in constant time: the time reveals neither length nor content.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._digests = [_digest(token.encode()) for token in tokens]
 
     def opens(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """headers: ASGI's, names in lower case. A header that stands there twice is none."""
+        """Whether the headers (ASGI, names in lower case) have a valid token. A repeated header is not valid."""
         shown: dict[bytes, list[bytes]] = {b"authorization": [], b"x-api-key": []}
         for name, value in headers:
             if name in shown:
@@ -92,7 +92,7 @@ class Lock:
 
 
 class Locked:
-    """An ASGI application behind a lock: who shows no token is refused before the body is read; websockets never open."""
+    """An ASGI application behind a lock: requests without a token are refused unread, websockets never open."""
 
     def __init__(self, app: ASGIApp, lock: Lock, service: str) -> None:
         self._app = app
@@ -112,13 +112,13 @@ class Locked:
 
 
 class Visitors:
-    """Tells the programs of this machine from web pages.
+    """Distinguishes programs of this machine from web pages.
 
-    A browser says of a request which site sent it (Sec-Fetch-Site) or which origin (Origin). A page whose own name has been made to
-    lead here (DNS rebinding) is of the same origin, and is known by that name: Host.
+    A browser names the site (Sec-Fetch-Site) or the origin (Origin) of a request. With DNS rebinding, a page has the
+    same origin, but its name is in the Host header.
 
     Args:
-        names: further hosts that a Host header may name, beside those of loopback; an IPv6 address in brackets.
+        names: further allowed hosts of a Host header, in addition to loopback; an IPv6 address in brackets.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -131,7 +131,7 @@ class Visitors:
             if name in shown:
                 shown[name].append(value)
         hosts = [value.decode("latin-1").lower() for value in shown[b"host"]]
-        if len(hosts) > 1 or not all(map(self._is_ours, hosts)):  # a browser always sends one
+        if len(hosts) > 1 or not all(map(self._is_ours, hosts)):  # no Host is allowed: a browser always sends one
             named = cut(", ".join(hosts), MOST_HOST)
             return Misdirected(
                 f"no server here is called {named!r}: use {' or '.join(LOOPBACK[:2])}, a name in the config's urls, or lock the run "
@@ -154,12 +154,12 @@ class Visitors:
 
     @staticmethod
     def _is_visit(method: str, modes: list[bytes]) -> bool:
-        """Whether a user follows a link: the page that has it neither reads the answer nor sends a body."""
+        """Whether a user follows a link: the linking page neither reads the answer nor sends a body."""
         return method in ("GET", "HEAD") and modes == [b"navigate"]
 
 
 class Guarded:
-    """An ASGI application that answers programs of this machine, and no web page but its own."""
+    """An ASGI application that only answers programs of this machine and its own web pages."""
 
     def __init__(self, app: ASGIApp, visitors: Visitors, service: str) -> None:
         self._app = app
@@ -175,7 +175,7 @@ class Guarded:
 
 
 async def refuse(send: Send, error: ServiceError, service: str) -> None:
-    """Answer with a problem document, before anything of the body is read."""
+    """Answer with a problem document, before the body is read."""
     body = orjson.dumps(error.problem(service))
     headers = {"content-type": "application/problem+json", "content-length": str(len(body))}
     if error.status == 401:
@@ -186,7 +186,7 @@ async def refuse(send: Send, error: ServiceError, service: str) -> None:
 
 
 def hosts_of(urls: Iterable[str]) -> Iterator[str]:
-    """The hosts that these URLs name, as a Host header writes them."""
+    """The hosts of these URLs, in the notation of a Host header."""
     for url in urls:
         host = urlsplit(url).hostname or ""
         if host:

@@ -1,7 +1,7 @@
-"""What may one connection cost a server? Heads and bodies must make progress, answers must be read, and there is room for so many.
+"""Limits of server connections: heads and bodies must make progress, answers must be read, and their number is bounded.
 
-Time is counted in seconds in which the server's event loop turned: one that stood still for a minute cuts nobody off.
-An answer may take as long as it takes, and so may a body that keeps coming.
+Time is counted in seconds in which the server's event loop runs, so a blocked loop cuts no connection off. There is no
+limit on the time of an answer, or of a body that makes progress.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from uvicorn.server import ServerState
 
 from ngym.errors import NotReady, ServiceError
 
-KEEPALIVE_S = 75  # longer than most clients keep a connection that they do not use: it is not closed under a request
+KEEPALIVE_S = 75  # longer than most clients keep an idle connection, so that it is not closed under a request
 HEAD_S = 10  # from the connection, or from the first byte of a further request, to the end of its head
 MAX_HEAD_BYTES = 64 << 10
-BODY_S = 10  # in each of which so much of a body must come:
+BODY_S = 10  # the period in which BODY_BYTES of a body must arrive
 BODY_BYTES = 10 << 10
-LINGER_S = 5  # for so long, what still comes of a refused request is thrown away; then the connection is closed
-UNREAD_S = 600  # an answer of which nothing is read; a trainer's event loop may stand still for minutes
-OWN_PACE = "ngym.own_pace"  # in the scope of a request whose handler itself watches how its body comes
+LINGER_S = 5  # the rest of a refused request is discarded for this time; then the connection is closed
+UNREAD_S = 600  # limit of an answer that is not read; a trainer's event loop may block for minutes
+OWN_PACE = "ngym.own_pace"  # in the scope of a request whose handler limits the body itself
 
-KEPT_FILES = 64  # descriptors that are no connection's: the log, the listening sockets, the pipes of workers
-TURNED_AWAY = 32  # connections over the room that are still told so; those over that are closed at once
+KEPT_FILES = 64  # descriptors other than connections: the log, the listening sockets, the pipes of workers
+TURNED_AWAY = 32  # connections over the limit that get an error answer; further ones are closed at once
 OPEN = ("/health", "/")
 
 
@@ -51,13 +51,13 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._served = self.app
         self._room = self.limit_concurrency
-        self.limit_concurrency = None  # uvicorn would refuse health checks, too, and with a text
+        self.limit_concurrency = None  # uvicorn would also refuse health checks, with plain text
         self._awaits: Literal["head", "body", "nothing", "end"] = "head"
-        self._seconds = 0  # since it awaits that, or since the body last made progress
+        self._seconds = 0  # since the state began, or since the body last made progress
         self._bytes = 0
         self._unread_s = self._unwanted_s = 0
-        self._head: bytes | None = None  # of an answer whose body is about to be written
-        self._begun: RequestResponseCycle | None = None  # whose head was the last to be held so
+        self._head: bytes | None = None  # of an answer whose body is not written yet
+        self._begun: RequestResponseCycle | None = None  # the cycle whose head was held last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
@@ -66,27 +66,27 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         HttpToolsProtocol.connection_lost(self, exc)
-        self._unset_keepalive_if_required()  # uvicorn's own leaves it where the client reset the connection
+        self._unset_keepalive_if_required()  # uvicorn keeps it if the client resets the connection
         self.pipeline.clear()
         self._head = None
         self.app = self._served
         if self.cycle is not None:
-            self.cycle.transport = self.transport  # what refers to itself stays until the garbage is collected
+            self.cycle.transport = self.transport  # breaks a reference cycle
 
     def data_received(self, data: bytes) -> None:
         if self._awaits == "end":
             return
-        if self._awaits == "head":  # one that begins further on in this data is counted from the next on
+        if self._awaits == "head":  # a head that begins later in this data is counted from the next call on
             self._bytes += len(data)
         HttpToolsProtocol.data_received(self, data)
         if self._awaits == "head" and self._bytes > MAX_HEAD_BYTES:
             self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB")
 
-    # Each of these is called for every request: they are written to cost next to nothing.
+    # The following methods are called for every request, so they must be cheap.
 
     def on_message_begin(self) -> None:
         HttpToolsProtocol.on_message_begin(self)
-        if self._awaits == "nothing":  # else it is the connection's first, whose time runs
+        if self._awaits == "nothing":  # else it is the connection's first request, whose time already runs
             self._awaits = "head"
             self._seconds = self._bytes = 0
 
@@ -96,15 +96,15 @@ class Connection(HttpToolsProtocol):
         if self._room is not None and len(self.connections) > self._room:
             self.app = self._full
         HttpToolsProtocol.on_headers_complete(self)
-        self.cycle.transport = self  # type: ignore[assignment]  # of which it calls these three
+        self.cycle.transport = self  # type: ignore[assignment]  # it calls the three methods below
 
     def write(self, data: bytes) -> None:
-        """A head goes out with its body: a system call of each answer, and two of its reader, less."""
+        """Write the head together with the body, which saves a system call here and two in the client."""
         if self._head is not None:
             head, self._head = self._head, None
             self.transport.writelines((head, data))
         elif self._awaits == "end":
-            return  # the handler of a pipelined request before the one that was refused
+            return  # a pipelined request before the refused one
         elif (
             (cycle := self.cycle) is not self._begun
             and cycle.expected_content_length
@@ -116,7 +116,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write(data)
 
     def _write_head(self) -> None:
-        """Its body does not come."""
+        """Write a held head whose body does not come."""
         if self._head is not None:
             self.transport.write(self._head)
             self._head = None
@@ -140,10 +140,10 @@ class Connection(HttpToolsProtocol):
         self._awaits = "nothing"
 
     def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade that is asked for is passed over (RFC 9110, 7.8); uvicorn's log would have packages installed for it."""
+        """Ignore a requested upgrade (RFC 9110, 7.8) without uvicorn's advice to install packages."""
 
     def second(self) -> None:
-        """Another second has passed."""
+        """Check the limits; called every second."""
         self._seconds += 1
         self._unread_s = self._unread_s + 1 if self.flow.write_paused else 0
         if self._unread_s > UNREAD_S:
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         return self.flow.read_paused or self.cycle.waiting_for_100_continue or OWN_PACE in self.scope
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Say what is wrong, if no answer has begun, and hang up."""
+        """Send an error, if no answer has begun, and close the connection."""
         if self.is_closing():
             return
         cycle = self.cycle
@@ -191,15 +191,15 @@ class Connection(HttpToolsProtocol):
             error.title = HTTPStatus(status).phrase
             self.transport.write(_written(error))
         if cycle is not None:
-            cycle.disconnected = True  # what its handler still says goes nowhere
+            cycle.disconnected = True  # discards further output of its handler
             cycle.message_event.set()
         self._leave()
 
     def _leave(self) -> None:
-        """Hang up, once the client has read the answer.
+        """Close the connection once the client has read the answer.
 
-        A socket that is closed while something still comes resets the connection, and the client's system then throws
-        away what the client has not read (RFC 9112, 9.6).
+        Closing a socket while data still arrives resets the connection, and the client's system then discards what the
+        client has not read (RFC 9112, 9.6).
         """
         if self.is_closing():
             return
@@ -215,7 +215,7 @@ class Connection(HttpToolsProtocol):
         if scope["path"] in OPEN or len(self.connections) <= (self._room or 0):
             await self._served(scope, receive, send)
             return
-        error = NotReady(f"{self._room} connections are open here, and there is room for no more; come again")
+        error = NotReady(f"{self._room} connections are open here, which is the limit; try again")
         headers = [(b"content-type", b"application/problem+json"), (b"retry-after", b"1"), (b"connection", b"close")]
         body = orjson.dumps(error.problem())
         headers.append((b"content-length", str(len(body)).encode()))
@@ -224,10 +224,10 @@ class Connection(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Serves where signals are somebody else's affair: uvicorn re-raises SIGTERM after serving, so that nobody's `finally` runs."""
+    """A server that leaves signals to its caller: uvicorn re-raises SIGTERM after serving, and no `finally` runs."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which bounds no handshake."""
+        """As uvicorn's, with a time limit for TLS handshakes."""
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
@@ -254,7 +254,7 @@ class Server(uvicorn.Server):
 
 
 def room() -> int:
-    """How many connections this process can hold: each may need another one outwards."""
+    """The number of connections that this process can hold; each may need a second, outgoing one."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (files - KEPT_FILES) // 2)
 

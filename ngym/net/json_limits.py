@@ -1,8 +1,8 @@
 """The cost of JSON before it is parsed: its nesting and its weight.
 
-orjson reads 1024 levels and writes 254: what comes in must be able to go out again, with something around it. The weight
-bounds how long a parser, a validator and a serializer hold the interpreter. Large JSON is handled in threads: the event loop
-answers other requests between two such calls.
+orjson reads 1024 levels and writes 254: input must be serializable again inside another object. The weight bounds how
+long a parser, a validator and a serializer hold the interpreter. Large JSON is handled in threads, so that the event
+loop can answer other requests in between.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ngym.process_memory import fitted
 
 MAX_DEPTH = 250
 ORJSON_WRITES = 254
-BULK_WEIGHT = 4_000_000  # of many rows in one request
-NODE_WEIGHT = 8  # of an object, a list, and a member of an object; any other value has the weight 1
-BYTES_OF_WEIGHT = 16  # outside of strings, as in long numbers, are one more
+BULK_WEIGHT = 4_000_000  # of a request with many rows
+NODE_WEIGHT = 8  # of an object, a list, and a member of an object; other values have weight 1
+BYTES_OF_WEIGHT = 16  # bytes that add a weight of 1, for long numbers
 LOOP_BYTES = 256 << 10  # smaller JSON is handled on the event loop, within some milliseconds
 
 _threads = ThreadPoolExecutor(2, thread_name_prefix="json")
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 async def by_size(size: int, function: Callable[..., Result], *args: Any) -> Result:
-    """The function's result. It is called in a thread where size > LOOP_BYTES.
+    """Call the function and return its result; in a thread if size > LOOP_BYTES.
 
     Args:
         size: bytes of the JSON that the function handles.
@@ -40,17 +40,17 @@ async def by_size(size: int, function: Callable[..., Result], *args: Any) -> Res
 
 
 def serialized(value: Any) -> bytes:
-    """The value as JSON, in no more memory than it needs."""
+    """The value as JSON, without spare memory."""
     return fitted(orjson.dumps(value))
 
 
 def json_weight(raw: bytes) -> int:
-    """The weight of JSON, an upper bound: marks and bytes within strings are counted, too."""
+    """The weight of JSON, an upper bound: characters within strings are also counted."""
     return len(raw) // BYTES_OF_WEIGHT + raw.count(b",") + NODE_WEIGHT * sum(map(raw.count, (b"[", b"{", b":")))
 
 
 def is_deep(raw: bytes, value: Any) -> bool:
-    """Whether JSON that was read, `raw`, is nested deeper than MAX_DEPTH. Most has not even that many brackets."""
+    """Whether parsed JSON is nested deeper than MAX_DEPTH. Most `raw` JSON has fewer brackets than that."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return False
     try:

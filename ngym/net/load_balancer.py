@@ -1,6 +1,6 @@
-"""Chooses the replica of a call, and bounds the share of calls that are retries.
+"""Load balancing between replicas, and a budget for retries.
 
-What one process knows of the replicas that it calls: who failed of late, and how many of its own calls each has in flight.
+Each process uses its own view of the replicas: recent failures, and the number of its own calls in flight.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 WINDOW_S = 60.0
 SLICES = 12
-FREE_RETRIES = 10  # in each window: with few requests a share says nothing
-REST_S = 1.0  # after a failure; twice as long after each further one
+FREE_RETRIES = 10  # per window: with few requests a share is not meaningful
+REST_S = 1.0  # pause of a replica after a failure; doubled with each further one
 LONGEST_REST_S = 30.0
-SLACK = 1.25  # times the average of calls in flight: what a replica may have before a new conversation goes elsewhere
+SLACK = 1.25  # a replica with more than this times the average of calls in flight gets no new conversation
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Slice:
 
 
 class RetryBudget:
-    """Retries are at most `ratio` of the requests of the last minute, and ten: a server that is down is not asked five times as often."""
+    """Bounds retries to `ratio` of the requests of the last minute, plus ten, so that they do not multiply the load."""
 
     def __init__(self, ratio: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._ratio = ratio
@@ -42,7 +42,7 @@ class RetryBudget:
         self._now().requests += 1
 
     def retry(self) -> bool:
-        """Whether one more retry is within the budget; if so it is counted."""
+        """Whether one more retry is within the budget; if so, it is counted."""
         now = self._now()
         retries = sum(one.retries for one in self._slices)
         if retries >= FREE_RETRIES + self._ratio * sum(one.requests for one in self._slices):
@@ -63,9 +63,9 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Sticky:
-    """Where one conversation goes: to the replica that `key` leads to, and to no other unless that fails.
+    """Affinity of one conversation to the replica of `key`, until that fails.
 
-    key: the same for conversations that begin alike, so that a replica's prefix cache knows them.
+    key: equal for conversations with the same beginning, so that they hit the prefix cache of a replica.
     """
 
     key: str
@@ -73,7 +73,7 @@ class Sticky:
 
 
 class Replicas:
-    """Those of one service."""
+    """The replicas of one service."""
 
     def __init__(self) -> None:
         self.in_flight: Counter[str] = Counter()
@@ -81,11 +81,11 @@ class Replicas:
         self._failures: Counter[str] = Counter()
 
     def any(self, urls: Sequence[str]) -> str:
-        """One that is up, at random."""
+        """A random replica that is up."""
         return random.choice(self._up(urls))
 
     def of(self, conversation: Sticky, urls: Sequence[str]) -> str:
-        """The conversation's own; another, and from then on that one, where it is gone or failed of late."""
+        """The replica of the conversation; a new one, which it then keeps, if that is gone or failed recently."""
         up = self._up(urls)
         if conversation.url is not None and conversation.url in up:
             return conversation.url
@@ -95,7 +95,7 @@ class Replicas:
         return chosen
 
     def failed(self, url: str) -> None:
-        """It could not be reached, or said that it cannot serve: it is left alone for a while."""
+        """Record that a replica could not be reached or cannot serve: it is paused for a while."""
         rest_s = min(LONGEST_REST_S, REST_S * 2 ** self._failures[url])
         self._failures[url] += 1
         self._rests_until[url] = time.monotonic() + rest_s
@@ -105,12 +105,12 @@ class Replicas:
         self._rests_until.pop(url, None)
 
     def has_stand_in(self, url: str, urls: Sequence[str]) -> bool:
-        """Whether this one failed of late and another did not."""
+        """Whether this replica failed recently and another did not."""
         now = time.monotonic()
         return self._rests(url, now) and not all(self._rests(other, now) for other in urls)
 
     def _up(self, urls: Sequence[str]) -> Sequence[str]:
-        """Those that do not rest; where all do, the one that is over with it first: somebody has to be asked."""
+        """The replicas that are not paused; if all are, the one whose pause ends first."""
         if not self._rests_until:
             return urls
         now = time.monotonic()
@@ -121,5 +121,5 @@ class Replicas:
 
 
 def rendezvous(key: str, urls: Sequence[str]) -> str:
-    """The replica of a key: every client computes the same, and a lost replica moves only its own keys."""
+    """The replica of a key by rendezvous hashing: the same for every client; a lost replica moves only its own keys."""
     return max(urls, key=lambda url: hashlib.blake2b(f"{key}\0{url}".encode(), digest_size=8).digest())

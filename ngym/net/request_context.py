@@ -1,4 +1,4 @@
-"""Which rollout does this request belong to, and until when is its answer wanted? Ids and deadline that go through every hop."""
+"""The context of a request: rollout id, trace and deadline, which are passed on to every hop."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class TraceIds(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """W3C's header."""
+        """The W3C traceparent header."""
         return f"00-{self.trace}-{self.span}-01"
 
 
 def trace_ids(rollout_id: str) -> TraceIds:
-    """The first 48 hex digits of the sha256 of the rollout's id."""
+    """Trace ids from the first 48 hex digits of the sha256 of the rollout's id."""
     digest = hashlib.sha256(rollout_id.encode()).hexdigest()
     return TraceIds(digest[:32], digest[32:48])
 
 
 class Correlation(NamedTuple):
-    """rollout_id, W3C traceparent, and the deadline in seconds of `time.monotonic()`; None where the caller said nothing."""
+    """rollout_id, W3C traceparent, and the deadline in seconds of `time.monotonic()`; None if the caller sent none."""
 
     rollout_id: str | None = None
     traceparent: str | None = None
@@ -47,13 +47,13 @@ current: ContextVar[Correlation] = ContextVar("ngym_correlation", default=Correl
 
 
 def begin(rollout_id: str, timeout_s: float | None = None) -> Correlation:
-    """A fresh correlation for a rollout that starts here."""
+    """A new correlation for a rollout that starts here."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     return Correlation(rollout_id, trace_ids(rollout_id).traceparent, deadline)
 
 
 def from_headers(headers: Mapping[str, str]) -> Correlation:
-    """The correlation that a caller sent; a deadline that is no number is ignored."""
+    """The correlation that a caller sent; a deadline that is not a number is ignored."""
     deadline_ms = headers.get(DEADLINE_HEADER)
     deadline = None
     if deadline_ms is not None and deadline_ms.isdecimal() and len(deadline_ms) < 16:
@@ -75,6 +75,6 @@ def to_headers(correlation: Correlation) -> dict[str, str]:
 
 
 def trace_headers() -> dict[str, str]:
-    """What somebody else's service is told of the current one: its trace, which such a service may go on with."""
+    """The headers for an external service: only the trace, which that service may continue."""
     traceparent = current.get().traceparent
     return {TRACEPARENT: traceparent} if traceparent else {}

@@ -1,4 +1,4 @@
-"""What does the body of a foreign server's error say: its own words, its code, and whether the input did not fit the context?"""
+"""Parses error bodies of external servers: message, code, and context overflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OVERFLOW = re.compile(
 
 
 class Words(NamedTuple):
-    """An error's own message, in one line, and its code or type."""
+    """An error's message, in one line, and its code or type."""
 
     message: str
     code: str | None
@@ -31,7 +31,7 @@ def words(body: object) -> Words:
 
 
 def is_context_overflow(status: int, code: str | None, message: str) -> bool:
-    """Whether a back end's error says that the input, with what was asked for, does not fit its context."""
+    """Whether a back end's error says that the input and the requested output do not fit its context."""
     if status not in (400, 413, 422):
         return False
     return code == "context_length_exceeded" or bool(_OVERFLOW.search(message))

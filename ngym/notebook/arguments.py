@@ -20,14 +20,12 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 Input = Any
+"""A path; an iterable of rows, such as a `datasets.Dataset`; or a data frame of pandas or polars."""
 NAME = "tasks.jsonl"
 
 
-"""A path; an iterable of rows, a `datasets.Dataset` among them; or a data frame of pandas or polars with a column for each field."""
-
-
 class Folder:
-    """A folder for as long as somebody has this object, and no longer than the process."""
+    """A temporary folder that lives as long as this object, at most as long as the process."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ngym-"))
@@ -35,10 +33,10 @@ class Folder:
 
 
 def tasks_in(given: Input, folder: Path) -> Path:
-    """The file itself, or one in this folder with the rows.
+    """The given file, or a new one in this folder with the given rows.
 
     Raises:
-        UsageError: it is nothing of the kind.
+        UsageError: the input has another type.
     """
     if isinstance(given, str | Path):
         if not Path(given).is_file():
@@ -52,7 +50,7 @@ def tasks_in(given: Input, folder: Path) -> Path:
 
 
 def rows_of(given: Any) -> Iterable[Json]:
-    """Its rows; a missing value of a data frame is a field that the row does not have."""
+    """The rows of an input; a missing value of a data frame is left out of its row."""
     if isinstance(given, Mapping):
         return [dict(given)]
     if hasattr(given, "iter_rows"):  # polars
@@ -65,7 +63,7 @@ def rows_of(given: Any) -> Iterable[Json]:
 
 
 def _present(row: Mapping[str, Any]) -> Json:
-    # what is missing is None, or a NaN or NA of pandas, which do not equal themselves
+    # missing values are None, or NaN or NA of pandas
     return {name: value for name, value in row.items() if value is not None and not _is_nan(value)}
 
 
@@ -86,7 +84,7 @@ def _line(row: Any, number: int) -> bytes:
 
 @dataclass(frozen=True)
 class Asked:
-    """tasks: where they are, or they themselves. output: None: a file that goes with the rollouts."""
+    """tasks: a path, or rows. output: None: a temporary file that lives as long as the rollouts."""
 
     recipe: Recipe
     limits: Limits
@@ -100,7 +98,7 @@ class Asked:
         if self.resume and self.overwrite:
             raise UsageError("resume=True and overwrite=True contradict each other; keep one")
         if self.resume and self.output is None:
-            raise UsageError("resume=True goes on with a file; name it with output=")
+            raise UsageError("resume=True continues a file; name it with output=")
 
 
 def asked(
@@ -122,7 +120,7 @@ def asked(
     overwrite: bool,
     **_: object,
 ) -> Asked:
-    """Of the arguments that have to do with the rollouts; the others are about services and the screen."""
+    """The arguments that concern rollouts, checked; those for services and the display are ignored."""
     at_least_one(repeats=repeats, limit=limit, concurrency=concurrency, max_attempts=max_attempts)
     named = {"temperature": temperature, "max_output_tokens": max_output_tokens}
     laid_over = {**(params or {}), **{name: value for name, value in named.items() if value is not None}}
@@ -135,7 +133,7 @@ def asked(
 def at_least_one(**given: int | None) -> None:
     """
     Raises:
-        UsageError: one of these arguments is less.
+        UsageError: one of these arguments is less than 1.
     """
     for name, value in given.items():
         if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""How does a blocking call run coroutines where a loop may run already? On a loop in a thread; an interrupt cancels and waits."""
+"""Runs the coroutines of blocking calls on an event loop in a thread; an interrupt cancels them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _nothing() -> None:
 
 
 class Background:
-    """An event loop in a thread of its own, until `close`. It takes no signals, and does not outlive the process."""
+    """An event loop in its own daemon thread, until `close`. It handles no signals."""
 
     def __init__(self, name: str) -> None:
         self._begun = threading.Event()
@@ -31,21 +31,21 @@ class Background:
         self._begun.wait()
 
     def begin(self, work: Coroutine[Any, Any, Result]) -> Work[Result]:
-        """Have it run there."""
+        """Start a coroutine on the loop."""
         return Work(self._loop, work)
 
     @property
     def lives(self) -> bool:
-        """Whether it has not been ended."""
+        """Whether it has not ended."""
         return self._thread.is_alive() and not self._end.is_set()
 
     def end(self) -> None:
-        """Let the loop end, and cancel whatever still runs on it; returns at once."""
+        """Stop the loop and cancel what still runs on it; returns at once."""
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._end.set)
 
     def close(self) -> None:
-        """End it, and wait until all that ran on it has ended."""
+        """End the loop, and wait until everything on it has ended."""
         self.end()
         self._thread.join()
 
@@ -63,14 +63,14 @@ class Background:
 class Work(Generic[Result]):
     """A coroutine on a background loop, and two ways to wait for it: blocking, and awaited on another loop.
 
-    While they wait they call `tick` a few times a second, in the waiting thread. If the wait is interrupted (Ctrl-C, a kernel's
-    interrupt, a cancelled task), the coroutine is cancelled, and the wait goes on until it has ended; another interrupt calls
-    `hurry`, on the loop.
+    While waiting, they call `tick` a few times a second, in the waiting thread. If the wait is interrupted (Ctrl-C, a
+    kernel's interrupt, a cancelled task), the coroutine is cancelled, and the wait continues until it has ended;
+    another interrupt calls `hurry`, on the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]) -> None:
         self._loop = loop
-        # Held until the end. A bare lock: an interrupt may come at any moment, and leaves those of Event and Future locked.
+        # Held until the end. A plain lock: an interrupt at any moment can leave the locks inside Event and Future held.
         self._under_way = threading.Lock()
         self._under_way.acquire()
         self._ended = False
@@ -78,7 +78,7 @@ class Work(Generic[Result]):
         loop.call_soon_threadsafe(self._start, work)
 
     def result(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
-        """Block until it has ended."""
+        """Block until the coroutine has ended, and return its result."""
         try:
             while not self._ended:
                 self._under_way.acquire(timeout=TICK_S)
@@ -94,7 +94,7 @@ class Work(Generic[Result]):
         return self._outcome()
 
     async def awaited(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
-        """The same for a coroutine, whose own loop goes on."""
+        """As `result`, for a coroutine: its own loop continues to run."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         self._loop.call_soon_threadsafe(self._tell, lambda: loop.call_soon_threadsafe(ended.set))
         waiting = asyncio.create_task(ended.wait())
@@ -114,12 +114,12 @@ class Work(Generic[Result]):
 
     def _outcome(self) -> Result:
         if self._task.cancelled():
-            raise NgymError("it was stopped before its end: so were the services that it used")
+            raise NgymError("the call was stopped before its end, and so were the services that it used")
         return self._task.result()
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> None:
         self._task = self._loop.create_task(work)
-        _RUNNING.add(self._task)  # a loop itself has no more than weak references to its tasks
+        _RUNNING.add(self._task)  # an event loop only has weak references to its tasks
         self._task.add_done_callback(self._end)
 
     def _cancel(self) -> None:
@@ -138,4 +138,4 @@ class Work(Generic[Result]):
         for tell in self._awaiting:
             tell()
         if not task.cancelled():
-            task.exception()  # whoever waits is told; nobody may
+            task.exception()  # marks the error as retrieved: there may be no waiter

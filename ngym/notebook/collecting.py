@@ -1,4 +1,4 @@
-"""`ngym.collect_rollouts`: tasks in, rollouts out, with whatever services there are, or with services for this call alone."""
+"""`ngym.collect_rollouts`: collects rollouts of tasks, with running services or with services started for the call."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ngym.runtime.event_loop import raise_file_limit, unless
 from ngym.telemetry import tracing
 
 COMMAND = ["ngym.collect_rollouts"]
-MANY = 256  # rollouts in flight; with more there may be more sockets than a process may open without asking
+MANY = 256  # rollouts in flight; more may need more sockets than the default limit
 SAMPLE_S, FLUSH_S = 0.25, 4.0
-_STOPPED: list[Folder] = []  # calls that came to no end; somebody may still want what they had
+_STOPPED: list[Folder] = []  # folders of calls that were stopped, kept for their partial results
 
 
 def collect_rollouts(
@@ -61,24 +61,26 @@ def collect_rollouts(
         rollouts = ngym.collect_rollouts(config="global_config.yaml", agent="math_agent", input="tasks.jsonl", repeats=8)
         rollouts = ngym.collect_rollouts(head=services, agent="math_agent", input=[{"responses_create_params": {...}}])
 
-    An interrupt (Ctrl-C, a kernel's) stops it; what was finished is kept, and where it is is said.
+    An interrupt (Ctrl-C, a kernel's) stops it; finished rollouts are kept, and a message names their file.
 
     Args:
         input: tasks: rows, a file, or a data frame or dataset of rows.
-        agent: for rows that name none.
-        config: start these services, and stop them in the end. overrides: of the config, `key=value`.
-        head: use these services: what `ngym.run` gave, or the URL of a head. Neither: those that run in this folder.
-        output: the file for the rollouts; its siblings are as docs/collecting.md says. None: a folder that goes with the
-            last of the returned Rollouts.
-        repeats: rollouts of each task. limit: the first tasks only. concurrency: rollouts in flight.
+        agent: for rows without an agent_ref.
+        config: start these services, and stop them at the end. overrides: of the config, `key=value`.
+        head: use running services: the result of `ngym.run`, or the URL of a head. Neither: those that run in this
+        folder.
+        output: the file for the rollouts; docs/collecting.md lists the files next to it. None: a temporary folder that
+            lives as long as the returned Rollouts.
+        repeats: rollouts of each task. limit: only the first tasks. concurrency: rollouts in flight.
         temperature, max_output_tokens, params, seed: as --temperature, --max-output-tokens, --set and --seed.
-        timeout_s: one attempt. max_attempts: for failures that may pass.
-        resume: go on where the same call was stopped. overwrite: replace what `output` holds, with
-            the first new row; it is kept under `.old` names.
-        progress: show how far it is.
+        timeout_s: of one attempt. max_attempts: for retryable failures.
+        resume: continue a call that was stopped. overwrite: replace `output` when the first new row is written; the old
+            files are kept under `.old` names.
+        progress: show the progress.
 
     Raises:
-        UsageError: the config or the input is wrong. ServiceFailed, ServiceGone: a service does not start, or stayed away.
+        UsageError: the config or the input is wrong. ServiceFailed, ServiceGone: a service does not start, or stayed
+        down.
     """
     call = _Call(asked(**locals()), Place(config, overrides, head))
     work, end = call.begun()
@@ -115,7 +117,7 @@ async def collect_rollouts_async(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Rollouts:
-    """`collect_rollouts` for a coroutine, whose loop goes on meanwhile; cancelling the task stops it."""
+    """`collect_rollouts` for a coroutine, without blocking its loop; cancelling the task stops it."""
     call = _Call(asked(**locals()), Place(config, overrides, head))
     work, end = call.begun()
     try:
@@ -149,10 +151,10 @@ class _Call:
         self.watch.hurry()
 
     def stopped(self) -> None:
-        """Say where that is which was finished."""
+        """Print the file of the finished rollouts."""
         if not self._done:
             return
-        again = "resume=True goes on" if self._asked.output else "it is there until this process ends"
+        again = "resume=True continues" if self._asked.output else "the file exists until this process ends"
         if self._asked.output is None:
             _STOPPED.append(self._folder)
         self.watch.say(f"stopped; {self._done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
@@ -175,7 +177,7 @@ class _Call:
             store.close()
         given_up = sum(tally.given_up.total() for tally in store.aggregates.by_agent.values())
         if given_up:
-            self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; .failures says why")
+            self.watch.say(f"{given_up:,} of {store.progress.total:,} rollouts were given up; see .failures")
         written = [self._output] if self._output.exists() else []
         return Rollouts(FileRows(written), paths=written, folder=self._folder)
 
@@ -230,7 +232,7 @@ class _Call:
             async with asyncio.timeout(FLUSH_S):
                 await store.flush()
         except TimeoutError:
-            self.watch.say(f"the disk took no row for {FLUSH_S:.0f} s; what was not yet on it is lost")
+            self.watch.say(f"no row was written for {FLUSH_S:.0f} s; rows that are not on the disk are lost")
 
     async def _draw(self, meter: Meter) -> None:
         while True:

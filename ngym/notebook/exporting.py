@@ -1,4 +1,4 @@
-"""`ngym.export_rollouts`: rollouts -> the rows that trainers read, as a file, a sequence and a dataset."""
+"""`ngym.export_rollouts`: converts rollouts to training rows, as a file, a sequence and a dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Source = str | Path | Rollouts | Sequence[str | Path]
 
 
 class Exported(FileRows):
-    """The rows of an export. path: their file. tally: what became of every rollout that was read."""
+    """The rows of an export. path: their file. tally: the counts of kept and dropped rollouts."""
 
     def __init__(self, path: Path, tally: Tally, format: Format, folder: Folder) -> None:
         super().__init__([path] if tally.rows else [])
@@ -36,14 +36,14 @@ class Exported(FileRows):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Why rollouts were left out, and how many."""
+        """The number of dropped rollouts by reason."""
         return {reason.told: count for reason, count in self.tally.dropped.items() if count}
 
     def to_dataset(self) -> datasets.Dataset:
         """For TRL and others: `SFTTrainer(train_dataset=exported.to_dataset(), ...)`."""
         if not len(self):
             raise UsageError(f"no rollout is left to export; left out: {self.dropped}")
-        # not from the file: its cache would outlive it, and be found by another file of the same name
+        # not from the file: a later file with the same name would hit its cache
         return library("datasets").Dataset.from_list(list(self))
 
     def __repr__(self) -> str:
@@ -75,10 +75,10 @@ def export_rollouts(
 
     Args:
         source: Rollouts, a file or several.
-        output: the file to write. None: one that goes with the last of what is returned.
+        output: the file to write. None: a temporary one that lives as long as the result.
 
     Raises:
-        UsageError: the options make no sense together, or the source holds what is no rollout.
+        UsageError: the options contradict each other, or the source has rows that are not rollouts.
     """
     folder = Folder()
     options = Options(

@@ -1,4 +1,4 @@
-"""DataFrames of rollouts, and their columns."""
+"""Data frames of rollouts and failed attempts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["bool", "int", "float", "str", "json"]
+"""json: lists and objects; pandas keeps them, elsewhere they are JSON text, because a column has one type."""
 PANDAS: dict[Kind, str] = {"bool": "boolean", "int": "Int64", "float": "float64", "str": "string", "json": "object"}
 POLARS: dict[Kind, str] = {"bool": "Boolean", "int": "Int64", "float": "Float64", "str": "String", "json": "String"}
 DATASETS: dict[Kind, str] = {"bool": "bool", "int": "int64", "float": "float64", "str": "string", "json": "string"}
@@ -74,15 +75,12 @@ OF_TRACE = (
     "run_id",
     "started_at",
 )
-ELSEWHERE = frozenset({"reward", "reward_components", "agent_ref"})  # in a column of another name
+ELSEWHERE = frozenset({"reward", "reward_components", "agent_ref"})  # in columns with other names
 NESTED = frozenset({"responses_create_params", "response", "ng"})
 
 
-"""json: lists and objects; in pandas they stay what they are, elsewhere they are JSON text, because a column has one type."""
-
-
 class Column(NamedTuple):
-    """values: None where a record has none."""
+    """values: None for records without this column."""
 
     name: str
     kind: Kind
@@ -90,7 +88,7 @@ class Column(NamedTuple):
 
 
 class Table:
-    """Columns in order of appearance. known: the kinds of columns that have one whatever the records hold."""
+    """Columns in order of appearance. known: columns with a fixed kind, which always exist."""
 
     def __init__(self, records: Iterable[Json], known: Mapping[str, Kind] | None = None) -> None:
         values: dict[str, list[Any]] = {name: [] for name in known or ()}
@@ -126,10 +124,10 @@ class Table:
 
 
 def library(name: str) -> Any:
-    """An optional package, imported.
+    """Import an optional package.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the package is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -149,7 +147,7 @@ def _column(name: str, values: list[Any], kind: Kind | None) -> Column:
 
 
 def _kind(values: Iterable[Any]) -> Kind:
-    """The narrowest kind that all values have; text, where they are of several."""
+    """The narrowest kind of all values; text if they have several."""
     types = {type(value) for value in values if value is not None}
     if types == {bool}:
         return "bool"
@@ -191,7 +189,7 @@ def slim(row: Json) -> Json:
 
 
 def full(row: Json) -> Json:
-    """The same and everything that is not in it, lists and objects as they are."""
+    """The record of `slim` with all other fields, lists and objects unchanged."""
     record = slim(row)
     lists = {
         _column_name(name): each for name, each in row.items() if isinstance(each, dict | list) and not _is_told(name)
@@ -215,7 +213,7 @@ def _who(row: Json) -> Json:
 
 
 def _column_name(name: str) -> str:
-    """That of a row's own field: those of ours keep their names."""
+    """The column of a row's field, with a prefix if it is the name of a fixed column."""
     return name if name not in KINDS else f"row.{name}"
 
 

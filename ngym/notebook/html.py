@@ -1,4 +1,4 @@
-"""HTML of rollouts for notebooks."""
+"""HTML views of rollouts for notebooks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SHOWN_ROWS = 8
 
 
 def escaped(value: Any) -> str:
-    """As text between tags."""
+    """The value as HTML text."""
     return html.escape(printable(str(value)))
 
 
 def conversation(row: Json) -> str:
-    """A rollout: what was said by whom, reasoning folded."""
+    """A rollout as a conversation, with folded reasoning."""
     parts = "".join(_turn(who, text) for who, text in turns(row))
     return f'<div style="{BOX}"><strong>{escaped(headline(row))}</strong>{parts}</div>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
-    """None is an empty cell; a long text is cut."""
+    """An HTML table; None is an empty cell, long texts are cut."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in header)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     title = f"<div>{escaped(caption)}</div>" if caption else ""
@@ -43,7 +43,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "
 
 
 def shortened(text: str, chars: int = CELL_CHARS) -> str:
-    """In one line."""
+    """The text in one line, cut to `chars` characters."""
     line = " ".join(text.split())
     return line if len(line) <= chars else f"{line[: chars - 1]}…"
 

@@ -1,4 +1,4 @@
-"""Progress of a call in a notebook: its state, and its widget or line."""
+"""Progress display of calls in notebooks, on terminals and in logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CELL = Size(100, 20)
 
 
 class Progress(Protocol):
-    """`say` prints for good, `draw` shows how far it is, `close` takes that away."""
+    """`say` prints a lasting line, `draw` shows the progress, `close` removes it."""
 
     def say(self, text: str) -> None: ...
     def draw(self, picture: Picture, line: Callable[[], str]) -> None: ...
@@ -27,7 +27,7 @@ class Progress(Protocol):
 
 
 def progress(wanted: bool) -> Progress:
-    """What fits where this process is seen. line: the same as the picture, in one line."""
+    """The display for the environment of this process: notebook, terminal or log."""
     if not wanted:
         return Silent()
     if (display := _notebook_display()) is not None:
@@ -36,7 +36,7 @@ def progress(wanted: bool) -> Progress:
 
 
 class Silent:
-    """Says nothing."""
+    """Shows nothing."""
 
     def say(self, text: str) -> None: ...
     def draw(self, picture: Picture, line: Callable[[], str]) -> None: ...
@@ -44,7 +44,7 @@ class Silent:
 
 
 class OnTerminal:
-    """At the bottom of it."""
+    """Shows progress at the bottom of a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._screen = Screen(stream)
@@ -60,7 +60,7 @@ class OnTerminal:
 
 
 class InLines:
-    """A line every few seconds: a log."""
+    """Prints a line every few seconds, for logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -79,7 +79,7 @@ class InLines:
             self.say(self._said)
 
     def close(self) -> None:
-        """The last state, if others were said."""
+        """Print the last state, if earlier ones were printed."""
         if self._said and self._said != (last := self._now()):
             self.say(last)
 
@@ -89,7 +89,7 @@ def _no_line() -> str:
 
 
 class BelowTheCell:
-    """One output of the running cell, replaced as it changes; what was said stays in it."""
+    """One output of the running cell, which is updated in place; printed lines stay in it."""
 
     def __init__(self, display: Any) -> None:
         self._display = display
@@ -121,7 +121,7 @@ class BelowTheCell:
 
 
 def _notebook_display() -> Any:
-    """IPython's `display` where this is a notebook's kernel; IPython on a terminal is a terminal."""
+    """IPython's `display` in the kernel of a notebook; None elsewhere, also for IPython on a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or not hasattr(shell, "kernel"):
@@ -132,7 +132,7 @@ def _notebook_display() -> Any:
 
 
 class Watch:
-    """hurry: kills what stops politely; to be called on the loop."""
+    """The display of a call. hurry: kills services that are stopping; call it on the loop."""
 
     def __init__(self) -> None:
         self.hurry: Callable[[], None] = lambda: None
@@ -142,7 +142,7 @@ class Watch:
         self._starts = True
 
     def service(self, state: State) -> None:
-        """A service is in another state. Once the call itself goes on, only trouble is said."""
+        """Record a new state of a service. After startup, only problems are printed."""
         changed = self._board.event(state)
         if not self._starts and changed and state.status in ("restarting", "failed", "not ready"):
             self.say(told(state))
@@ -151,13 +151,13 @@ class Watch:
         self._said.append(text)
 
     def draw(self, picture: Picture, line: Callable[[], str]) -> None:
-        """Show this from now on; both may be called in another thread."""
+        """Show this from now on; both functions may be called in another thread."""
         self._starts = False
         self._now = picture, line
 
     @contextmanager
     def shown(self, wanted: bool) -> Iterator[Callable[[], None]]:
-        """To be called a few times a second; in the end what was said stays."""
+        """Show the progress during the block; yields a function to call a few times a second. Printed lines stay."""
         shown = progress(wanted)
 
         def said() -> None:

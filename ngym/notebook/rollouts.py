@@ -1,4 +1,4 @@
-"""Rollouts in a notebook: loaded from files, shown as tables, compared."""
+"""`ngym.Rollouts` and `ngym.load_rollouts`: rollouts as a sequence with statistics, groups, tables and views."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 SOLVED = 1.0
-NO_TASK = "rows name no task, and rollouts of a task are to be compared: give each row its `_ng_task_index`"
-READ_TO_SHOW = 20_000  # more rows are not read only because somebody looks at the object
+NO_TASK = "rows name no task, which a comparison of a task's rollouts needs: give each row its `_ng_task_index`"
+READ_TO_SHOW = 20_000  # more rows are not read only for a repr
 FEW = ("task_index", "rollout_index", "reward", "stop_reason", "turns", "asked", "answered")
-BESIDE = ("_failures.jsonl", "_materialized_inputs.jsonl")  # of a collection, and no rollouts
+BESIDE = ("_failures.jsonl", "_materialized_inputs.jsonl")  # files of a collection without rollouts
 
 
 class Fact(NamedTuple):
-    """What is known of each rollout once all were read. Rows of other makes may not say of which task they are."""
+    """The facts of a rollout that stay in memory. Rows of other tools may not name their task."""
 
     agent: str
     task_id: str
@@ -45,12 +45,12 @@ class Fact(NamedTuple):
 
     @property
     def task(self) -> tuple[str, str | int | None]:
-        """The same for all rollouts of a task, also where a training run drew it several times."""
+        """The key of a task, also if a training run sampled it several times."""
         return self.agent, self.task_id or self.task_index
 
 
 class Stored:
-    """The rows of a Rollouts and of all that is chosen from it. folder: kept for as long as they are."""
+    """The rows of a Rollouts and of its selections. folder: kept alive as long as they are."""
 
     def __init__(self, rows: Sequence[Json], paths: tuple[Path, ...] = (), folder: object = None) -> None:
         self.rows = rows
@@ -63,7 +63,7 @@ class Stored:
 
 
 class Rollouts(Sequence[Json]):
-    """Rollouts: `rollouts[0]` is a row (docs/collecting.md), `rollouts[:10]` are Rollouts again, and so is what is filtered.
+    """A sequence of rollouts: `rollouts[0]` is a row (docs/collecting.md); slices and filtered rollouts are Rollouts.
 
     >>> rollouts = Rollouts([{"response": {"output": []}, "reward": 1.0, "_ng_task_index": 0}])
     >>> len(rollouts), rollouts.mean_reward
@@ -108,7 +108,7 @@ class Rollouts(Sequence[Json]):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that hold them; none for rows of a list."""
+        """The files of the rollouts; empty for rows of a list."""
         return self._stored.paths
 
     @property
@@ -119,23 +119,23 @@ class Rollouts(Sequence[Json]):
 
     @property
     def rewards(self) -> list[float | None]:
-        """Of each; None where it could not be scored."""
+        """The reward of each rollout; None if it could not be scored."""
         return [fact.reward for fact in self._facts]
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the scored ones; None if there are none."""
+        """The mean over the scored rollouts; None if there are none."""
         scored = [reward for reward in self.rewards if reward is not None]
         return fmean(scored) if scored else None
 
     @property
     def unscored_share(self) -> float:
-        """The share of rollouts without a reward, 0 to 1, which no mean has."""
+        """The share of rollouts without a reward, 0 to 1, which means leave out."""
         return self.rewards.count(None) / len(self) if len(self) else 0.0
 
     @property
     def interval(self) -> Interval | None:
-        """95 % of the mean reward; it knows that the rollouts of a task resemble each other. None for fewer than two tasks.
+        """The 95 % interval of the mean reward, clustered by task. None for fewer than two tasks.
 
         Raises:
             UsageError: a row names no task.
@@ -150,10 +150,11 @@ class Rollouts(Sequence[Json]):
         return scores.interval
 
     def pass_at(self, k: int, solved_at: float = SOLVED) -> float:
-        """The chance that one of k rollouts of a task is solved (unbiased, arXiv 2107.03374), a mean over tasks with k scored ones.
+        """pass@k: the chance that one of k rollouts solves a task (unbiased, arXiv 2107.03374), averaged over tasks
+        with k scored rollouts.
 
         Raises:
-            UsageError: no task has so many, or a row names none.
+            UsageError: no task has k scored rollouts, or a row names no task.
         """
         groups = [[float(reward >= solved_at) for reward in group.rewards] for group in self.groups()]
         enough = [solved for solved in groups if len(solved) >= k >= 1]
@@ -163,7 +164,7 @@ class Rollouts(Sequence[Json]):
         return fmean(best_at_k(solved, k) for solved in enough)
 
     def metrics(self, by: str | None = None) -> list[Json]:
-        """What `*_aggregate_metrics.json` says, of these rollouts: an entry for each agent. by: also by this field's values.
+        """The contents of `*_aggregate_metrics.json` for these rollouts: an entry per agent. by: also by this field.
 
         Raises:
             UsageError: a row has no `_ng_task_index`.
@@ -174,19 +175,19 @@ class Rollouts(Sequence[Json]):
         return aggregates.as_json()
 
     def filter(self, wanted: Callable[[Json], object]) -> Rollouts:
-        """Those for whose row this is true: `rollouts.filter(lambda row: row["reward"] == 0)`."""
+        """The rollouts whose row satisfies a condition: `rollouts.filter(lambda row: row["reward"] == 0)`."""
         return self._of(self._stored, [place for place, row in zip(self._all, self, strict=True) if wanted(row)])
 
     def worst(self, n: int = 10) -> Rollouts:
-        """The n with the smallest rewards, the worst first; unscored ones are not among them."""
+        """The n scored rollouts with the smallest rewards, the worst first."""
         return self._ranked(n, 1.0)
 
     def best(self, n: int = 10) -> Rollouts:
-        """The n with the largest rewards, the best first."""
+        """The n scored rollouts with the largest rewards, the best first."""
         return self._ranked(n, -1.0)
 
     def groups(self) -> list[Group]:
-        """The rollouts of each task, in the order in which tasks first appear; each time that a training run drew it is a group.
+        """The rollouts of each task, in order of appearance; each time that a training run samples a task is a group.
 
         Raises:
             UsageError: a row names no task.
@@ -203,19 +204,19 @@ class Rollouts(Sequence[Json]):
         ]
 
     def show(self, index: int = 0) -> Transcript:
-        """What was said in one of them: a notebook shows it, `print` prints it."""
+        """One rollout as a conversation: a notebook shows it, `print` prints it."""
         return Transcript(self[index])
 
     def to_pandas(self, full: bool = False) -> pandas.DataFrame:
-        """A row for each rollout: numbers, what was asked and answered last, its row's own fields. full: everything else, too."""
+        """A row for each rollout: numbers, the last question and answer, fields of its row. full: all other data."""
         return self._table(full).to_pandas()
 
     def to_polars(self, full: bool = False) -> polars.DataFrame:
-        """The same; with `full`, lists and objects are JSON text."""
+        """As `to_pandas`; with `full`, lists and objects are JSON text."""
         return self._table(full).to_polars()
 
     def to_dataset(self, full: bool = False) -> datasets.Dataset:
-        """The same as a dataset of Hugging Face's `datasets`."""
+        """As `to_polars`, as a dataset of Hugging Face's `datasets`."""
         return self._table(full).to_dataset()
 
     def _table(self, everything: bool) -> Table:
@@ -247,7 +248,7 @@ class Rollouts(Sequence[Json]):
 
 
 class Group(NamedTuple):
-    """The rollouts of one task. task_index: None of rows that have a task_id alone. rewards: of the scored ones."""
+    """The rollouts of one task. task_index: None if the rows only have a task_id. rewards: of the scored rollouts."""
 
     agent: str
     task_id: str
@@ -261,12 +262,12 @@ class Group(NamedTuple):
 
     @property
     def unscored(self) -> int:
-        """Rollouts without a reward, which no mean has."""
+        """The number of rollouts without a reward, which means leave out."""
         return len(self.rollouts) - len(self.rewards)
 
     @property
     def teaches(self) -> bool:
-        """Whether two rewards differ: an algorithm that compares the rollouts of a task learns nothing elsewhere."""
+        """Whether the rewards differ: equal rewards have no learning signal for algorithms that compare them."""
         return len(set(self.rewards)) > 1
 
 
@@ -275,7 +276,7 @@ def _fact(row: Json) -> Fact:
     try:
         return Fact(agent, (row.get("ng") or {}).get("task_id") or "", row.get("_ng_task_index"), row["reward"])
     except KeyError:
-        raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is no rollout") from None
+        raise UsageError(f"task {row.get('_ng_task_index')}: a row without a reward is not a rollout") from None
 
 
 def _known(facts: Sequence[Fact], places: Sequence[int]) -> list[float]:
@@ -283,7 +284,7 @@ def _known(facts: Sequence[Fact], places: Sequence[int]) -> list[float]:
 
 
 def _counted(row: Json) -> Json:
-    """With what a row of another make lacks and our numbers look at."""
+    """The row with defaults for the fields that metrics need and rows of other tools lack."""
     if row.get("_ng_task_index") is None:
         raise UsageError(NO_TASK)
     unknown = {"turns": None, "tool_calls": None, "tool_errors": None, "timings": {"total_s": None}}
@@ -294,13 +295,13 @@ def _counted(row: Json) -> Json:
 
 
 def load_rollouts(*sources: str | Path) -> Rollouts:
-    """The rollouts of one or several files; a pattern such as `runs/*/out.jsonl` names several. A row is read when it is looked at.
+    """Load the rollouts of files or patterns such as `runs/*/out.jsonl`. Rows are read when they are accessed.
 
         rollouts = ngym.load_rollouts("out.jsonl")
         rollouts.worst(3).show(0)
 
     Raises:
-        UsageError: there is no such file, or its first row is no rollout.
+        UsageError: a file does not exist, or its first row is not a rollout.
     """
     paths = [path for source in sources for path in _named(str(source))]
     if not paths:

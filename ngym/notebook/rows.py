@@ -1,4 +1,4 @@
-"""The rows of JSONL files as a sequence: where each begins is kept, 8 bytes a row; a row itself is read when it is asked for."""
+"""The rows of JSONL files as a lazy sequence: keeps only the offset of each row, 8 bytes, and reads rows on access."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ngym.schema import Json
 
 
 class FileRows(Sequence[Json]):
-    """As the files were when the rows were first counted; what is appended later is not among them. A torn last line is left out.
+    """The rows that the files had when they were first counted; later rows are not included. A torn last line is left
+    out.
 
     Raises:
-        UsageError: when a file cannot be read, or a line that is asked for is no JSON object.
+        UsageError: on access, if a file cannot be read or a line is not a JSON object.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -43,7 +44,7 @@ class FileRows(Sequence[Json]):
         return _row_at(self.paths[file], self._starts[file][number])
 
     def __iter__(self) -> Iterator[Json]:
-        """All of them, each file read once from its beginning."""
+        """Iterate over all rows, reading each file once."""
         for path, starts in zip(self.paths, self._starts, strict=True):
             wanted = len(starts)
             for line in read(path):

@@ -1,4 +1,4 @@
-"""`ngym.run`: the services of a config, up until they are stopped; and which services any other call uses."""
+"""`ngym.run`: starts the services of a config; and the choice of services for other calls."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ COLUMNS = ("name", "kind", "status", "url", "restarts")
 
 @dataclass(frozen=True)
 class Reached:
-    """Services that can be used. failure: waits for ever; raises when one had to be given up."""
+    """Available services. failure: waits forever; raises when a service is given up."""
 
     peers: Peers
     failure: Callable[[], Awaitable[None]]
 
 
 class RunningServices:
-    """What `ngym.run` gives. A `with` block stops them at its end; so do `stop`, the last reference's end, and the process's."""
+    """The result of `ngym.run`. Services stop at the end of a `with` block, by `stop`, and with the last reference."""
 
     def __init__(self, life: _Life) -> None:
         self._life = life
@@ -48,7 +48,7 @@ class RunningServices:
 
     @property
     def head_url(self) -> str:
-        """Where the run can be asked: `/servers`, `/config`, and a page for a browser."""
+        """The URL of the head: `/servers`, `/config`, and a status page for a browser."""
         return self._life.supervisor.head_url
 
     @property
@@ -58,11 +58,11 @@ class RunningServices:
 
     @property
     def states(self) -> list[State]:
-        """Of every process of every service."""
+        """The state of every process of every service."""
         return list(self._life.supervisor.states)
 
     def stop(self) -> None:
-        """Stop every service; none is left after this, and it takes less than 5 s."""
+        """Stop every service; returns when all have ended, in less than 5 s."""
         self._life.background.close()
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class RunningServices:
 
 
 class _Life:
-    """Services on a background loop, from their start to their end."""
+    """The lifetime of services on a background loop."""
 
     def __init__(self, config: Config, launcher: Launcher, watch: Watch) -> None:
         self.config = config
@@ -96,7 +96,7 @@ class _Life:
         self._begun = asyncio.Event()
 
     async def ready(self) -> None:
-        """Start them; they stop when the loop ends."""
+        """Start the services; they stop when the loop ends."""
         self._task = asyncio.create_task(self._live())
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `failure` raises it
         begun = asyncio.create_task(self._begun.wait())
@@ -112,7 +112,7 @@ class _Life:
             self._task.result()
 
     async def failure(self) -> None:
-        """Wait for ever; raises what ended them."""
+        """Wait forever; raises the error that ends the services."""
         await asyncio.shield(self._task)
 
     async def _live(self) -> None:
@@ -122,16 +122,18 @@ class _Life:
 
 
 class Place:
-    """Which services a call uses: those of `ngym.run`, those of a head, or those of a config, started for the call."""
+    """The services of a call: those of `ngym.run`, those of a head, or those of a config, started for the call."""
 
     def __init__(self, config: Files | None, overrides: Sequence[str], head: str | RunningServices | None) -> None:
         if config is not None and head is not None:
             raise UsageError("config starts services for this call and head uses running ones; give one of the two")
         if overrides and config is None:
-            raise UsageError(f"{overrides[0]!r}: overrides are of the config; name it with config=")
+            raise UsageError(f"{overrides[0]!r}: overrides need a config; name it with config=")
         self._life = head._life if isinstance(head, RunningServices) else None
         self._url = head.rstrip("/") if isinstance(head, str) else None
-        self._launcher = Launcher.start() if config is not None else None  # its imports take longer than our checks
+        self._launcher = (
+            Launcher.start() if config is not None else None
+        )  # early, because its imports take longer than the checks below
         try:
             self.config = load_config(paths_of(config), overrides) if config is not None else None
         except BaseException:
@@ -143,10 +145,10 @@ class Place:
             self._launcher.close()
 
     def carry(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
-        """Have it run where the services are looked after; and what has to be called in the end.
+        """Start a coroutine on the loop of the services; also returns a function to call at the end.
 
         Raises:
-            UsageError: the services are stopped.
+            UsageError: the services were stopped.
         """
         if self._life is not None:
             if not self._life.background.lives:
@@ -162,7 +164,7 @@ class Place:
         return background.begin(work), end
 
     async def known(self) -> Known:
-        """Who there is, or will be."""
+        """The services that exist or will be started."""
         config = self._life.config if self._life else self.config
         if config is not None:
             return Known.of(shown_config(config))
@@ -171,7 +173,7 @@ class Place:
 
     @asynccontextmanager
     async def reached(self, known: Known, needed: Config | None, watch: Watch) -> AsyncIterator[Reached]:
-        """The services, while the block runs. needed: the part of the config that has to be started."""
+        """The services during the block. needed: the part of the config to start."""
         if self._life is not None:
             async with _peers(_peers_of(self._life.supervisor, self._life.config)) as peers:
                 yield Reached(peers, self._life.failure)
@@ -187,19 +189,20 @@ class Place:
 
 
 def run(*config: str | Path, only: Sequence[str] = (), progress: bool = True) -> RunningServices:
-    """Start the services of a config (default: global_config.yaml), and return when all are ready.
+    """Start the services of a config (default: global_config.yaml); returns when all are ready.
 
         with ngym.run("global_config.yaml", "policy.replicas=2") as services:
             rollouts = ngym.collect_rollouts(head=services, agent="math_agent", input="data/math/validation.jsonl")
 
-    Without `with`, they are up over several cells, until `services.stop()`.
+    Without `with`, they run across several cells, until `services.stop()`.
 
     Args:
         config: files, and `key=value` overrides; later ones win.
-        only: these services and those that they need.
+        only: start only these services and those that they need.
 
     Raises:
-        ConfigError: the config is wrong. ServiceFailed: a service does not start; the last lines of its log are told.
+        ConfigError: the config is wrong. ServiceFailed: a service does not start; the message has the last lines of its
+        log.
     """
     life, watch = _begun(config, only)
     try:

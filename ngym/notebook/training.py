@@ -1,4 +1,4 @@
-"""`ngym.training_metrics`: the metrics of a training run, step by step, of one that still trains, too."""
+"""`ngym.training_metrics`: the metrics of a finished or running training run, step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_STEPS = 8
 
 
 class TrainingMetrics(list[Json]):
-    """A row for each step: what was measured in it, and what was found out after it (`eval/...`, `val/...`)."""
+    """A row for each step: its metrics, including evaluations after it (`eval/...`, `val/...`)."""
 
     def __init__(self, rows: list[Json], path: Path) -> None:
         super().__init__(rows)
@@ -29,11 +29,11 @@ class TrainingMetrics(list[Json]):
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics, in alphabetical order."""
+        """The names of all metrics, in alphabetical order."""
         return sorted({name for row in self for name in row} - {"step"})
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """A metric over the steps that have it, for a plot: `plt.plot(*metrics.curve("reward/mean"))`.
+        """The steps and values of a metric, for a plot: `plt.plot(*metrics.curve("reward/mean"))`.
 
         Raises:
             UsageError: no step has it.
@@ -62,15 +62,15 @@ class TrainingMetrics(list[Json]):
 
 
 def training_metrics(run: str | Path) -> TrainingMetrics:
-    """The metrics of a run: its folder, or its metrics.jsonl. Call it again for what came since.
+    """The metrics of a run, from its folder or its metrics.jsonl. Call it again for newer steps.
 
-    Of steps that a resumed run took again, those of its last life.
+    Steps that a resumed run repeated have their last values.
 
         metrics = ngym.training_metrics("runs/grpo")
         metrics.to_pandas()["reward/mean"].plot()
 
     Raises:
-        UsageError: there are none.
+        UsageError: the run has no metrics.
     """
     path = Path(run)
     path = path / METRICS if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""`ngym.verify`: what are these answers worth? The reward of each, with its components, by the gym server that scores them."""
+"""`ngym.verify`: the rewards and components of rows or answers, from the gym server that scores them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "re
 
 @dataclass(frozen=True)
 class Verdict:
-    """reward: None where there is none; `failure` says why, or the verifier chose so. details: the row's and the verifier's own fields."""
+    """reward: None with a `failure`, or if the verifier gives none. details: other fields of row and verifier."""
 
     reward: float | None
     components: dict[str, float]
@@ -74,23 +74,23 @@ def verify(
     concurrency: int = 64,
     progress: bool = True,
 ) -> Verdict | list[Verdict]:
-    """The reward of a rollout, or of each of several; no model is asked. Tool calls that a rollout made are made again.
+    """Score a rollout, or each of several, without a model. The tool calls of rollouts are repeated.
 
         ngym.verify(rollouts.worst(5), config="global_config.yaml")
         ngym.verify(task, answer="The answer is 4.", server="math", head=services).components
 
-    Rewards that only a comparison gives are given where several rollouts of a task are among the rows.
+    Comparative rewards need several rollouts of the same task among the rows.
 
     Args:
-        rows: a rollout's row, or several: Rollouts, a list, a data frame of whole rows.
-        answer: what the model is supposed to have said, for rows that are tasks without a response.
+        rows: the row of a rollout, or several: Rollouts, a list, a data frame with all fields.
+        answer: the model's answer, for rows that are tasks without a response.
         server: the gym server that scores; None: the one of the row's agent.
-        config, overrides, head: which services, as for `ngym.collect_rollouts`. models: of a config, start also those that the
-            gym server asks, such as a judge.
+        config, overrides, head: the services, as for `ngym.collect_rollouts`. models: also start the models of the
+            config that the gym server asks, such as a judge.
         concurrency: verifications at once.
 
     Raises:
-        UsageError: a row has no response, nobody knows who scores it, or rows to be compared name no task.
+        UsageError: a row has no response, its gym server is unknown, or rows to compare name no task.
     """
     at_least_one(concurrency=concurrency)
     call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
@@ -161,7 +161,7 @@ class _Call:
         return list(map(_verdict, scored))
 
     async def _one(self, row: Json, gym: str, peers: Peers) -> Json | str:
-        """What /verify says, or why it says nothing."""
+        """The answer of /verify, or the message of its error."""
         async with self._slots:
             try:
                 return await reverify.verified(row, peers[gym])
@@ -176,10 +176,10 @@ class _Call:
             return self._server
         agent = (row.get("agent_ref") or {}).get("name")
         if agent is None:
-            raise UsageError("a row names no agent (agent_ref), so nobody knows who scores it; name it with server=")
+            raise UsageError("a row names no agent (agent_ref), so its gym server is unknown; name it with server=")
         gym = (stanzas.get(agent) or {}).get("gym")
         if not isinstance(gym, str):
-            raise UsageError(f"nobody says which gym server scores the rollouts of {agent!r}; name it with server=")
+            raise UsageError(f"the gym server that scores the rollouts of {agent!r} is unknown; name it with server=")
         return gym
 
 
@@ -194,18 +194,18 @@ def _rows(given: Any, answer: str | None) -> list[Json]:
         if answer is not None:
             row["response"] = {"status": "completed", "output": says(answer)}
         if not isinstance(row.get("response"), dict):
-            raise UsageError(f"row {number} has no response; give a rollout's row, or say answer=")
+            raise UsageError(f"row {number} has no response; pass the row of a rollout, or answer=")
         rows.append(row)
     return rows
 
 
 def _needed(config: Config, gyms: set[str], models: bool) -> Config:
-    """What has to run for these gym servers."""
+    """The part of the config that must run for these gym servers."""
     needed = config.only(gyms)
     for gym in sorted(gyms):
         if not models and (asked := others(config, gym)):
             where = config.services[gym].where
-            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; models=True starts it, too")
+            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; start it with models=True")
     return needed
 
 

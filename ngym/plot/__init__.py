@@ -1,1 +1,1 @@
-"""The curves of training runs: read from metrics.jsonl, chosen, smoothed, aggregated over seeds; as text or as a picture."""
+"""Curves of training runs, read from metrics.jsonl: selection, smoothing, aggregation, text and picture output."""

@@ -1,4 +1,4 @@
-"""Curves of metrics: which ones, smoothed, and seeds taken together."""
+"""Selects the metrics to draw, smooths their curves, and aggregates runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ngym.plot.picture import Line, Panel
 from ngym.plot.runs import Axis, History, Run, Series, by_seed
 from ngym.schema import Json
 
-OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and how many attempts it is of
+OF_ANOTHER = ("low", "high", "count", "failed", "unscored")  # bounds of a metric, and its counts
 UNSCORED = "frac_unscored"
-HELD_OUT = ("eval/", "val/")  # few, and means already: they are drawn as they are
+HELD_OUT = ("eval/", "val/")  # few values that are already means: drawn without smoothing
 
 
 def smoothed(series: Series, weight: float) -> Series:
     """The exponential moving average with this weight of the past, in [0, 1), without its bias towards the first values.
 
     m_n = w m_{n-1} + (1 - w) y_n, shown as m_n / (1 - w^n) (Adam's correction, arXiv 1412.6980, section 3). A band is
-    smoothed alike.
+    smoothed in the same way.
     """
     if weight == 0:
         return series
@@ -42,7 +42,7 @@ def _averaged(values: Sequence[float], weight: float) -> tuple[float, ...]:
 
 
 def together(name: str, seeds: Sequence[Series]) -> Series:
-    """The mean of several runs at the x that all of them have, between the lowest and the highest of them."""
+    """The mean of several runs at their common x, with a band from the lowest to the highest value."""
     values = [dict(zip(one.x, one.y, strict=True)) for one in seeds]
     common = sorted(set.intersection(*map(set, values))) if values else []
     columns = [[one[x] for one in values] for x in common]
@@ -59,8 +59,8 @@ REWARDS, LOSSES = ("reward/mean", UNSCORED), ("loss", "val/loss")
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """The metrics that show whether a run learns: with rewards, those, the share of rollouts without one and the mean rewards
-    on held-out tasks; without, its losses.
+    """The metrics that show whether a run learns: rewards, the share of unscored rollouts and the mean rewards on
+    held-out tasks; or the losses, if there are no rewards.
     """
     evaluations = sorted(name for name in names if is_evaluation(name))
     return [name for name in (*REWARDS, *evaluations) if name in names] or [name for name in LOSSES if name in names]
@@ -72,11 +72,11 @@ def is_evaluation(name: str) -> bool:
 
 
 def asked(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The metrics that match, in the order of the patterns (`reward/mean`, `eval/*`); what belongs to another one only if
-    the pattern ends in it (`eval/*/count`).
+    """The metrics that match, in the order of the patterns (`reward/mean`, `eval/*`). Bounds and counts only match a
+    pattern that ends in them (`eval/*/count`).
 
     Raises:
-        UsageError: a pattern matches none.
+        UsageError: a pattern matches no metric.
     """
     found: list[str] = []
     for pattern in patterns:
@@ -100,7 +100,7 @@ def _last(name: str) -> str:
 
 
 class Curve(NamedTuple):
-    """One metric of one run, or of several seeds. behind: the same before it was smoothed, if it was."""
+    """One metric of one run, or of several seeds. behind: the curve before smoothing, if it is smoothed."""
 
     run: str
     metric: str
@@ -114,7 +114,7 @@ class Curve(NamedTuple):
 
 
 def curves(runs: Sequence[Run], patterns: Sequence[str], by: Axis, smooth: float, band: bool) -> list[Curve]:
-    """By metric, then by run. patterns: of metrics; those that tell most without one.
+    """The curves by metric, then by run. patterns: of metrics; without any, those of `telling`.
 
     Raises:
         UsageError: there is nothing to draw.
@@ -135,14 +135,14 @@ def curves(runs: Sequence[Run], patterns: Sequence[str], by: Axis, smooth: float
 
 
 def told(entries: Iterable[Mapping[str, float]]) -> list[Series]:
-    """What tells most of one run, from what it logged."""
+    """The most relevant series of one run, from its log entries."""
     history = History.of(entries)
     found = [(name, history.series(name)) for name in telling(history.names)]
     return [series for name, series in found if series.x and _is_worth_a_curve(series, name)]
 
 
 def _is_worth_a_curve(series: Series, metric: str) -> bool:
-    """Whether it is drawn without being asked for: the share of unscored rollouts only where there are any."""
+    """Whether it is drawn by default: the share of unscored rollouts only if it is not always 0."""
     return metric != UNSCORED or any(series.y)
 
 

@@ -1,6 +1,6 @@
-"""Curves as a PNG or SVG, drawn by matplotlib: the same input gives the same bytes, on any machine and in any home.
+"""Draws curves as PNG or SVG with matplotlib: the same input gives the same bytes on any machine.
 
-Nothing here touches pyplot, a display or the settings of the machine.
+It does not use pyplot, a display or the user's settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STYLE: dict[str, Any] = {
     "axes.titleweight": "bold",
     "figure.dpi": 100,
     "font.family": "sans-serif",
-    # the first comes with matplotlib, so that the layout is the same everywhere
+    # matplotlib ships the first one, so the layout is the same everywhere
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9,
     "grid.color": "#e6e6e6",
@@ -50,7 +50,7 @@ STYLE: dict[str, Any] = {
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "ngym",
-    "text.parse_math": False,  # a metric's name is no formula
+    "text.parse_math": False,  # names of metrics are not formulas
     "xtick.color": "#555555",
     "ytick.color": "#555555",
 }
@@ -58,7 +58,7 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """colour: number of a colour; that of its place in the panel without it. behind: the same before it was smoothed."""
+    """colour: index of a colour; None: that of its place in the panel. behind: the curve before smoothing."""
 
     series: Series
     colour: int | None = None
@@ -70,8 +70,8 @@ class Line:
 class Panel:
     """One pair of axes.
 
-    x: what it counts; "seconds" is shown as a duration. x_scale: "log4" marks each x that there is, evenly for powers of four.
-    y_range: fixed; else as the values need, from 0 on if `from_zero`.
+    x: the unit; "seconds" is shown as a duration. x_scale: "log4" marks each x, evenly spaced for powers of four.
+    y_range: fixed; None: that of the values, from 0 on if `from_zero`.
     """
 
     title: str
@@ -84,10 +84,10 @@ class Panel:
 
 
 def write_picture(panels: Sequence[Panel], path: Path, across: int = ACROSS) -> None:
-    """The panels as a PNG or SVG, by the file's name; it is there whole or not at all.
+    """Write the panels as PNG or SVG, by the suffix of the file, atomically.
 
     Raises:
-        UsageError: another kind of file, or matplotlib is not installed. WriteFailed: it cannot be written.
+        UsageError: another suffix, or matplotlib is not installed. WriteFailed: the file cannot be written.
     """
     kind = path.suffix.removeprefix(".").lower()
     if kind not in FORMATS:
@@ -97,9 +97,7 @@ def write_picture(panels: Sequence[Panel], path: Path, across: int = ACROSS) -> 
 
 def picture(panels: Sequence[Panel], kind: str, across: int = ACROSS) -> bytes:
     """The bytes of a picture. kind: png or svg."""
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # it tells of a home that cannot be written, and does without
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a home folder that is not writable
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -175,7 +173,7 @@ def _scale_y(panel: Panel, axes: Axes) -> None:
 
 
 def _explain(figure: Figure, drawn: Sequence[Axes], columns: int) -> None:
-    """Which line is what: once for all panels, if one of them has the lines of all."""
+    """Add legends: one for all panels, if one of them has the lines of all."""
     if not drawn:
         return
     fullest = max(drawn, key=lambda axes: len(_names(axes)))

@@ -1,7 +1,7 @@
-"""Runs and the history that each logged.
+"""Reads training runs: the history of their metrics, their recipes, and groups of seeds.
 
-Of a step that was logged twice the later entry counts; where the steps go back, what was logged after that step is void,
-because the run took those steps again. A line that is still being written is not read.
+If a step was logged twice, the later entry counts; if the steps go back, later entries are dropped, because the run
+repeated those steps. An incomplete last line is not read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Axis = Literal["step", "time"]
 RECIPE = "recipe.yaml"
 
 
-STEP, ELAPSED = "step", "time/elapsed"  # seconds since this life of the run began
+STEP, ELAPSED = "step", "time/elapsed"  # seconds since the last start of the run
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. x: steps, or seconds; ascending. low, high: a band around y, [N] each, or none."""
+    """One curve. x: steps, or seconds; ascending. low, high: a band around y, [N] each, or empty."""
 
     name: str
     x: tuple[float, ...]
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass
 class _Column:
-    """rows: at which of the history's rows there is a value."""
+    """rows: the rows of the history that have a value."""
 
     rows: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -60,14 +60,14 @@ class _Column:
 
 
 class History:
-    """Everything that was logged, a row for each step. resumed: the first step of each later life of the run."""
+    """All log entries, a row for each step. resumed: the first step after each restart of the run."""
 
     def __init__(self) -> None:
         self.steps: array[float] = array("d")
         self.resumed: list[float] = []
         self._seconds: array[float] = array("d")
         self._columns: dict[str, _Column] = {}
-        self._before = 0.0  # seconds of the lives before this one
+        self._before = 0.0  # seconds before the last restart
         self._elapsed = 0.0
 
     @classmethod
@@ -79,11 +79,11 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """The metrics, in the order in which they came up."""
+        """The metrics, in order of appearance."""
         return [name for name, column in self._columns.items() if column.rows]
 
     def add(self, entry: Mapping[str, object]) -> None:
-        """The next entry; one without a step is none."""
+        """Add the next entry; an entry without a step is ignored."""
         step = _number(entry.get(STEP))
         if step is None:
             return
@@ -118,7 +118,7 @@ class History:
         return {name: self._columns[name].values[-1] for name in self.names}
 
     def rows(self) -> list[dict[str, float | None]]:
-        """One for each step: it, its metrics, and the seconds that the run took until then, over all its lives."""
+        """A record for each step: the step, its metrics, and the seconds so far, including those before restarts."""
         rows: list[dict[str, float | None]] = [{STEP: int(step)} for step in self.steps]
         for name, column in self._columns.items():
             for row, value in zip(column.rows, column.values, strict=True):
@@ -133,7 +133,7 @@ class History:
         return dict(zip(column.rows, column.values, strict=True))
 
     def _go_on(self, step: float, elapsed: float | None) -> None:
-        """Note it if another life of the run begins with this entry."""
+        """Detect a restart of the run at this entry."""
         back = bool(self.steps) and step < self.steps[-1]
         if back:
             kept = bisect_left(self.steps, step)
@@ -165,7 +165,7 @@ def metrics_file(place: Path) -> Path:
 def read_history(file: Path) -> History:
     """
     Raises:
-        UsageError: the file cannot be read, or a whole line of it is no entry.
+        UsageError: the file cannot be read, or a complete line is not an entry.
     """
     history = History()
     for line in read(file):
@@ -174,7 +174,7 @@ def read_history(file: Path) -> History:
                 raise UsageError(f"{file}:{line.number}: {line.problem}")
             break
         if STEP not in line.row:
-            raise UsageError(f"{file}:{line.number}: no entry of a run's metrics: it has no {STEP!r}")
+            raise UsageError(f"{file}:{line.number}: not an entry of a run's metrics: it has no {STEP!r}")
         history.add(line.row)
     return history
 
@@ -183,7 +183,7 @@ SEED, OWN = "seed", {"seed", "output"}
 
 
 class Recipe(NamedTuple):
-    """A run's recipe as it was resolved. values: by dotted keys; lists stay whole. text: as it is written."""
+    """The resolved recipe of a run. values: by dotted keys; lists are values. text: the file."""
 
     values: Json
     text: str
@@ -191,7 +191,7 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """name: short, and no other run's. recipe: {} of a bare file of metrics."""
+    """name: short and unique. recipe: {} for a file of metrics without a recipe."""
 
     name: str
     history: History
@@ -202,7 +202,7 @@ def read_runs(places: Sequence[Path]) -> list[Run]:
     """The runs in these folders or files of metrics.
 
     Raises:
-        UsageError: there is none in one of them, or its metrics or recipe cannot be read.
+        UsageError: a place has no run, or its metrics or recipe cannot be read.
     """
     files = list(dict.fromkeys(metrics_file(place) for place in places))
     recipes = [file.with_name(RECIPE) for file in files]
@@ -215,13 +215,13 @@ def read_runs(places: Sequence[Path]) -> list[Run]:
 def read_recipe(file: Path) -> Recipe:
     """
     Raises:
-        UsageError: it is no YAML.
+        UsageError: the file is not YAML.
     """
     try:
         text = file.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{file}: no recipe as ng_train writes it: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{file}: not a recipe of ng_train: {' '.join(str(error).split())}") from None
     return Recipe(flat(values) if isinstance(values, dict) else {}, text)
 
 
@@ -234,7 +234,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Json:
 
 
 def distinct(files: Sequence[Path]) -> list[str]:
-    """A name for each file: its folder's, with so many folders above it that no two are the same."""
+    """A unique name for each file: its folder, with as many parent folders as needed."""
     parts = [file.resolve().parent.parts for file in files]
     deepest = max((len(one) for one in parts), default=1)
     for depth in range(1, deepest + 1):
@@ -245,10 +245,11 @@ def distinct(files: Sequence[Path]) -> list[str]:
 
 
 def by_seed(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs that differ in nothing but their seed, by a common name.
+    """The runs that differ only in their seed, by a common name.
 
-    Two recipes do so if they are the same without `seed` and `output`, where texts that differ, such as a `model.path`, are
-    compared without the seed's number. Runs without a recipe do so if their names are the same up to a number at the end.
+    Two recipes match if they are equal without `seed` and `output`; different texts, such as a `model.path`, are
+    compared without the seed's number. Runs without a recipe match if their names are equal except for a number at the
+    end.
     """
     groups: list[list[Run]] = []
     for run in runs:

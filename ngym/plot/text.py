@@ -1,4 +1,4 @@
-"""Curves as characters, for a terminal."""
+"""Draws curves as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngym.rollout.transcript import printable
 
 WIDTH, HEIGHT = 60, 12  # characters
 MARKS = "·#o+x*%@"
-LABEL = 8  # characters of a number beside the plot
+LABEL = 8  # characters of a number next to the plot
 
 
 class _Frame(NamedTuple):
@@ -31,12 +31,12 @@ class _Frame(NamedTuple):
         return cls(min(along), max(max(along), min(along) + 1), low, high if high > low else low + 1)
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """From the lower left, both in [0, 1]."""
+        """The position from the lower left, both in [0, 1]."""
         return (x - self.first) / (self.last - self.first), (y - self.low) / (self.high - self.low)
 
 
 def as_text(shown: Sequence[Series], by: Axis = "step") -> str:
-    """A plot of characters, and what its marks mean. Every series has at least one point."""
+    """A text plot with its legend. Every series must have at least one point."""
     frame = _Frame.around(shown)
     rows = [[" "] * WIDTH for _ in range(HEIGHT)]
     for number, series in enumerate(shown):

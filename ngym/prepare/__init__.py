@@ -1,6 +1,7 @@
-"""How does a public set become rows of ours? Its files at a pinned revision, its records one by one, the rows (`ng_prepare`).
+"""Converts public sets to rows for `ng_prepare`: downloads files at a pinned revision, reads records, converts and
+checks them.
 
-A set is declared beside its environment's data, in `data/NAME/prepare.py`, as a `PublicSet` in `SETS`.
+A set is declared next to its environment's data, in `data/NAME/prepare.py`, as a `PublicSet` in `SETS`.
 """
 
 from ngym.prepare.sets import File, Made, Part, PublicSet, Unfit, calling, saying

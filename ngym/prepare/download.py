@@ -19,19 +19,19 @@ from ngym.errors import NgymError, UsageError
 from ngym.files.jsonl import checked
 from ngym.schema import Json
 
-MAX_FIELD_CHARS = 1 << 24  # of a CSV file
+MAX_FIELD_CHARS = 1 << 24  # per field of a CSV file
 BATCH_ROWS = 1_000
-MAX_BYTES = 1 << 30  # of a file
+MAX_BYTES = 1 << 30  # per file
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 60.0  # for a connection, and for each piece
-AGAIN = "run the command again, it goes on where it stopped"
+AGAIN = "run the command again, it continues where it stopped"
 
 
 def joined(paths: Sequence[Path]) -> Iterator[Json]:
-    """The records of files that belong together, as one: by `id` where they have one, else line by line.
+    """The merged records of files that belong together: by `id` if they have one, else line by line.
 
     Raises:
-        UsageError: one of them is not what its name says, or they do not belong together.
+        UsageError: a file does not have the format of its name, or the files do not match.
     """
     first, *others = paths
     if not others:
@@ -54,7 +54,7 @@ def joined(paths: Sequence[Path]) -> Iterator[Json]:
 
 
 def records(path: Path) -> Iterator[Json]:
-    """The records of a file, by its name. Each line of a text is `{name of the file: line}`."""
+    """The records of a file, in the format of its suffix. Each line of a text file is `{name of the file: line}`."""
     match path.suffix:
         case ".jsonl" | ".json":
             yield from _json(path)
@@ -98,19 +98,19 @@ def _parquet(path: Path) -> Iterator[Json]:
 
 
 class DownloadFailed(NgymError):
-    """The file did not come; the message says what would help."""
+    """The download failed; the message has a remedy."""
 
 
 def fetch(url: str, target: Path, sha256: str | None = None, token: str | None = None) -> None:
-    """Put the file there, unless it is there.
+    """Download a file, unless it exists.
 
     Args:
-        sha256: what it must have; None takes any.
-        token: a bearer token for the host of `url` alone; a host that it redirects to is not shown it.
+        sha256: the expected digest; None accepts any.
+        token: a bearer token for the host of `url` only; it is not sent to a redirect's host.
 
     Raises:
-        DownloadFailed: it cannot be had, is too large, or is not what it should be.
-        UsageError: it cannot be written.
+        DownloadFailed: the file is not available, is too large, or has another digest.
+        UsageError: the file cannot be written.
     """
     if target.is_file() and sha256 in (None, digest(target)):
         return
@@ -121,8 +121,8 @@ def fetch(url: str, target: Path, sha256: str | None = None, token: str | None =
         if sha256 is not None and (got := digest(part)) != sha256:
             part.unlink()
             raise DownloadFailed(
-                f"{url}: its sha256 is {got} and must be {sha256}: it was damaged on the way, or is no longer the same "
-                "file; run the command again, and if that does not help take another --revision"
+                f"{url}: its sha256 is {got} and must be {sha256}: the download is damaged, or this is no longer the "
+                "same file; run the command again, and if that does not help, choose another --revision"
             )
         part.replace(target)
     except OSError as error:
@@ -145,12 +145,12 @@ def _stream(url: str, part: Path, target: Path, token: str | None) -> None:
     except HTTPError as error:
         if error.code != 416 or not have:
             raise DownloadFailed(_refused(error.code, url)) from None
-        part.unlink()  # it was whole, or is of another file
+        part.unlink()  # it is complete, or belongs to another file
         _stream(url, part, target, token)
     except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise DownloadFailed(
-            f"{urlsplit(url).netloc} cannot be reached ({reason}); {AGAIN}. Where there is no way out, "
+            f"{urlsplit(url).netloc} cannot be reached ({reason}); {AGAIN}. Without internet access, "
             f"set HF_ENDPOINT to a mirror, or put the file of {url} at {target}"
         ) from None
 
@@ -162,7 +162,7 @@ def _copy(reply: HTTPResponse, file: BinaryIO, url: str) -> None:
         copied += len(chunk)
         file.write(chunk)
         if file.tell() > MAX_BYTES:
-            raise DownloadFailed(f"{url}: larger than {MAX_BYTES >> 20} MiB, which is as much as is taken")
+            raise DownloadFailed(f"{url}: larger than the limit of {MAX_BYTES >> 20} MiB")
     if wanted not in (-1, copied):
         raise DownloadFailed(f"{url}: broke off after {copied:,} of {wanted:,} bytes; {AGAIN}")
 
@@ -171,9 +171,7 @@ def _refused(status: int, url: str) -> str:
     told = f"{url}: HTTP {status}"
     if status in (401, 403):
         page = url.partition("/resolve/")[0]
-        return (
-            f"{told}: gated, private or not there. Accept its terms at {page}, and put a token of yours into HF_TOKEN"
-        )
+        return f"{told}: gated, private or missing. Accept its terms at {page}, and set HF_TOKEN to your token"
     if status == 404:
-        return f"{told}: no such file at this revision; --revision names another"
-    return f"{told}; try again later, it goes on where it stopped"
+        return f"{told}: no such file at this revision; choose another with --revision"
+    return f"{told}; try again later, it continues where it stopped"

@@ -1,4 +1,4 @@
-"""Rows of a public set, accepted by its environment's server."""
+"""Converts the records of a public set to rows, splits them, checks them on the gym server, and writes them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ngym.prepare.download import digest, joined
 from ngym.prepare.sets import File, Made, PublicSet, Split, Unfit, saying
 from ngym.schema import Json
 
-HELD_OUT = 10  # one of so many, where a set does not say which are for validation
+HELD_OUT = 10  # one in 10 rows is for validation, if the set does not define a split
 MANIFEST = "manifest.json"
-SPLITS: tuple[Split, ...] = ("validation", "train")  # a row that stands in both is for validation
+SPLITS: tuple[Split, ...] = ("validation", "train")  # a row in both is for validation
 AT_ONCE = 16
-SLICE = 1_000  # rows that wait for their turn
+SLICE = 1_000  # rows per batch of checks
 FULL = 1.0 - 1e-6
 SHOWN_CHARS = 160
 
 
 class Converted(NamedTuple):
-    """A row with its split, and the set's own answer to it."""
+    """A row with its split and the set's reference answer."""
 
     split: Split
     made: Made
@@ -39,10 +39,10 @@ class Converted(NamedTuple):
 def converted(
     chosen: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
 ) -> Iterator[Converted]:
-    """The rows of all parts, at most `limit` of each split; what makes none is counted in `left_out`, by reason.
+    """The rows of all parts, at most `limit` of each split; records without a row are counted in `left_out`, by reason.
 
     Raises:
-        UsageError: a file or a record is not of the form that the converter reads.
+        UsageError: a file or a record does not have the format that the converter reads.
     """
     counts: Counter[Split] = Counter()
 
@@ -60,8 +60,8 @@ def converted(
                 continue
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise UsageError(
-                    f"{paths[part.files[0]]}: record {number} is not of the form that data/{chosen.environment}/prepare.py "
-                    f"reads ({type(error).__name__}: {error}); is it another --revision?"
+                    f"{paths[part.files[0]]}: record {number} does not have the format that data/{chosen.environment}"
+                    f"/prepare.py reads ({type(error).__name__}: {error}); is it another --revision?"
                 ) from error
             agent_ref = {"type": "responses_api_agents", "name": agent}
             row = {"responses_create_params": made.row["responses_create_params"], "agent_ref": agent_ref, **made.row}
@@ -72,7 +72,7 @@ def converted(
 
 
 def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, list[Converted]]:
-    """By split, each question once; none of validation stands in training."""
+    """The rows by split, each question once; no question of validation is in training."""
     by_split: dict[Split, list[Converted]] = {"train": [], "validation": []}
     for each in rows:
         by_split[each.split].append(each)
@@ -82,7 +82,7 @@ def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, l
         for each in by_split[split]:
             key = hashlib.sha256(_question(each.made.row)).digest()
             if key in seen:
-                left_out["a question that stands there twice"] += 1
+                left_out["a duplicate question"] += 1
             else:
                 seen.add(key)
                 kept.append(each)
@@ -93,10 +93,10 @@ def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, l
 def write(
     folder: Path, chosen: PublicSet, rows: Mapping[Split, list[Converted]], left_out: Counter[str], files: list[Json]
 ) -> None:
-    """train.jsonl, validation.jsonl, and last the manifest; the same set gives the same bytes.
+    """Write train.jsonl, validation.jsonl, and last the manifest; the same set gives the same bytes.
 
     Raises:
-        UsageError: the folder holds rows of something else.
+        UsageError: the folder has rows from elsewhere.
     """
     check_free(folder, chosen.name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def write(
 
 
 def check_free(folder: Path, name: str) -> None:
-    """UsageError where writing would replace rows that ng_prepare did not write for this set."""
+    """Raise a UsageError if writing would replace rows that ng_prepare did not write for this set."""
     manifest = folder / MANIFEST
     try:
         own = orjson.loads(manifest.read_bytes()).get("set") == name if manifest.is_file() else False
@@ -133,32 +133,32 @@ def check_free(folder: Path, name: str) -> None:
 
 
 def converter_of(chosen: PublicSet) -> Json:
-    """Which function made the rows, and the sha256 of its file."""
+    """The function that made the rows, and the sha256 of its file."""
     file = Path(inspect.getfile(chosen.convert))
     return {"function": f"data/{file.parent.name}/{file.name}:{chosen.convert.__name__}", "sha256": digest(file)}
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:
-    """The commonest, with how often."""
+    """The most common reasons with their counts."""
     return [f"{times:>7,}  {reason}" for reason, times in reasons.most_common(count)]
 
 
 def _share(row: Json) -> Split:
-    """By the question alone, so that a set's split does not change with its order."""
+    """The split of a row, by its question only, so that it does not depend on the order of the set."""
     return "validation" if hashlib.sha256(_question(row)).digest()[0] % HELD_OUT == 0 else "train"
 
 
 def _question(row: Json) -> bytes:
-    """What the policy is asked: the same words with other tools are another question."""
+    """The request to the policy: the same text with other tools is another question."""
     return orjson.dumps(row["responses_create_params"], option=orjson.OPT_SORT_KEYS)
 
 
 async def accepted(
     peer: Peer, rows: Mapping[Split, list[Converted]], left_out: Counter[str]
 ) -> dict[Split, list[Converted]]:
-    """The rows that the server takes as tasks and whose own answer earns the full reward; the others are counted.
+    """The rows that the server accepts and whose reference answer gets the full reward; the others are counted.
 
-    A row without an answer of its own has to get a verdict on an empty one.
+    A row without a reference answer must get a verdict on an empty one.
     """
     limit = asyncio.Semaphore(AT_ONCE)
 
@@ -192,5 +192,5 @@ async def _problem(peer: Peer, made: Made) -> str | None:
     if reward is None:
         return f"cannot be verified: {verdict.get('outcome') or ''} {verdict.get('reason') or ''}".rstrip(" :")
     if made.answer and reward < FULL:
-        return "its own answer does not earn the full reward"
+        return "its reference answer does not get the full reward"
     return None

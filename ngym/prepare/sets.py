@@ -1,4 +1,4 @@
-"""What is known of a public set: where its files lie, at which revision, under which licence, what a record becomes."""
+"""Declarations of public sets: the files, their revision and licence, and the conversion of a record."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FILE = "prepare.py"
 
 
 class Unfit(Exception):
-    """This record makes no row. The message says why, in the same words for all of its kind: they are counted."""
+    """A record cannot be converted. The message says why, with the same text for equal reasons: they are counted."""
 
 
 class Made(NamedTuple):
-    """A row, and what the set itself answers to it (Responses items), if it does: the verifier has to pay that in full.
+    """A row, and the set's reference answer (Responses items), if any, which the verifier must give the full reward.
 
-    split: where the record says itself which it is for.
+    split: if the record defines it.
     """
 
     row: Json
@@ -36,7 +36,7 @@ class Made(NamedTuple):
 
 
 class File(BaseModel):
-    """sha256: None where no public record of it was found; then the revision alone says what it is."""
+    """A file of a set. sha256: None if no public record of it was found; then only the revision identifies the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
@@ -44,7 +44,7 @@ class File(BaseModel):
 
 
 class Part(BaseModel):
-    """Files whose records belong together, by their `id` or line by line. split: None shares them out, a tenth held out."""
+    """Files whose records belong together, by their `id` or line by line. split: None: a tenth is held out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     files: tuple[File, ...] = Field(min_length=1)
@@ -52,9 +52,9 @@ class Part(BaseModel):
 
 
 class PublicSet(BaseModel):
-    """title: its name in the world, as the README of the environment has it, with the same licence.
+    """title: the set's common name, as in the README of the environment, with the same licence.
 
-    rows: of the source, None where unknown. note: what a user should know, such as that it is a benchmark.
+    rows: of the source, None if unknown. note: a hint for users, such as that it is a benchmark.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,13 +71,13 @@ class PublicSet(BaseModel):
     convert: Callable[[Json], Made]
 
     def url(self, file: File, hub: str, github: str) -> str:
-        """hub, github: where the two hosts are, without a slash at the end."""
+        """hub, github: the URLs of the two hosts, without a trailing slash."""
         if self.host == "github":
             return f"{github}/{self.repo}/{self.revision}/{quote(file.path)}"
         return f"{hub}/datasets/{self.repo}/resolve/{self.revision}/{quote(file.path)}"
 
     def at(self, revision: str) -> PublicSet:
-        """At another revision, whose files nobody has described."""
+        """The set at another revision, whose digests and number of rows are unknown."""
         parts = tuple(
             Part(files=tuple(File(path=file.path) for file in part.files), split=part.split) for part in self.parts
         )
@@ -85,7 +85,7 @@ class PublicSet(BaseModel):
 
 
 def saying(text: str) -> list[Json]:
-    """An answer in words."""
+    """An answer of text."""
     return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
 
 
@@ -123,7 +123,7 @@ def _declared(file: Path) -> tuple[PublicSet, ...]:
 
 
 def named(sets: dict[str, PublicSet], name: str) -> PublicSet:
-    """UsageError with the nearest name if there is none."""
+    """The set of this name, or a UsageError with the nearest name."""
     if name not in sets:
         raise UsageError(f"no public set is called {name!r}{did_you_mean(name, sets)}; ng_prepare --list shows them")
     return sets[name]

@@ -1,7 +1,7 @@
-"""A model that is served elsewhere: what every back end over HTTP shares, whatever the other side speaks.
+"""Clients of remote model APIs: what all back ends over HTTP share, independent of the API.
 
-One `Upstream` a service: one pace (an adaptive concurrency limit, and pauses that all callers keep), one retry budget,
-one account of tokens and money. A back end says which path and body, and what the answer means.
+Each service has one `Upstream`: one pace (an adaptive concurrency limit, and pauses for all callers), one retry budget,
+one account of tokens and money. The back end defines paths and bodies, and interprets answers.
 """
 
 from ngym.remote.options import RemoteOptions

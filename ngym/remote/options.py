@@ -1,4 +1,4 @@
-"""What every model that is served elsewhere has in its stanza: where it is, whose key, how fast, how much."""
+"""The options of every remote model: its URL and key, and limits of rate and spending."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ from ngym.remote.pace import Caps
 
 
 class RemoteOptions(BaseModel):
-    """Derive from it beside ModelOptions; give `base_url` and `api_key_env` the vendor's defaults."""
+    """A base class next to ModelOptions; subclasses give `base_url` and `api_key_env` the vendor's defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    base_url: str = Field(pattern="^https?://", description="Where it answers.")
+    base_url: str = Field(pattern="^https?://", description="The URL of the API.")
     api_key_env: str | None = Field(
         default=None,
-        description="The variable that holds the key (never the key itself); null where none is asked for.",
+        description="The variable that holds the key (never the key itself); null if no key is needed.",
     )
-    timeout_s: float = Field(default=600, gt=0, description="For one answer, from its turn on; each retry has its own.")
+    timeout_s: float = Field(
+        default=600, gt=0, description="Limit of one answer, from its start; each retry has its own."
+    )
     max_concurrency: int = Field(
-        default=256, ge=1, le=4096, description="The most in flight; how many really are adapts to refusals."
+        default=256,
+        ge=1,
+        le=4096,
+        description="The upper bound of requests in flight; the actual limit adapts to refusals.",
     )
-    max_retries: int = Field(default=4, ge=0, le=20, description="Of one request: after 429, 5xx, broken connections.")
+    max_retries: int = Field(
+        default=4, ge=0, le=20, description="Retries of one request: after 429, 5xx, broken connections."
+    )
     retry_ratio: float = Field(
-        default=0.2, ge=0, le=1, description="Of all requests of a minute, how many may be retried after a failure."
+        default=0.2, ge=0, le=1, description="The share of a minute's requests that may be retried after a failure."
     )
     max_tokens_total: int | None = Field(
-        default=None, ge=1, description="Tokens, in and out, after which nothing more is asked of this key."
+        default=None, ge=1, description="Limit of input and output tokens for this key; then all requests are refused."
     )
-    max_spend: float | None = Field(default=None, gt=0, description="The same in money, by the prices below.")
+    max_spend: float | None = Field(default=None, gt=0, description="The same limit in money, by the prices below.")
     price_input: float | None = Field(default=None, ge=0, description="Per million tokens of input.")
     price_output: float | None = Field(default=None, ge=0, description="Per million tokens of output.")
     proxy: str | None = Field(
         default=None,
         pattern="^http://",
-        description="For https; where left out, that of HTTPS_PROXY and NO_PROXY.",
+        description="A proxy for https; default: that of HTTPS_PROXY and NO_PROXY.",
     )
 
     @field_validator("base_url")
@@ -53,7 +60,7 @@ class RemoteOptions(BaseModel):
     def _is_set(cls, name: str | None) -> str | None:
         if name and not os.environ.get(name):
             raise ValueError(
-                f"the environment variable {name} is not set; export it, or write null if no key is asked for"
+                f"the environment variable {name} is not set; export it, or write null if no key is needed"
             )
         return name
 

@@ -1,10 +1,10 @@
-"""The pace of calls to a remote API: its limits, and a budget of tokens and money.
+"""Rate control of calls to a remote API: an adaptive concurrency limit, and caps of tokens and money.
 
-The limit grows while answers come, and is halved when the other side refuses for the rate (429, 529, 503), at most
-once for the requests that were under way together; then it comes back to where it was refused, fast at first, and
-probes slowly beyond (a TCP sender's way, RFC 9438). What the other side asks us to wait, everybody waits. Once it has
-refused, requests also start at even distances (latency / limit), and the limit may fall below 1: a server that takes
-five requests a second and answers each in a millisecond allows no fewer in flight, but fewer in a second.
+The limit grows while answers come, and is halved when the API refuses for the rate (429, 529, 503), at most once for
+requests that were in flight together. It then returns to the last refused limit, fast at first, and probes slowly
+beyond it (like TCP CUBIC, RFC 9438). All callers wait as long as the API asks for. After a refusal, requests also start
+at even intervals (latency / limit), and the limit may fall below 1: an API that accepts five requests a second and
+answers each in a millisecond limits the rate, not the number in flight.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ngym.errors import Overloaded, ServiceError
 from ngym.schema import Json
 
 START = 16.0  # the first limit; it doubles with each round of answers until the first refusal
-RECOVERY = 16  # answers in which a halved limit is two thirds of the way back to what it was ...
-PROBING = 256  # ... and it grows by such a part of that with each answer, also beyond
+RECOVERY = 16  # answers until a halved limit has recovered by two thirds ...
+PROBING = 256  # ... and each answer adds 1/256 of the last refused limit, also beyond it
 SMOOTHING = 0.2  # of the latency, per answer
 LONGEST_GAP_S = 60.0
-FIRST_PAUSE_S = 0.05  # after a refusal that names no time; doubled with each in a row
+FIRST_PAUSE_S = 0.05  # after a refusal without a time; doubled with each consecutive one
 LONGEST_PAUSE_S = 30.0
 
 
 class UsedUp(ServiceError):
-    """A key may be used no more, or its account has nothing left. Clients try a 429 again, and no 402."""
+    """The cap of a key is reached, or its account has no credit. It is a 402, because clients retry a 429."""
 
     status = 402
     title = "Used up"
@@ -36,7 +36,7 @@ class UsedUp(ServiceError):
 
 @dataclass
 class Used:
-    """Tokens of one answer, or of all."""
+    """Tokens of one answer, or the sum of all."""
 
     input: int = 0
     output: int = 0
@@ -53,7 +53,7 @@ class Used:
 
 
 def _usage(event: Json) -> Json | None:
-    """Where Chat, Responses, Anthropic and SGLang put it: at the top, or in the `response` or `message` of an event."""
+    """The usage in Chat, Responses, Anthropic and SGLang: at the top, or in the `response` or `message` of an event."""
     if isinstance(event.get("meta_info"), dict):
         of_sglang: Json = event["meta_info"]
         return of_sglang
@@ -66,7 +66,7 @@ def _usage(event: Json) -> Json | None:
 
 @dataclass
 class Caps:
-    """What this process may use up of a key, since it started; None: as much as it likes. Prices are per million tokens."""
+    """The caps of a key for this process since its start; None: no cap. Prices are per million tokens."""
 
     max_tokens: int | None = None
     max_spend: float | None = None
@@ -79,7 +79,7 @@ class Caps:
         return (self.used.input * self.price_input + self.used.output * self.price_output) / 1e6
 
     def check(self) -> None:
-        """Raises UsedUp once a cap is reached; it says what to raise."""
+        """Raise UsedUp once a cap is reached; the message has the option to raise."""
         tokens = self.used.input + self.used.output
         if self.max_tokens is not None and tokens >= self.max_tokens:
             raise _reached(f"{tokens} tokens used of max_tokens_total {self.max_tokens}", "max_tokens_total")
@@ -92,23 +92,23 @@ class Caps:
 
 
 def _reached(what: str, option: str) -> UsedUp:
-    detail = f"{what}: nothing more is asked of this key; raise {option} in the stanza (a restart counts from 0)"
+    detail = f"{what}: no more requests for this key; raise {option} in the stanza (a restart counts from 0)"
     return UsedUp(detail, failure="model_error")
 
 
 @dataclass
 class Counts:
-    """For /metrics."""
+    """Counters for /metrics."""
 
     refused: int = 0
     cuts: int = 0
 
 
 class Pace:
-    """The pace towards one server, on one event loop.
+    """The rate control of one API, on one event loop.
 
     Args:
-        most: the limit never exceeds it.
+        most: the upper bound of the limit.
     """
 
     def __init__(self, most: int) -> None:
@@ -123,7 +123,7 @@ class Pace:
         self._last_cut = -1.0
         self._refusals_in_a_row = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._patience: dict[asyncio.Future[None], float] = {}  # of each of them
+        self._patience: dict[asyncio.Future[None], float] = {}  # of each waiter
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -135,14 +135,14 @@ class Pace:
         return max(0.0, self._resume_at - asyncio.get_running_loop().time())
 
     def turn(self, remaining_s: float | None, patience_s: float) -> Turn:
-        """`async with pace.turn(30, 600) as turn:` waits for its turn; then say how it went.
+        """`async with pace.turn(30, 600) as turn:` waits for its turn; report the result with its methods.
 
         Args:
-            remaining_s: the longest to wait; None without a bound.
-            patience_s: a pause that is longer is not waited for.
+            remaining_s: the longest wait; None: no bound.
+            patience_s: a longer pause raises Overloaded.
 
         Raises (on entering):
-            Overloaded: the other side asked for a longer pause. TimeoutError: the turn did not come in time.
+            Overloaded: the API asked for a longer pause. TimeoutError: the turn did not come in time.
         """
         return Turn(self, remaining_s, patience_s)
 
@@ -172,12 +172,12 @@ class Pace:
         self._let_in()
 
     def answered(self, started: float) -> None:
-        """An answer came to a request that started then (loop time)."""
+        """Record an answer to a request that started at `started` (loop time)."""
         latency = asyncio.get_running_loop().time() - started
         self._latency_s += (latency - self._latency_s) * (SMOOTHING if self._latency_s else 1.0)
         self._refusals_in_a_row = 0
         if self.in_flight * 2 < self.limit:
-            return  # the limit was not what held us back, so that it held says nothing
+            return  # the limit was not reached, so the answer is no evidence for it
         if self._ceiling is None:
             self.limit += 1.0
         else:
@@ -186,7 +186,7 @@ class Pace:
         self.limit = min(self.limit, self._most)
 
     def refused(self, started: float, wait_s: float | None) -> None:
-        """The other side refused a request that started then; `wait_s` is what it asked for, if it did."""
+        """Record a refusal of a request that started at `started`. wait_s: the requested pause, if any."""
         self.counts.refused += 1
         now = asyncio.get_running_loop().time()
         if started > self._last_cut:
@@ -204,7 +204,7 @@ class Pace:
                 waiter.set_exception(self._too_long())
 
     def _too_long(self) -> Overloaded:
-        detail = f"the other side asked for a pause of {self.paused_s():.0f} s, longer than this request may wait"
+        detail = f"the API asked for a pause of {self.paused_s():.0f} s, longer than this request may wait"
         return Overloaded(detail, failure="model_error")
 
     def _may_start(self) -> bool:
@@ -218,7 +218,7 @@ class Pace:
             self._next_start = asyncio.get_running_loop().time() + gap
 
     def _let_in(self) -> None:
-        """Start who waits longest, as many as may; where only time is missing, come back then."""
+        """Start as many waiters as allowed, in order; if they only wait for a time, set a timer."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
         while self._waiting and self._may_start():
@@ -234,7 +234,7 @@ class Pace:
 
 
 class Turn:
-    """One request's place among those in flight, from `async with` to its end."""
+    """The slot of one request in flight, for an `async with` block."""
 
     def __init__(self, pace: Pace, remaining_s: float | None, patience_s: float) -> None:
         self._pace = pace

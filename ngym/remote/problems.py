@@ -1,4 +1,4 @@
-"""Errors of a remote API as ours, with a hint at the remedy."""
+"""Translates errors of a remote API to errors of ngym, with a hint at the remedy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ngym.schema import Json
 MAX_WAIT_S = 24 * 3600.0
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_EPOCH_S = 1e9  # a number beyond is a point in time, in seconds or milliseconds
+_EPOCH_S = 1e9  # larger numbers are points in time, in seconds or milliseconds
 _REMAINING = re.compile(r"(?:x|anthropic)-ratelimit-(.*-)?remaining(-.*)?")
 REFUSED_FOR_RATE = frozenset({429, 503, 529})
+"""The request was not processed because of the rate: all callers slow down."""
 _PASSING = frozenset({408, 409})
 _NO_SUCH_PATH = frozenset({404, 405})
 _PAID_OUT = frozenset({"insufficient_quota", "billing_error", "billing_hard_limit_reached"})
@@ -30,14 +31,14 @@ _OVERLOADED = frozenset({"overloaded_error", "rate_limit_error", "rate_limit_exc
 
 
 def wait_s(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """Seconds to wait, from the headers (lower case) of a 429, 503 or 529; None where they say nothing.
+    """Seconds to wait, from the headers (lower case) of a 429, 503 or 529; None if they have none.
 
-    In this order: `retry-after-ms`; `retry-after` (seconds or an HTTP date); the reset of each limit of which nothing
-    remains (`x-ratelimit-reset-requests: 6m0s`, `x-ratelimit-reset: 1760000000`, `anthropic-ratelimit-tokens-reset:`
+    In this order: `retry-after-ms`; `retry-after` (seconds or an HTTP date); the reset of each exhausted limit
+    (`x-ratelimit-reset-requests: 6m0s`, `x-ratelimit-reset: 1760000000`, `anthropic-ratelimit-tokens-reset:`
     an RFC 3339 time). Never below 0 or above a day.
 
     Args:
-        now: seconds since 1970; the clock's where left out.
+        now: seconds since 1970; None: the clock.
     """
     now = time.time() if now is None else now
     milliseconds = _number(headers.get("retry-after-ms"))
@@ -56,7 +57,7 @@ def wait_s(headers: Mapping[str, str], now: float | None = None) -> float | None
 
 
 def _moment(text: str, now: float) -> float | None:
-    """Seconds from now on: from a number, a duration such as 6m0.5s, a date, or a point in time."""
+    """Seconds from now: from a number, a duration such as 6m0.5s, a date, or a point in time."""
     text = text.strip()
     number = _number(text)
     if number is not None:
@@ -86,11 +87,8 @@ def _bounded(seconds: float) -> float:
     return min(max(seconds, 0.0), MAX_WAIT_S)
 
 
-"""The request was not begun, because there are too many: everybody goes slower."""
-
-
 class NotOffered(UpstreamError):
-    """The other side does not have this path (or, with 404, perhaps not this model)."""
+    """The API does not have this path (or, with 404, perhaps not this model)."""
 
 
 class ContextOverflow(BadRequest):
@@ -98,11 +96,11 @@ class ContextOverflow(BadRequest):
 
 
 class Unanswered(UpstreamError):
-    """It was sent, and no answer came: it may have been carried out, or be carried out yet."""
+    """The request was sent, but no answer came: it may or may not be processed."""
 
 
 class Site(NamedTuple):
-    """Who was asked, for the words of an error: the URL, the model's name, the variable with the key."""
+    """The target of a request, for error messages: the URL, the model's name, the variable with the key."""
 
     url: str
     model: str
@@ -120,7 +118,7 @@ class Site(NamedTuple):
         return PeerTimeout(detail, upstream=self.peer())
 
     def unanswered(self, why: object) -> Unanswered:
-        detail = f"{self.url} gave no answer ({why}): it may have done what it was asked, or not"
+        detail = f"{self.url} gave no answer ({why}): the request may or may not have been processed"
         return Unanswered(detail, failure="model_error", upstream=self.peer())
 
     def broke_off(self, why: object) -> UpstreamError:
@@ -132,7 +130,7 @@ class Site(NamedTuple):
 
 
 def problem(site: Site, status: int, body: bytes) -> ServiceError:
-    """A refusal as ours. For a refused key its own words are left out: they may quote it."""
+    """The error of a refusal. The message for a refused key is left out: it may quote the key."""
     message, code = words(_json(body))
     url, peer = site.url, site.peer(status)
     if status in (401, 403):
@@ -154,11 +152,11 @@ def problem(site: Site, status: int, body: bytes) -> ServiceError:
 
 
 def problem_in_stream(site: Site, event: Json) -> ServiceError | None:
-    """The error that an event of a stream tells, in OpenAI's or Anthropic's shape; None where it is none."""
+    """The error in an event of a stream, in OpenAI's or Anthropic's shape; None for other events."""
     if "error" not in event and event.get("type") != "error":
         return None
     if not event.get("error") and event.get("type") != "error":
-        return None  # a Response, or a chunk, that says that there is none
+        return None  # a Response or a chunk with an empty error
     message, code = words(event)
     if is_context_overflow(400, code, message):
         return ContextOverflow(message, failure="context_length", upstream=site.peer(200))

@@ -1,6 +1,6 @@
-"""Is this what the API promises? Only what we read is looked at; servers add what they like.
+"""Validates the answers of remote APIs. Only the fields that ngym reads are checked; servers may add others.
 
-Checked at the door, because an answer goes on to converters and clients that trust it.
+Answers are checked on arrival, because converters and clients trust them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from ngym.schema import Json
 
 Check = Callable[[Json], str | None]
-"""An answer or event -> what is wrong with it, naming the field; None where nothing is."""
+"""Returns the problem of an answer or event, with the field, or None."""
 
 _strict = with_config(ConfigDict(strict=True))
 Object = dict[str, Any]
@@ -73,7 +73,7 @@ class _WholeCall(TypedDict, total=False):
 
 @_strict
 class _SaidWhole(_Said, total=False):
-    tool_calls: list[_WholeCall] | None  # type: ignore[misc]  # narrower: pieces of calls are allowed in chunks only
+    tool_calls: list[_WholeCall] | None  # type: ignore[misc]  # narrower: only chunks may have partial calls
 
 
 @_strict

@@ -30,10 +30,11 @@ BACKOFF_S = 0.5  # before the first retry after a failure; doubled with each, an
 LONGEST_BACKOFF_S = 8.0
 DONE = b"[DONE]"
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
+"""Returns the authorization headers of a request; called for each one, because tokens expire."""
 
 
 class EventData:
-    """Feed it what came; it gives the data of each event that is whole by then."""
+    """Incremental parser of server-sent events."""
 
     def __init__(self) -> None:
         self._left = b""
@@ -46,7 +47,7 @@ class EventData:
         """
         text = self._left + part
         if b"\r" in text:
-            cut = text.endswith(b"\r")  # its line feed may still come
+            cut = text.endswith(b"\r")  # the line feed may be in the next part
             text = text[: len(text) - cut].replace(b"\r\n", b"\n").replace(b"\r", b"\n") + b"\r" * cut
         *events, self._left = text.split(b"\n\n")
         if len(self._left) > _MAX_EVENT_BYTES:
@@ -57,11 +58,8 @@ class EventData:
                 yield b"\n".join(data)
 
 
-"""What each request carries to be let in; asked for each time, because tokens run out."""
-
-
 class _Answer(NamedTuple):
-    """body: bytes, or the parts as they come."""
+    """An answer with a streamed body (parts) or a complete one (whole)."""
 
     status: int
     headers: Mapping[str, str]
@@ -70,11 +68,11 @@ class _Answer(NamedTuple):
 
 
 class Upstream:
-    """The other side: its connections, and the pace, the retries and the caps that all its callers share.
+    """A remote API: its connections, and the pace, the retry budget and the caps that all callers share.
 
     Args:
         headers: see Headers.
-        address: path -> URL, where that is not `base_url` + path.
+        address: path -> URL; None: `base_url` + path.
     """
 
     def __init__(
@@ -97,11 +95,12 @@ class Upstream:
         return await self.post(path, None)
 
     async def post(self, path: str, body: Json | None) -> Json:
-        """JSON to a path, JSON back; without a body it is a GET.
+        """Send JSON to a path and return the JSON of the answer; without a body it is a GET.
 
         Raises:
             NotOffered: 404 or 405. ContextOverflow: the input is too long. BadRequest: any other fault of the request.
-            Overloaded: still refused for the rate after all retries. UsedUp: a cap is reached, or no credit is left.
+            Overloaded: still refused for the rate after all retries. UsedUp: a cap is reached, or the credit is used
+            up.
             Unreachable, PeerTimeout, UpstreamError: as their names say.
         """
         try:
@@ -109,7 +108,7 @@ class Upstream:
         except orjson.JSONDecodeError:
             parsed = None
         if not isinstance(parsed, dict):
-            detail = "answered with no JSON object; does base_url end as it should (often in /v1)?"
+            detail = "answered with no JSON object; check the end of base_url (often /v1)"
             raise self._site(path).nonsense(detail)
         used = Used()
         used.take(parsed)
@@ -119,23 +118,24 @@ class Upstream:
     async def send(self, path: str, body: Json | None, *, once: bool = False) -> bytes:
         """As `post`, for answers of any kind.
 
-        once: what must not be done twice is not sent again, unless it surely was not begun; Unanswered where that is unknown.
+        once: never process the request twice: it is only retried if it was certainly not processed, else Unanswered is
+        raised.
         """
         async with self._opened(self._site(path), body, streamed=False, once=once) as answer:
             return answer.whole or b""
 
     async def stream(self, path: str, body: Json) -> AsyncGenerator[Json, None]:
-        """JSON to a path, the events of its answer back as they come; `[DONE]` is left out.
+        """Send JSON to a path and yield the events of the answer; `[DONE]` is left out.
 
         Raises:
-            as `post` before the first event; later UpstreamError, Overloaded or ContextOverflow where an event tells an
-            error, the stream breaks off, or an event is no JSON.
+            as `post` before the first event; later UpstreamError, Overloaded or ContextOverflow if an event is an error
+            or not JSON, or the stream breaks off.
         """
         site, used = self._site(path), Used()
         try:
             async with self._opened(site, body, streamed=True) as answer:
                 if "text/event-stream" not in answer.headers.get("content-type", ""):
-                    raise site.nonsense("was asked for a stream and answered with something else")
+                    raise site.nonsense("did not answer with a stream, which was requested")
                 data = EventData()
                 try:
                     async for part in answer.parts:
@@ -152,7 +152,7 @@ class Upstream:
     def _event(self, data: bytes, site: Site, used: Used) -> Json:
         event = orjson.loads(data)
         if not isinstance(event, dict):
-            raise site.broke_off("an event that is no JSON object")
+            raise site.broke_off("an event that is not a JSON object")
         if (told := problem_in_stream(site, event)) is not None:
             raise told
         used.take(event)
@@ -165,7 +165,7 @@ class Upstream:
     async def _opened(
         self, site: Site, body: Json | None, *, streamed: bool, once: bool = False
     ) -> AsyncIterator[_Answer]:
-        """A 2xx answer, after as many attempts as are allowed; its place among those in flight is kept until it is read."""
+        """A 2xx answer, with retries; its slot in flight is held until it is read."""
         raw = None if body is None else serialized(body)
         self.budget.request()
         attempt = 0
@@ -194,7 +194,7 @@ class Upstream:
     async def _attempt(
         self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes | None, streamed: bool, once: bool
     ) -> _Answer | ServiceError:
-        """An answer; or a problem, which the caller raises where it does not try again."""
+        """An answer, or a problem, which the caller raises unless it retries."""
         timeout_s = self._timeout_s()
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
@@ -227,7 +227,7 @@ class Upstream:
         return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
 
     def _again(self, told: ServiceError, once: bool) -> bool:
-        """A refusal for the rate slows everybody down instead of costing retries: so much is not asked again at once."""
+        """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""
         if once and not (_refused(told) or isinstance(told, Unreachable)):
             return False
         return told.retryable and (_refused(told) or self.budget.retry())
@@ -243,22 +243,22 @@ async def _nothing() -> AsyncIterator[bytes]:
 
 
 class UpstreamMetrics(Collector):
-    """Reads them when they are asked for; nothing is counted twice on the way of a request."""
+    """Collects the metrics of an upstream when they are scraped."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
     def collect(self) -> Iterator[Metric]:
         pace, budget, caps = self._upstream.pace, self._upstream.budget, self._upstream.caps
-        yield _gauge("ngym_upstream_limit", "How many requests may be in flight now", pace.limit)
+        yield _gauge("ngym_upstream_limit", "The limit of requests in flight", pace.limit)
         yield _gauge("ngym_upstream_in_flight", "Requests in flight", pace.in_flight)
-        yield _gauge("ngym_upstream_waiting", "Requests that wait for their turn", pace.waiting)
-        yield _gauge("ngym_upstream_paused_seconds", "How long nothing is asked, as told by 429", pace.paused_s())
+        yield _gauge("ngym_upstream_waiting", "Requests that wait for a slot", pace.waiting)
+        yield _gauge("ngym_upstream_paused_seconds", "Seconds until requests may start again", pace.paused_s())
         yield _count("ngym_upstream_refused", "Requests refused for the rate (429, 503, 529)", pace.counts.refused)
-        yield _count("ngym_upstream_limit_halved", "How often the limit was halved", pace.counts.cuts)
+        yield _count("ngym_upstream_limit_halved", "Number of times the limit was halved", pace.counts.cuts)
         yield _count("ngym_upstream_retries", "Retries after failures", budget.spent)
         yield _count("ngym_upstream_retries_refused", "Retries that the budget did not allow", budget.refused)
-        tokens = CounterMetricFamily("ngym_upstream_tokens", "Tokens, as the usage of answers tells", labels=["way"])
+        tokens = CounterMetricFamily("ngym_upstream_tokens", "Tokens, from the usage of answers", labels=["way"])
         tokens.add_metric(["input"], caps.used.input)
         tokens.add_metric(["output"], caps.used.output)
         yield tokens
@@ -267,7 +267,7 @@ class UpstreamMetrics(Collector):
 
 @asynccontextmanager
 async def watched(upstream: Upstream, registry: CollectorRegistry) -> AsyncIterator[Upstream]:
-    """An upstream whose metrics stand in the service's registry as long as the block lasts; it is closed at its end."""
+    """Register the metrics of an upstream during the block; it is closed at the end."""
     metrics = UpstreamMetrics(upstream)
     registry.register(metrics)
     try:

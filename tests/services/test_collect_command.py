@@ -209,7 +209,7 @@ async def test_an_overwrite_that_is_interrupted_before_its_first_row_says_that_t
         process.send_signal(signal.SIGINT)
         out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert (process.returncode, err) == (130, b"")
-    assert out.decode().splitlines()[-1] == "interrupted before the first new row; out.jsonl is as it was"
+    assert out.decode().splitlines()[-1] == "interrupted before the first new row; out.jsonl is unchanged"
     assert (tmp_path / "out.jsonl").read_bytes() == before and not (tmp_path / "out.jsonl.new").exists()
 
 

@@ -140,7 +140,7 @@ def test_a_token_that_could_be_guessed_or_not_sent_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     monkeypatch.setenv(RUN_TOKEN, token)
-    with pytest.raises(UsageError, match="NGYM_TOKEN: a token has at least 16"):
+    with pytest.raises(UsageError, match="NGYM_TOKEN: a token must have at least 16"):
         Supervisor(config_in(tmp_path))
 
 

@@ -348,17 +348,17 @@ def test_a_set_lies_beside_its_environment_whose_readme_names_its_licence(name: 
             "arc_challenge",
             1,
             1,
-            {"the right option is not among the choices": 1, "a question that stands there twice": 1},
+            {"the right option is not among the choices": 1, "a duplicate question": 1},
         ),
-        ("mmlu", 0, 1, {"a question that stands there twice": 1}),
-        ("nq_open", 1, 1, {"its own answer does not earn the full reward": 1}),
+        ("mmlu", 0, 1, {"a duplicate question": 1}),
+        ("nq_open", 1, 1, {"its reference answer does not get the full reward": 1}),
         (
             "mbpp",
             1,
             1,
             {
                 "a test is more than `f(...) == value`": 1,
-                "its own answer does not earn the full reward": 1,
+                "its reference answer does not get the full reward": 1,
                 "kept for tests by its authors": 1,
             },
         ),
@@ -370,7 +370,7 @@ def test_a_set_lies_beside_its_environment_whose_readme_names_its_licence(name: 
                 "a result that can be guessed: it is empty, or the same with fewer rows": 1,
                 "not a question but a change": 1,
                 "SQLite cannot run it (DatabaseError)": 1,
-                "a question that stands there twice": 1,
+                "a duplicate question": 1,
             },
         ),
     ],
@@ -478,7 +478,7 @@ def test_a_set_is_fetched_converted_tried_and_written_with_a_manifest(web: Web, 
     assert [file["sha256"] for file in manifest["files"]] == [sha256(as_lines(*NQ[1:])), sha256(as_lines(NQ[0]))]
     assert manifest["converter"]["function"] == "data/qa_short/prepare.py:nq_open"
 
-    assert manifest["left_out"] == {"its own answer does not earn the full reward": 1}
+    assert manifest["left_out"] == {"its reference answer does not get the full reward": 1}
 
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     asked = len(web.asked)
@@ -598,7 +598,7 @@ async def test_a_record_of_another_form_is_told_with_its_number(tmp_path: Path) 
     path = tmp_path / "other.jsonl"
     path.write_bytes(as_lines(GSM8K[0], {"problem": "How many?"}))
     chosen = SETS["gsm8k"].model_copy(update={"parts": SETS["gsm8k"].parts[:1]})
-    with pytest.raises(UsageError, match="record 2 is not of the form"):
+    with pytest.raises(UsageError, match="record 2 does not have the format"):
         list(converted(chosen, {chosen.parts[0].files[0]: path}, "an_agent", None, Counter()))
 
 

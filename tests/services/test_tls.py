@@ -136,9 +136,9 @@ async def test_a_certificate_for_another_address_is_not_believed(folder: Path) -
 @pytest.mark.parametrize(
     ("tls", "problem"),
     [
-        ({"key": "ca.key"}, "server.pem and .*ca.key are no PEM certificate and its unencrypted key"),
-        ({"certificate": "missing.pem"}, "missing.pem and .*server.key are no PEM certificate .*No such file"),
-        ({"ca": "server.key"}, "server.key is no file of PEM certificates"),
+        ({"key": "ca.key"}, "server.pem and .*ca.key are not a PEM certificate and its unencrypted key"),
+        ({"certificate": "missing.pem"}, "missing.pem and .*server.key are not a PEM certificate .*No such file"),
+        ({"ca": "server.key"}, "server.key is not a file of PEM certificates"),
         ({"cert": "server.pem"}, "unknown key 'tls.cert'"),
     ],
 )

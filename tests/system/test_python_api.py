@@ -437,7 +437,7 @@ def test_exports_are_rows_a_file_and_a_dataset(rollouts: ngym.Rollouts, folder: 
     some = ngym.export_rollouts(rollouts.worst(3), "kto", folder / "kto.jsonl")
     assert [row["label"] for row in some].count(False) == 2 and (folder / "kto.jsonl").exists()
     assert set(some.to_dataset().column_names) == {"prompt", "completion", "label", "tools"}
-    with pytest.raises(ngym.UsageError, match="--best means nothing with --format kto"):
+    with pytest.raises(ngym.UsageError, match="--best has no effect with --format kto"):
         ngym.export_rollouts(rollouts, "kto", best=1)
     with pytest.raises(ngym.UsageError, match="no rollout is left to export"):
         ngym.export_rollouts(rollouts, "preferences").to_dataset()

@@ -73,7 +73,7 @@ def test_interpolation_reaches_other_keys_and_the_environment(project: Path, mon
         (f"env:\n  {GYM}\n  replicas: none\n", "global_config.yaml:4: replicas: "),
         ("env: 3\n", "global_config.yaml:1: 'env' is not a service"),
         ("env:\n  app: gym_servers/env\n", "global_config.yaml:1: service 'env' has no kind"),
-        ("env:\n  kind: model\n  url: ftp://x\n", "global_config.yaml:3: 'ftp://x' is no service URL"),
+        ("env:\n  kind: model\n  url: ftp://x\n", "global_config.yaml:3: 'ftp://x' is not a service URL"),
         ("env: [\n", "global_config.yaml:2: not valid YAML"),
         ("env:\n  kind: gym_server\n app: gym_servers/env\n", "; is this line indented as the lines around it?"),
         (

@@ -489,10 +489,10 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "preferences", "--best", "2"], "--best means nothing with --format preferences; --max-pairs"),
+        (["--format", "preferences", "--best", "2"], "--best has no effect with --format preferences; --max-pairs"),
         (["--format", "kto", "--pairs", "all"], "--pairs is for --format preferences, not kto"),
         (["--format", "sharegpt", "--margin", "1"], "--margin is for --format preferences, not sharegpt"),
-        (["--format", "rollouts", "--drop-reasoning"], "--drop-reasoning means nothing with --format rollouts"),
+        (["--format", "rollouts", "--drop-reasoning"], "--drop-reasoning has no effect with --format rollouts"),
         (["--format", "rollouts", "--min-reward", "nan"], "--min-reward must be a number, not nan"),
         (["--format", "rollouts", "{input}"], "in.jsonl: given twice (--input)"),
         (["--format", "rollouts", "nowhere.jsonl"], "nowhere.jsonl: no such file (--input)"),

@@ -93,7 +93,7 @@ def test_a_damaged_line_is_named(written: Written) -> None:
 def test_rollouts_are_no_metrics(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     said = plot(tmp_path / "out.jsonl")
-    assert said.exit_code == 2 and "out.jsonl:1: no entry of a run's metrics: it has no 'step'" in said.output
+    assert said.exit_code == 2 and "out.jsonl:1: not an entry of a run's metrics: it has no 'step'" in said.output
 
 
 def test_what_is_no_number_is_not_drawn() -> None:
