@@ -114,9 +114,9 @@ def test_the_sizes_of_a_live_run_are_told() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
     said = arithmetic.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
     assert said == [
-        "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimiser steps of 28, 9 or 10 on each of 3 ranks",
+        "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimizer steps of 28, 9 or 10 on each of 3 ranks",
         "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
-        "run          30 steps: 60 optimiser steps, 1,680 rollouts",
+        "run          30 steps: 60 optimizer steps, 1,680 rollouts",
         "rate         adamw 0.001; constant",
     ]
 

@@ -1,14 +1,14 @@
-"""Advantage estimators: group statistics, GAE, and the groups that have no learning signal.
+"""Advantage estimators: group statistics and GAE, and the test whether a group has a learning signal.
 
-A group of one and a group of equal rewards teach nothing: exactly 0, and so does a reward of None (could not be
-scored), which is left out of its group's statistics too. Equal means equal but for rounding, as 0.1 + 0.2 and 0.3 are.
+A group of one and a group of equal rewards have advantages of exactly 0. So does a reward of None (could not be
+scored), which is also left out of its group's statistics. Rewards are equal up to rounding, as 0.1 + 0.2 and 0.3 are.
 
-All on the sampled tokens alone, a rollout's tokens in the order of time and rollout after rollout:
+Flat arrays hold the sampled tokens only, in order of time, rollout after rollout:
 
     [ a a a a | b b | c c c ]      lengths_B = [4, 2, 3]
 
-What tools wrote is not among them. So GAE steps from the last token before a tool's answer straight to the first one after
-it, as if the answer were part of the environment's move: exact across gaps, with nothing to mask.
+Tokens from tools are not among them: GAE steps from the last token before a tool's answer to the first one after it, as
+if the answer were part of the environment's transition. This is exact across gaps and needs no mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..recipe.objective import Advantage
 
-ROUNDING = 1e-6  # of the largest reward; float32 rounds at 6e-8
+ROUNDING = 1e-6  # relative to the largest reward; float32 rounds at 6e-8
 Reward = float | None
 SMALLEST_VARIANCE = 1e-8
 
@@ -35,10 +35,10 @@ def advantages(options: Advantage, rewards_B: Sequence[Reward], groups_B: Sequen
 
     Args:
         rewards_B: None where a rollout could not be scored.
-        groups_B: each rollout's group. A group is who is here: rollouts that failed do not count in it.
+        groups_B: each rollout's group. Only the rollouts given here count; failed ones do not.
 
     Returns:
-        [B]; with estimators `reward` and `gae` the rewards themselves, for gae.py to lay out over the tokens.
+        [B]; with estimators `reward` and `gae` the rewards themselves, which are spread over the tokens later.
     """
     of_group = _ESTIMATORS[options.estimator]
     found = [0.0] * len(rewards_B)
@@ -55,9 +55,9 @@ def component_advantages(
     weights_K: Sequence[float],
     groups_B: Sequence[Hashable],
 ) -> list[float]:
-    """GDPO (arXiv 2601.05242): normalise each reward within its group, add up, normalise over the step, [B, K] -> [B].
+    """GDPO (arXiv 2601.05242): normalize each reward within its group, add up, normalize over the step, [B, K] -> [B].
 
-    A component of None adds nothing; a rollout without any component has advantage 0 and no part in the statistics.
+    A component of None adds nothing; a rollout without any component has advantage 0 and is left out of the statistics.
     """
     normalised_KB = [advantages(options, component_B, groups_B) for component_B in zip(*components_BK, strict=True)]
     whole_step: list[Reward] = []
@@ -68,18 +68,18 @@ def component_advantages(
 
 
 def less_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float) -> list[Reward]:
-    """Rewards minus coef x each rollout's KL summed over its tokens (RLOO); before the baseline is taken."""
+    """Rewards minus coef x each rollout's KL summed over its tokens (RLOO), before the baseline is subtracted."""
     pairs = zip(rewards_B, kl_B, strict=True)
     return [None if reward is None else reward - coef * kl for reward, kl in pairs]
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """But for rounding."""
+    """Whether all rewards are equal up to rounding."""
     return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
 
 
 def _scored(rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[list[tuple[int, float]]]:
-    """The groups, as (place, reward) of each scored member."""
+    """The groups, as (index, reward) of each scored member."""
     groups: defaultdict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for index, (reward, group) in enumerate(zip(rewards_B, groups_B, strict=True)):
         if reward is not None:
@@ -116,7 +116,7 @@ def _leave_one_out(rewards: list[float], eps: float) -> list[float]:
 
 
 def _leave_one_out_std(rewards: list[float], eps: float) -> list[float]:
-    """(r - mean of the others) / (std of the others + eps); not divided where the others are equal. NeMo RL's default."""
+    """(r - mean of the others) / (std of the others + eps); undivided if the others are equal. NeMo RL's default."""
     values = _leave_one_out(rewards, eps)
     others = [rewards[:index] + rewards[index + 1 :] for index in range(len(rewards))]
     return [
@@ -127,7 +127,7 @@ def _leave_one_out_std(rewards: list[float], eps: float) -> list[float]:
 
 def _std(values: Sequence[float]) -> float:
     mean = fmean(values)
-    # not a sum of squares, which overflows where the deviation itself does not
+    # hypot instead of a sum of squares, which may overflow where the deviation does not
     return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)
 
 
@@ -142,27 +142,27 @@ _ESTIMATORS: dict[str, Callable[[list[float], float], list[float]]] = {
 
 
 def informative(rewards: Sequence[Reward]) -> bool:
-    """Dynamic sampling: whether a group has a gradient, so two scored rollouts that differ. Ask before shaping."""
+    """Dynamic sampling: whether a group has a gradient, that is, two scored rollouts that differ. Call before shaping."""
     scored = [reward for reward in rewards if reward is not None]
     return len(scored) > 1 and not all_equal(scored)
 
 
 def informative_components(components: Sequence[Mapping[str, Reward]]) -> bool:
-    """The same of a group whose components are normalised each on its own: one that differs is enough."""
+    """The same for a group whose components are normalized separately: one that differs is enough."""
     names = {name for of_rollout in components for name in of_rollout}
     return any(informative([of_rollout.get(name) for of_rollout in components]) for name in names)
 
 
 def soft_overlong(length: int, limit: int, buffer: int) -> float:
-    """A penalty to add to the reward: 0 up to limit - buffer tokens, then linear down to -1 at the limit and beyond.
+    """A penalty to add to the reward: 0 up to limit - buffer tokens, then linear to -1 at the limit and beyond.
 
-    length: all tokens that the rollout sampled, over all its turns.
+    length: all sampled tokens of the rollout, over all its turns.
     """
     return min(0.0, max(-1.0, (limit - buffer - length) / buffer))
 
 
 class Estimates(NamedTuple):
-    """advantages_N, and returns_N = advantages + values, which the critic learns."""
+    """advantages_N, and returns_N = advantages + values, the targets of the critic."""
 
     advantages_N: Tensor
     returns_N: Tensor
@@ -171,7 +171,7 @@ class Estimates(NamedTuple):
 def token_rewards(rewards_B: Sequence[float], lengths_B: Sequence[int], kl_N: Tensor, coef: float) -> Tensor:
     """-coef x KL on each token, and a rollout's reward (or advantage) on its last one, [N].
 
-    kl_N: estimates of kl.py, without a gradient; zeros without a reference.
+    kl_N: KL estimates without a gradient; zeros without a reference.
     """
     ends = torch.tensor(lengths_B, device=kl_N.device).cumsum(0) - 1
     present = torch.tensor([length > 0 for length in lengths_B], device=kl_N.device)
@@ -182,7 +182,7 @@ def token_rewards(rewards_B: Sequence[float], lengths_B: Sequence[int], kl_N: Te
 def gae(rewards_N: Tensor, values_N: Tensor, lengths_B: Sequence[int], gamma: float, lam: float) -> Estimates:
     """Generalised advantage estimation (arXiv 1506.02438), eq. 16; after the last token the value is 0.
 
-    values_N: the critic's, of the state in which each token was chosen.
+    values_N: the critic's value of the state in which each token was chosen.
     """
     grid = _Grid.of(lengths_B, rewards_N.device)
     rewards_TB, values_TB = grid.lay(rewards_N), grid.lay(values_N)
@@ -203,13 +203,15 @@ def returns_to_go(rewards_N: Tensor, lengths_B: Sequence[int], gamma: float) -> 
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
-    """How much of the returns' variance the values foresaw: 1 all, 0 none (and where all returns are equal), less: misled."""
+    """The share of the returns' variance that the values explain: 1 all, 0 none (or all returns equal), negative:
+    misleading.
+    """
     variance = float(returns_N.var(correction=0))
     return 1 - float((returns_N - values_N).var(correction=0)) / variance if variance > 0 else 0.0
 
 
 class Moments(NamedTuple):
-    """Sums over tokens; those of all micro-batches and ranks, added up, are the moments of the step."""
+    """Sums over tokens; added up over all micro-batches and ranks, they are the moments of the step."""
 
     tokens: float
     total: float
@@ -224,7 +226,7 @@ class Moments(NamedTuple):
 def whiten(values_N: Tensor, step: Moments) -> Tensor:
     """(value - mean) / std over all tokens of the step, [N]; exactly 0 where all of them are equal.
 
-    The variance is the population's and at least 1e-8, as REINFORCE++ (arXiv 2501.03262) has it in OpenRLHF and NeMo RL.
+    The population variance, at least 1e-8, as for REINFORCE++ (arXiv 2501.03262) in OpenRLHF and NeMo RL.
     """
     mean = step.total / max(step.tokens, 1.0)
     variance = max(step.squares / max(step.tokens, 1.0) - mean * mean, 0.0)
@@ -235,7 +237,7 @@ def whiten(values_N: Tensor, step: Moments) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Places in [T, B] that the flat tokens take; rollouts end together, at T - 1."""
+    """Positions of the flat tokens in [T, B]; all rollouts end together, at T - 1."""
 
     time_N: Tensor
     rollout_N: Tensor
@@ -244,7 +246,7 @@ class _Grid:
 
     @classmethod
     def of(cls, lengths_B: Sequence[int], device: torch.device) -> Self:
-        """Rollout after rollout."""
+        """The grid for rollouts of these lengths."""
         lengths = torch.tensor(lengths_B, device=device)
         longest = max(lengths_B, default=0)
         rollout_N = torch.arange(len(lengths_B), device=device).repeat_interleave(lengths)
