@@ -461,7 +461,7 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         (["algorithm.correction.kind=token"], "algorithm.correction.kind: with loss.anchor sampler"),
         (["algorithm.advantage.estimator=gae"], "algorithm.critic: estimator gae needs values; add `critic: {}`"),
         (["algorithm.critic.lr=1e-3"], "algorithm.critic: group_std does not use it"),
-        (["algorithm.advantage.estimator=reward"], "algorithm.shaping.skip_equal_groups: estimator reward learns"),
+        (["algorithm.advantage.estimator=reward"], "algorithm.shaping.skip_equal_groups: estimator reward also learns"),
         (["algorithm.loss.clip_hihg=0.1"], "unknown key 'algorithm.loss.clip_hihg' (did you mean 'clip_high'?)"),
         (["rollouts.group_size=1"], "rollouts.group_size: group_std compares the attempts at a task: set at least 2"),
         (

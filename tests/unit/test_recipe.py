@@ -125,7 +125,7 @@ def test_the_sizes_of_a_live_run_are_told() -> None:
     ("words", "ranks", "key", "reason"),
     [
         (["sft.yaml", "batch_size=3"], 4, "batch_size", "3 samples for 4 ranks"),
-        (["grpo.yaml", POLICY, "rollouts.updates_per_step=129"], 1, "rollouts.updates_per_step", "share 128 rollouts"),
+        (["grpo.yaml", POLICY, "rollouts.updates_per_step=129"], 1, "rollouts.updates_per_step", "split 128 rollouts"),
         (["grpo.yaml", POLICY, "rollouts.updates_per_step=64"], 3, "rollouts.tasks_per_step", "2 samples for 3 ranks"),
     ],
 )
