@@ -1,4 +1,6 @@
-"""ngym: environments, agents and models as plain HTTP services, and a trainer that turns scored rollouts into better weights."""
+"""ngym: environments, agents and models as plain HTTP services, and a trainer that turns scored rollouts into better
+weights.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    """Names load when they are first used: `import ngym` costs nothing that a notebook or a --help does not need."""
+    """Load a name when it is first used: `import ngym` imports nothing that a notebook or --help does not need."""
     if name not in _HOME:
         raise AttributeError(f"module 'ngym' has no attribute {name!r}")
     from importlib import import_module
@@ -81,5 +83,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """So that a notebook completes them."""
+    """The names for tab completion."""
     return sorted({*globals(), *_HOME})

@@ -1,11 +1,11 @@
-"""What can go wrong, as one tree; every error's message is one line that says what, where and how to mend it.
+"""The tree of errors; every error's message is one line that says what is wrong, where, and how to fix it.
 
 NgymError
 ├── UsageError            the user's command, config or data is wrong     -> exit code 2, never retried
-│   └── ConfigError       ... and it stands in a config file
+│   └── ConfigError       ... in a config file
 └── ServiceError          something failed while serving a request        -> a problem document (RFC 9457)
     ├── BadRequest        the caller's body is wrong                      422
-    │   └── ToolError     ... of a tool's, and the model wrote it: it reads why, and the rollout goes on
+    │   └── ToolError     ... of a tool call by the model, which reads why; the rollout continues
     ├── NotFound          no such tool, session or model                  404
     ├── Unauthorized      a token is missing or wrong                     401
     ├── Overloaded        a bound was reached; try later                  429
@@ -32,21 +32,21 @@ NOT_THE_AUTHORS = (
     "<",
 )
 
-MOST_DETAIL = 4000  # characters of an error's line; it may quote what it was called with
-MOST_PROBLEMS = 8  # of a request are named
-MOST_NAME, MOST_MESSAGE = 100, 400  # characters of a problem's field, and of what is wrong with it
+MOST_DETAIL = 4000  # limit of characters of an error's line, which may quote arguments
+MOST_PROBLEMS = 8  # limit of named problems per request
+MOST_NAME, MOST_MESSAGE = 100, 400  # limits of characters of a problem's field and of its message
 
 FailureClass = Literal[
-    "config",  # the row, the config or the environment is not what it must be; trying again would not help
+    "config",  # the row, the config or the environment is wrong; retrying would not help
     "connect",  # a service could not be reached
     "timeout",  # a service did not answer before the deadline
     "model_error",  # the model server failed, or refused the request
     "context_length",  # the conversation does not fit the model's context
-    "tool_error",  # a tool, a reset or a step crashed, or a tool did not answer; what a model does wrong is no failure
-    "agent_error",  # the agent failed, or its answer is no rollout
-    "verify_error",  # the verifier failed, or its answer is no reward
-    "judge_error",  # the model that was to judge gave no verdict
-    "cancelled",  # whoever wanted it has gone, or it was stopped
+    "tool_error",  # a tool, a reset or a step crashed, or a tool did not answer; mistakes of the model are not failures
+    "agent_error",  # the agent failed, or its answer is not a rollout
+    "verify_error",  # the verifier failed, or its answer is not a reward
+    "judge_error",  # the judge model returned no verdict
+    "cancelled",  # the caller has gone, or the rollout was stopped
 ]
 
 
@@ -55,7 +55,7 @@ class NgymError(Exception):
 
 
 class UsageError(NgymError):
-    """The user's command, config or data is wrong; the message says how to mend it."""
+    """The user's command, config or data is wrong; the message says how to fix it."""
 
 
 class ConfigError(UsageError):
@@ -71,13 +71,13 @@ class ServiceError(NgymError):
             stage decide (an error in `/verify` is a `verify_error`, and so on).
         upstream: `{"service", "url", "status"}` of the peer that caused it.
         extra: members added to the problem document (for example `errors` with field names).
-        retry_after_s: when it is worth asking again; told with a 429 or 503.
+        retry_after_s: when a retry may succeed; sent with a 429 or 503.
     """
 
     status = 500
     title = "Internal error"
     retryable = False
-    is_for_the_model = False  # of a tool call: the model reads it and may do better; else the rollout failed
+    is_for_the_model = False  # of a tool call: the model reads it and may do better; else the rollout fails
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class BadRequest(ServiceError):
 
 
 class ToolError(BadRequest):
-    """What a tool tells the model about a call that cannot be done; the rollout goes on.
+    """The reason why a tool call cannot be done, for the model; the rollout continues.
 
-    Any other exception of a tool is a failure of the environment, and ends the rollout without a reward.
+    Any other exception of a tool is a failure of the environment and ends the rollout without a reward.
     """
 
     title = "The tool cannot do this"
@@ -136,17 +136,17 @@ class ToolError(BadRequest):
 
 
 class Problem(NamedTuple):
-    """What is wrong, and in which field."""
+    """A field, and what is wrong with it."""
 
     field: str
     message: str
 
 
 def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
-    """The refusal that names the first of these problems; no more of them are looked for.
+    """A BadRequest with the first of these problems; the rest are not computed.
 
     Args:
-        what: is wrong, such as "row 3".
+        what: the object that is wrong, such as "row 3".
     """
     found = [
         Problem(cut(each.field, MOST_NAME), cut(each.message, MOST_MESSAGE))
@@ -161,7 +161,7 @@ def refused(problems: Iterable[Problem], what: str = "") -> BadRequest:
 
 
 def cut(text: str, most: int) -> str:
-    """The text; of a longer one so many characters, and how many it has."""
+    """The text; a longer one is cut to `most` characters and its length is added."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
@@ -222,11 +222,12 @@ class UpstreamError(ServiceError):
 
 @contextmanager
 def boundary(failure: FailureClass, what: str, *, places: bool = False, retryable: bool = False) -> Iterator[None]:
-    """Give an error that passes here its failure class, once; a bug becomes a ServiceError with its cause kept.
+    """Give an error that passes here its failure class, unless it has one; other exceptions become a ServiceError with
+    their cause.
 
     Args:
-        places: say in which line of the author's own files the bug is.
-        retryable: whether a bug may be gone the next time, as where a database did not answer.
+        places: add the line of the author's own files where the bug is.
+        retryable: whether a retry may help, as after a database timeout.
     """
     try:
         yield
@@ -235,7 +236,7 @@ def boundary(failure: FailureClass, what: str, *, places: bool = False, retryabl
         raise
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:  # sys.exit() in somebody's function must not end the service
+    except (Exception, SystemExit) as error:  # sys.exit() in an author's function must not end the service
         where = place(error) if places else ""
         raise ServiceError(
             f"{what}: {type(error).__name__}: {error}{where}", failure=failure, retryable=retryable
@@ -243,7 +244,7 @@ def boundary(failure: FailureClass, what: str, *, places: bool = False, retryabl
 
 
 def place(error: BaseException) -> str:
-    """` (app.py:31)`: the innermost line that is neither ours nor a library's; nothing where there is none."""
+    """` (app.py:31)`: the innermost line that is neither in ngym nor in a library; "" if there is no such line."""
     lines = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
     own = [(file, number) for file, number in lines if not file.startswith(NOT_THE_AUTHORS)]
     return f" ({Path(own[-1][0]).name}:{own[-1][1]})" if own else ""

@@ -1,4 +1,6 @@
-"""What does this process take, and how much more may it? The least of what its limit, its control group and the machine have left."""
+"""The memory that this process may still take: the least of what its limit, its control group and the machine have
+left.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,26 @@ import contextlib
 import resource
 from pathlib import Path
 
-SPARE = 64 << 20  # stays free whatever is asked for
+SPARE = 64 << 20  # bytes that always stay free
 PAGE = resource.getpagesize()
-OBJECT = 88  # an empty list or dict, with its header and its place in another: the most that a few bytes of JSON become
+OBJECT = (
+    88  # an empty list or dict, with its header and its slot in a container: the most that a few bytes of JSON become
+)
 
 
 def is_room_for(size: int) -> bool:
-    """Whether so many bytes more can be had, and some are left."""
+    """Whether this many more bytes fit, with SPARE left."""
     return size + SPARE < free_bytes()
 
 
 def parsed_bytes(raw: bytes) -> int:
-    """What JSON takes once it is parsed, at the most."""
+    """An upper bound of the bytes that JSON takes once parsed."""
     return len(raw) + OBJECT * sum(map(raw.count, (b",", b"[", b"{")))
 
 
 def fitted(data: bytes | memoryview) -> bytes:
-    """The same bytes in no more memory than they need, for those that are kept: what orjson wrote has its whole buffer still, up
-    to thirteen times as large.
+    """A copy of the bytes without spare capacity, for storage: orjson's output keeps its whole buffer, up to 13 times
+    as large.
     """
     return bytes(memoryview(data))
 
@@ -41,7 +45,7 @@ def _of_the_limit() -> int:
 
 
 def _of_the_group() -> int:
-    """Of control groups v2; a group without a limit has no such files, or says "max"."""
+    """From control groups v2; a group without a limit has no such files, or "max" in them."""
     with contextlib.suppress(OSError, ValueError):
         path = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
         group = Path("/sys/fs/cgroup", path)

@@ -1,4 +1,4 @@
-"""The records of wire.md: Task -> Rollout -> Segment. They only grow."""
+"""The records of wire.md: Task -> Rollout -> Segment. Fields are only added, never removed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FinishReason = Literal["stop", "tool_calls", "length", "context", "content_filte
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
-SESSION_HEADER = "x-ng-session"  # of every call in a session, and of its answer
-SESSION_COOKIE = "ng_session"  # the same for callers that keep cookies
-ROLLOUT_HEADER = "x-ng-rollout-id"  # which rollout a request belongs to, through every hop
-DEADLINE_HEADER = "x-ng-deadline-ms"  # how long the caller will wait from now on
-IDEMPOTENCY_HEADER = "idempotency-key"  # of a POST that may be sent again: it is done once
-TOOL_ERRORS_HEADER = "x-ng-tool-errors"  # of a tool call; "show": its crash, too, is a text for the model
-REPEATABLE_HEADER = "x-ng-repeatable-s"  # of a gym server's answers: for so long it keeps an answer under such a key
-WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: how many rollouts wait for their turn there
-TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay, too
+SESSION_HEADER = "x-ng-session"  # on every call in a session and its answer
+SESSION_COOKIE = "ng_session"  # the same, for callers that keep cookies
+ROLLOUT_HEADER = "x-ng-rollout-id"  # the rollout of a request, passed through every hop
+DEADLINE_HEADER = "x-ng-deadline-ms"  # milliseconds that the caller will wait from now on
+IDEMPOTENCY_HEADER = "idempotency-key"  # of a POST that may be sent again: it is executed once
+TOOL_ERRORS_HEADER = "x-ng-tool-errors"  # of a tool call; "show": the model reads the error of a crash too
+REPEATABLE_HEADER = "x-ng-repeatable-s"  # of a gym server's answers: seconds that it keeps an answer with such a key
+WAITING_HEADER = "x-ng-waiting"  # of an agent's answer to /run: rollouts that wait there
+TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay too
 
 
 class Segment(TypedDict):
@@ -61,22 +61,23 @@ Failure = TypedDict(
 
 
 Span = tuple[str, float, float]
-"""One call: of what, when it began and what it took, in seconds."""
+"""One call: its name, start and duration in seconds."""
 
 
 class Trace(TypedDict, total=False):
-    """The record `ng` of an output row: what is known of the rollout beside its answer and its reward.
+    """The record `ng` of an output row: the data of a rollout other than its answer and its reward.
 
-    schema_version: of the row's form. run_id: of the collection. task_id: sha256 of the input row, 16 hex digits.
-    rollout_id: what goes through every hop as a header. attempt: failed attempts before this one.
+    schema_version: version of the row format. run_id: of the collection. task_id: sha256 of the input row, 16 hex
+    digits.
+    rollout_id: the id that every hop gets as a header. attempt: failed attempts before this one.
     status: truncated where a turn or the rollout was cut off, unscored where the reward is null.
-    policy_version: every version that sampled a part of it. segments: what a trainer steps on.
+    policy_version: every version that sampled a part of it. segments: the trainer's input.
     reward_components: parts whose sum is the reward. stop_reason: why it ended. turns: model calls.
-    finish_reasons: why each of them ended, as the engine says.
+    finish_reasons: why each model call ended, from the engine.
     tool_calls: calls of tools. tool_errors: those of them that were answered with an error.
-    timings: seconds waiting, in the model, in tools and in `/verify`, and altogether.
-    spans: each call of the agent's: `seed`, `model`, `tool:` and its name, or `verify`; the seconds from the rollout's start to
-    its start, and those that it took. started_at: ISO 8601, UTC.
+    timings: seconds of waiting, model calls, tool calls and `/verify`, and their total.
+    spans: each call of the agent's: `seed`, `model`, `tool:` and its name, or `verify`; seconds from the rollout's
+    start to its start, and its duration in seconds. started_at: ISO 8601, UTC.
     """
 
     schema_version: int
@@ -99,14 +100,14 @@ class Trace(TypedDict, total=False):
 
 
 class AgentRef(TypedDict):
-    """Which agent runs a row. name: of its stanza. type: NeMo Gym's name of its kind."""
+    """The agent that runs a row. name: of its stanza. type: NeMo Gym's name of its kind."""
 
     name: str
     type: NotRequired[str]
 
 
 class RolloutKey(NamedTuple):
-    """What makes a rollout the same rollout on resume."""
+    """The identity of a rollout on resume."""
 
     task_id: str
     task_index: int
@@ -120,7 +121,7 @@ CUT_TURNS: frozenset[str] = frozenset({"context", "length"})
 
 
 def stop_reason(told: StopReason, finish_reasons: Sequence[FinishReason]) -> StopReason:
-    """Why a rollout ended. told: by its agent, which need not know that its last turn was cut off."""
+    """Why a rollout ended. told: the agent's reason; the agent may not know that its last turn was cut off."""
     last = finish_reasons[-1] if finish_reasons else None
     if told != "max_steps" and (last == "length" or last == "context"):
         return last
@@ -139,5 +140,5 @@ def task_id(row: Json) -> str:
 
 
 def value_of(row: Json, name: str) -> str:
-    """What a field of a row says, as the name of a subset; a misspelt one shows itself."""
+    """A field of a row as text, for use as the name of a subset; a misspelt field is visible in the result."""
     return str(row.get(name, f"(no {name!r})"))

@@ -1,7 +1,7 @@
-"""A tool's JSON Schema -> a Python signature, and a docstring in Google's form; what libraries read tools from.
+"""Turns a tool's JSON Schema into a Python signature and a Google-style docstring, from which libraries read tools.
 
-`transformers.utils.get_json_schema` makes of both about the schema that there was. What type hints cannot say (bounds,
-patterns, fields of nested objects) stands in the parameter's description.
+`transformers.utils.get_json_schema` turns these back into almost the same schema. What type hints cannot express
+(bounds, patterns, fields of nested objects) goes into the parameter's description.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def parameters_of(tool: Json) -> list[Parameter]:
     """One keyword parameter for each property; those that are not required have a default.
 
     Raises:
-        UsageError: a property's name is none in Python.
+        UsageError: a property's name is not a Python identifier.
     """
     schema = _schema(tool)
     return [_parameter(name, field, name in schema["required"], tool) for name, field in schema["properties"].items()]
@@ -73,18 +73,18 @@ def _hint(schema: Json) -> Any:
 
 
 def _described(name: str, field: Json) -> str:
-    """In words, and what type hints cannot say: plain limits as they are, what is nested as JSON Schema."""
+    """The description with what type hints cannot express: plain limits as text, nested schemas as JSON Schema."""
     parts = [part for part in (field, field.get("items"), *field.get("anyOf", ())) if isinstance(part, dict)]
     text = _one_line(next((part["description"] for part in parts if part.get("description")), name.replace("_", " ")))
     if not all(map(_is_said, _inside(field))) or "properties" in field:
         return f"{text} JSON Schema: {json.dumps({key: value for key, value in field.items() if key != 'description'})}"
     limits = {key: value for key, value in field.items() if key not in SAID_BY_HINTS and value not in (None, "")}
-    # The full stop: transformers takes "(choices: ...)" at the end for a word of its own.
+    # The full stop matters: transformers reads "(choices: ...)" at the end as an enum.
     return f"{text} ({', '.join(f'{key}: {value}' for key, value in limits.items())})." if limits else text
 
 
 def _is_said(schema: Json) -> bool:
-    """Whether type hints say all of it."""
+    """Whether type hints express the whole schema."""
     return schema.keys() <= SAID_BY_HINTS and all(map(_is_said, _inside(schema)))
 
 
@@ -95,7 +95,7 @@ def _inside(schema: Json) -> list[Json]:
 
 
 def _inlined(schema: Any, definitions: Json, seen: tuple[str, ...] = ()) -> Any:
-    """Without `$ref`; one that leads back into itself stays, as it cannot be written out."""
+    """The schema without `$ref`; a recursive one stays, because it cannot be expanded."""
     if isinstance(schema, list):
         return [_inlined(part, definitions, seen) for part in schema]
     if not isinstance(schema, dict):
@@ -108,5 +108,5 @@ def _inlined(schema: Any, definitions: Json, seen: tuple[str, ...] = ()) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """A line break would begin a section or another argument."""
+    """The text without line breaks, which would begin a section or another argument."""
     return " ".join(text.split())

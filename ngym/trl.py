@@ -8,8 +8,8 @@
         reward_funcs=gym.verify,
     )
 
-Nothing of TRL is imported: GRPOTrainer takes functions and a class. What it does with them (TRL 1.16): of each generation
-it resets one environment, makes tools of the class's public methods, shows an exception of theirs to the model as a
+Nothing of TRL is imported: GRPOTrainer takes functions and a class. TRL (1.16) resets one environment for each
+generation, makes tools of the class's public methods, shows their exceptions to the model as a
 result, and leaves a rollout without a reward (None) out of its group's mean and out of the gradient.
 """
 
@@ -50,18 +50,20 @@ MOVE: Json = {
 
 
 class Episode:
-    """One rollout at a time. Its subclasses have a method for each tool; whatever else is public would be taken for one."""
+    """One rollout at a time. Subclasses have a method for each tool; every other method is private, because TRL makes
+    tools of public ones.
+    """
 
     _gym: ClassVar[TrlGym]
 
     def __init__(self) -> None:
         self._row: Json = {}
         self._session: PeerSession | None = None
-        self._over = False  # what is played turn by turn
-        self._failure: ServiceError | None = None  # of the environment: what happened then is nobody's merit or fault
+        self._over = False  # of a step-wise environment
+        self._failure: ServiceError | None = None  # of the environment; the rollout then has no reward
 
     def reset(self, row: str | None = None, **columns: Any) -> str | None:
-        """Begin the task of a row of the dataset; what the model is to see of it beside the prompt."""
+        """Begin the task of a row of the dataset; returns what the model sees of it after the prompt."""
         if row is None:
             raise UsageError("the dataset has no column 'row'; make it with Dataset.from_list(gym.tasks(FILE))")
         self._row, self._failure, self._over = json.loads(row), None, False
@@ -70,13 +72,13 @@ class Episode:
             begun = self._post("/reset" if self._gym.has_steps else "/seed_session", self._row)
         except ServiceError as error:
             if not error.retryable and error.status in WRONG_ROW:
-                raise  # no model has spoken: the row is wrong
+                raise  # the model has not acted yet, so the row is wrong
             self._failure = error
             return None
         return begun["observation"] if self._gym.has_steps else None
 
     def _use(self, tool: str, arguments: Json) -> str:
-        """What a tool answers, as the model sees it."""
+        """A tool's answer, as the model sees it."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -98,7 +100,7 @@ class Episode:
         return f"{came['observation']}\n{OVER}" if self._over else str(came["observation"])
 
     async def _verified(self, completion: list[Json] | str) -> float | None:
-        """None: it could not be scored."""
+        """The reward; None if the completion could not be scored."""
         if self._failure is None and self._session is not None:
             body = {**self._row, "response": {"output": _items(completion)}}
             try:
@@ -122,15 +124,15 @@ class TrlGym:
 
     Args:
         service: its URL, or its name in the config whose services `ng_run` has started (or whose stanza has a `url`).
-        config: that config's file; the run is looked for in its folder.
-        tool_errors: "show": the model reads a tool's crash, too; else the rollout has no reward.
+        config: that config's file; the run is searched in its folder.
+        tool_errors: "show": the model reads the error of a tool's crash; else the rollout has no reward.
 
     Attributes:
-        environment: the class for `environment_factory`; in a dict of several, under `name`.
-        name: of the service; `tasks` puts it into the column `environment`, by which TRL chooses from several.
+        environment: the class for `environment_factory`; with several environments, the value under `name`.
+        name: of the service; `tasks` puts it into the column `environment`, by which TRL selects one of several.
 
     Raises:
-        UsageError: there is no such service, it does not run, or a tool of it cannot be a Python function.
+        UsageError: the service is unknown or not running, or a tool cannot be a Python function.
         ServiceError: it cannot be reached.
     """
 
@@ -157,10 +159,10 @@ class TrlGym:
     def tasks(self, path: str | Path) -> list[dict[str, Any]]:
         """The rows of a JSONL file for `Dataset.from_list`: `prompt` (chat messages), `row` (JSON), `environment`.
 
-        A row as JSON, because a dataset's columns have one type each, and rows do not.
+        Rows are JSON because each column of a dataset has one type, and rows vary.
 
         Raises:
-            UsageError: a line is no row, or declares tools that the gym server does not offer.
+            UsageError: a line is not a row, or declares tools that the gym server does not offer.
         """
         lines = checked(Path(path), self._problem)
         return [{"prompt": _prompt(line.row), "row": json.dumps(line.row), "environment": self.name} for line in lines]
@@ -175,11 +177,11 @@ class TrlGym:
     ) -> list[float | None]:
         """The reward function: /verify's reward of each completion, None for one that could not be scored.
 
-        Rollouts of other environments are None, too. Without `environment_factory`, for a gym server without tools, each
+        Rollouts of other environments get None. Without `environment_factory`, for a gym server without tools, each
         completion is verified with its `row`. The share without a reward is logged as `unscored`.
 
         Raises:
-            ServiceError: no rollout of a batch could be scored, because the gym server failed in each.
+            ServiceError: no rollout of a batch could be scored, because the gym server failed for each.
         """
         if environments is None:
             environments = list(self._begun(row or ()))
@@ -188,17 +190,17 @@ class TrlGym:
         own = [episode for episode in mine if episode is not None]
         failures = [episode._failure for episode in own if episode._failure is not None]
         if failures and len(failures) == len(own):
-            raise failures[0]  # training on would be training on nothing
+            raise failures[0]  # without a reward there is nothing to train on
         if log_metric is not None and own:
             log_metric("unscored", 1 - sum(reward is not None for reward in rewards) / len(own))
         return rewards
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What an async function returns; it runs in the thread that has the connections."""
+        """Run an async function in the thread that has the connections, and return its result."""
         return asyncio.run_coroutine_threadsafe(function(*arguments), self._loop).result()
 
     def _find(self, name: str, config: Path, token: str | None) -> tuple[list[str], str | None]:
-        """Its addresses, and what opens it."""
+        """The service's addresses, and its token."""
         read = load_config([config])
         stanza = read.stanza(name)
         if stanza.kind != "gym_server":
@@ -210,7 +212,7 @@ class TrlGym:
         urls: dict[str, list[str]] = self.call(discover, running.url, token).urls if running else {}
         if name not in urls:
             raise UsageError(
-                f"{name!r} does not run: start it beside {config} with `ng_run --only {name}`, or give a URL"
+                f"{name!r} does not run: start it next to {config} with `ng_run --only {name}`, or give a URL"
             )
         return urls[name], token
 
@@ -239,7 +241,7 @@ async def _all_verified(
 
 
 def _method(tool: Json) -> Callable[..., str]:
-    """A tool as a method. It takes any arguments: what is wrong with them, the gym server tells the model."""
+    """A tool as a method. It accepts any arguments: the gym server reports invalid ones to the model."""
     name, parameters = tool["name"], parameters_of(tool)
 
     def call(self: Episode, **arguments: Any) -> str:
@@ -253,7 +255,7 @@ def _method(tool: Json) -> Callable[..., str]:
 
 
 def _prompt(row: Json) -> list[Json]:
-    """The row's input as chat messages that end with the user's, to which TRL adds what `reset` shows."""
+    """The row's input as chat messages that end with a user message, to which TRL adds the result of `reset`."""
     params = row["responses_create_params"]
     messages = messages_from_items(params.get("input") or [], params.get("instructions"))
     if not messages or messages[-1]["role"] != "user":

@@ -1,4 +1,4 @@
-"""Where do a run's batches come from? From a finished file, or from live rollouts; both can go on after any batch."""
+"""Sources of a run's batches: a finished file, or live rollouts. Both can resume after any batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 class Parts(NamedTuple):
-    """What a run is made of."""
+    """The parts of a run."""
 
     recipe: Recipe
     learner: Engine
@@ -37,19 +37,19 @@ class Parts(NamedTuple):
 
 
 class Source(Protocol):
-    """steps: how many batches there are, those before a resumption included."""
+    """steps: how many batches there are, including those before a resumption."""
 
     steps: int
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
-        """Those after the first `done`. state: what `state()` said then; None at the very beginning."""
+        """The batches after the first `done`. state: the result of `state()` at that point; None at the beginning."""
 
     def state(self) -> Json | None:
-        """What the batches after the one that was trained last depend on, as JSON."""
+        """The state on which the batches after the last trained one depend, as JSON."""
 
 
 class FileSource:
-    """A finished file: what comes next depends on the file, the seed and how many batches there were."""
+    """A finished file: the next batch depends on the file, the seed and the number of batches so far."""
 
     def __init__(self, parts: Parts, say: Say) -> None:
         recipe, learner, algorithm, tokenizer = parts
@@ -65,7 +65,7 @@ class FileSource:
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
         """
         Raises:
-            UsageError: the file is another one than that of the state.
+            UsageError: the file differs from that of the state.
         """
         recipe, learner, algorithm, _ = self._parts
         if state is not None and state["digest"] != self._digest:
@@ -91,12 +91,12 @@ class FileSource:
 
 
 def _held_out(parts: Parts, say: Say) -> list[Sample]:
-    """What a run that learns from a file is evaluated on, prepared while the policy is the one that it begins with."""
+    """The held-out samples of a run on a file, prepared with the policy that the run starts from."""
     recipe, learner, algorithm, tokenizer = parts
     if recipe.evaluation is None or recipe.data is None:
         return []
     if recipe.evaluation.data is None:
-        say("evaluation.tasks need live rollouts, and this run learns from a file: it is not evaluated")
+        say("evaluation.tasks need live rollouts, and this run trains on a file: evaluation is off")
         return []
     data = DataOptions(path=recipe.evaluation.data, max_tokens=recipe.data.max_tokens)
     budget, limit = recipe.micro_batch_tokens, recipe.evaluation.limit
@@ -163,10 +163,10 @@ class LiveSource:
         try:
             at_hand = self._live.open(state)
             if at_hand:
-                self._say(f"{at_hand:,} rollouts were collected before, and need not be again")
+                self._say(f"{at_hand:,} rollouts were collected before and are used again")
             yield from checked(self._parts, self._live.batches(done, evaluation))
         except BaseException:
-            with suppress(NgymError):  # what ended the run says more than what it prevents now
+            with suppress(NgymError):  # the error that ended the run matters more than those of closing
                 self._close(evaluation)
             raise
         else:
@@ -187,7 +187,7 @@ class LiveSource:
 
 
 def make_room(recipe: Recipe, services: Services | None) -> None:
-    """Have servers on the trainer's GPUs sleep before anything is loaded there.
+    """Put servers on the trainer's GPUs to sleep before anything is loaded there.
 
     services: on rank 0; None elsewhere.
     """
@@ -203,9 +203,9 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
 
 
 def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> Iterator[Batch]:
-    """Rollouts are checked before they are trained: an algorithm of ratios goes wrong in silence.
+    """Check rollouts before they are trained: a wrong sampler or temperature would otherwise go unnoticed.
 
-    sampled: by the policy as it is now. A run that goes on with a file has left the policy that sampled it, on purpose.
+    sampled: the current policy sampled them. A resumed run on a file has moved away from that policy, as intended.
     """
     from . import sanity_checks
     from .algorithms.policy_gradient import PolicyGradient
@@ -218,5 +218,5 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
 
 
 def temperature(recipe: Recipe) -> float:
-    """Of the rollouts, which is what the logits are divided by."""
+    """The sampling temperature of the rollouts, by which the logits are divided."""
     return recipe.algorithm.temperature if isinstance(recipe.algorithm, PolicyGradientOptions) else 1.0

@@ -1,4 +1,6 @@
-"""A dry run: the resolved recipe, its sizes, and where it would write; tasks and services are checked, nothing is loaded or written."""
+"""A dry run: prints the resolved recipe, its sizes and its output paths, and checks tasks and services; loads and
+writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from .train import check_live, checked
 
 
 def run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwrite: bool, as_json: bool) -> None:
-    """The recipe on standard output, the rest on standard error; or all of it as one JSON object.
+    """Print the recipe on standard output and the rest on standard error; or all of it as one JSON object.
 
     Raises:
-        UsageError: it cannot be run, as far as can be told without loading anything.
+        UsageError: the recipe cannot run, as far as this is known without loading anything.
     """
     recipe, tree = checked(files, overrides)
     if recipe.live:
@@ -37,15 +39,15 @@ def run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwri
     print(text, end="")
     for line in sizes:
         print(line, file=sys.stderr)
-    needs = " (which holds a run: --overwrite or --resume is needed)" if taken and not (resume or overwrite) else ""
+    needs = " (it holds a run: pass --overwrite or --resume)" if taken and not (resume or overwrite) else ""
     print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
 def sweep(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str], *, as_json: bool) -> None:
-    """The folder and the values of every run.
+    """Print the folder and the values of every run.
 
     Raises:
-        UsageError: one of them cannot be run.
+        UsageError: a run has a mistake.
     """
     folder, runs = planned(files, overrides, sweeps)
     if as_json:

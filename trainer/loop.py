@@ -1,4 +1,4 @@
-"""The one loop: batches in, steps out, whatever the algorithm.
+"""The training loop of every algorithm: batches in, optimizer steps out.
 
 batch -> updates -> plan -> this rank's micro-batches -> scores -> loss -> backward ... -> step -> metrics
 """
@@ -20,13 +20,13 @@ from .engine.engine import Engine, Update
 from .engine.nan_guard import Guard
 from .model.packing import pack
 
-TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # with the span of a step
-# What compares the policy with its sampler is said of the first update: after that they differ on purpose.
+TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # recorded on the span of a step
+# These compare the policy with its sampler. Only the first update reports them: later the two differ by design.
 BEFORE_TRAINING = frozenset({"token_mult_prob_error", "mismatch_kl"})
 
 
 class Step(NamedTuple):
-    """One optimiser step. means: the algorithm's metrics over its samples, `loss` among them."""
+    """One optimizer step. means: the algorithm's metrics over its samples, including `loss`."""
 
     means: dict[str, float]
     update: Update
@@ -42,17 +42,17 @@ def train(
     report: Callable[[int, dict[str, float]], None],
     done: int = 0,
 ) -> None:
-    """Train each batch: an optimiser step on each of its updates.
+    """Train each batch: one optimizer step on each of its updates.
 
     Args:
         budget: tokens that a rank computes at once.
-        factor: step (from 0) -> factor on the learning rates.
-        guard: is told every optimiser step, and knows those that were none.
+        factor: step (from 0) -> factor of the learning rates.
+        guard: checks every optimizer step and counts the skipped ones.
         report: called after each batch (from 1) with its metrics.
-        done: batches that were trained before; these are those after them.
+        done: number of batches that were trained before.
 
     Raises:
-        NotFinite: losses or gradients are no numbers, several times in a row.
+        NotFinite: losses or gradients are not finite, several times in a row.
     """
     for number, batch in enumerate(batches, done + 1):
         began = time.monotonic()
@@ -70,16 +70,16 @@ def train(
 
 
 def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, factor: float) -> Step:
-    """One optimiser step. Every rank is given all samples and computes its share of them."""
+    """One optimizer step. Every rank gets all samples and computes its share of them."""
     step_loss = algorithm.step_loss(samples)
     micro_batches = engine.micro_batches(samples, budget)
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for index, mine in enumerate(micro_batches):
-        # A rank without work computes something and counts none of it: the ranks' collectives must match.
+        # A rank without work computes something with count 0: the ranks' collectives must match.
         counted = 1.0 if mine else 0.0
         packed = pack(mine or samples[:1], engine.device)
         loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
-        # A loss that is no number on one rank makes the gradient none on all, whatever its own gradient is.
+        # A loss that is not finite on one rank must make the gradient not finite on all ranks.
         poison = 1.0 if loss.sum.isfinite() else math.nan
         engine.backward(counted * poison * loss.sum, step_loss.divisor, last=index == len(micro_batches) - 1)
         for name, mean in loss.metrics.items():
@@ -97,7 +97,7 @@ def _means(engine: Engine, sums: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _values(batch: Batch, taken: Sequence[Step], skipped: int, seconds: float) -> dict[str, float]:
-    """The metrics of a batch: means over its optimiser steps."""
+    """The metrics of a batch: means over its optimizer steps."""
     samples = [sample for update in batch.updates for sample in update]
     names = taken[0].means if taken else ()
     means = {name: fmean(step.means[name] for step in taken) for name in names}

@@ -1,8 +1,8 @@
-"""`--overwrite`: an earlier run's files move into `.old/` when the new run begins to train, and not before.
+"""`--overwrite`: moves an earlier run's files into `.old/` when the new run begins to train.
 
-Until then (services start, the data is read, the model is loaded) the earlier run is untouched, so a run that cannot start
-costs nothing. They move into `.old.partial/` first, which then takes the place of an `.old/`: if a kill leaves an
-`.old.partial/`, the next start puts its files back.
+Until then (services start, the data is read, the model is loaded) the earlier run is untouched, so a run that cannot
+start loses nothing. The files move into `.old.partial/` first, which then replaces `.old/`. After a kill in between,
+the next start restores the files from `.old.partial/`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def holds_a_run(output: Path) -> bool:
 
 
 def is_interrupted(output: Path) -> bool:
-    """Whether a run was killed before it began to train, and has to be undone by `put_back`."""
+    """Whether a run was killed before it began to train, so that `put_back` must undo it."""
     return (output / PARTIAL).is_dir()
 
 
 def set_aside(output: Path, names: Collection[str]) -> None:
-    """Move these of a run's files into `.old.partial/`; `put_back` undoes it."""
+    """Move these files of a run into `.old.partial/`; `put_back` undoes it."""
     partial = output / PARTIAL
     for name in names:
         if (output / name).exists():
@@ -48,7 +48,7 @@ def set_aside(output: Path, names: Collection[str]) -> None:
 
 
 def put_back(output: Path) -> None:
-    """Undo what a run that did not begin to train has moved; what it has written under the same names goes."""
+    """Undo the moves of a run that did not begin to train; files that it wrote under the same names are removed."""
     partial = output / PARTIAL
     if not partial.is_dir():
         return
@@ -61,9 +61,9 @@ def put_back(output: Path) -> None:
 
 
 def replace(output: Path, in_use: Collection[Path] = ()) -> None:
-    """Move an earlier run into `.old/`; one without results goes, and what is in `.old/` stays.
+    """Move an earlier run into `.old/`. A run without results is removed instead, and `.old/` stays.
 
-    in_use: paths that the new run reads; what holds one of them stays where it is.
+    in_use: paths that the new run reads; files and folders that contain one of them stay.
     """
     read = [path.resolve() for path in in_use]
     names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in read)]

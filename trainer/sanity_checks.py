@@ -1,9 +1,9 @@
-"""Before the first step: is what will be trained what was sampled, and does everything learn? If not, the run stops and says why.
+"""Checks around the first step: the samples match the policy, and every parameter learns. A failed check ends the run.
 
-1. The policy repeats its own logprobs: with a graph and without one they are the same (ratio 1). Dropout would break it.
-2. The sampler's logprobs are the policy's: mean of exp |log p - log p of the sampler| is near 1. Another policy, another
-   temperature or another precision would break it.
-3. Every trainable parameter has got a gradient in the first optimiser step.
+1. The policy reproduces its own logprobs with and without a graph (ratio 1). Dropout would break this.
+2. The sampler's logprobs are the policy's: mean of exp |log p - log p of the sampler| is near 1. Another policy,
+   temperature or precision would break this.
+3. Every trainable parameter gets a gradient in the first optimizer step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class CheckFailed(NgymError):
 def checked(
     batches: Iterable[Batch], engine: Engine, budget: int, sampler_N: Callable[[Packed], Tensor] | None, bound: float
 ) -> Iterator[Batch]:
-    """The batches; the first one that trains anything is checked before and after. Every rank iterates.
+    """The batches; the first one that trains something is checked before and after. Every rank iterates.
 
     Args:
-        sampler_N: the sampler's logprobs of a micro-batch; None where the policy is not the one that sampled any more.
+        sampler_N: the sampler's logprobs of a micro-batch; None if another policy sampled.
         bound: on the mean of exp |log p - log p of the sampler|.
 
     Raises:
-        CheckFailed: what is wrong, and what to do.
+        CheckFailed: with what is wrong and what to do.
     """
     first = True
     for batch in batches:
@@ -61,8 +61,8 @@ def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> N
     ratio = float(((engine.logprobs(packed).detach() - before_N).exp() - 1).abs().max())
     if not ratio < OWN_RATIO:
         raise CheckFailed(
-            f"the policy does not repeat its own logprobs: two passes over the same tokens differ by a ratio of {ratio:.3g}. "
-            "Something in the model draws random numbers (dropout?)"
+            f"the policy does not reproduce its own logprobs: two passes over the same tokens differ by a ratio of "
+            f"{ratio:.3g}. Something in the model draws random numbers (dropout?)"
         )
 
 

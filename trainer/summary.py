@@ -1,4 +1,4 @@
-"""What `ng_train --json` says at the end: where everything is, and how it went."""
+"""The summary that `ng_train --json` prints at the end: the paths of the results and the final metrics."""
 
 from __future__ import annotations
 

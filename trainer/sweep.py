@@ -1,12 +1,12 @@
-"""Sweeps: a grid of recipes, each a training process; results as a table.
+"""Sweeps: a grid of recipes, one training process for each, and a table of their results.
 
 runs/grpo/                  the sweep's folder: the recipe's `output`
-    lr=1e-6,seed=0/         a run's folder, as any
-    lr=1e-6,seed=0.log      what it said
-    sweep.jsonl             how each ended
+    lr=1e-6,seed=0/         a run's folder
+    lr=1e-6,seed=0.log      its output
+    sweep.jsonl             how each run ended
 
-Each is a process of its own, so one that crashes is a row of the table. The same command again skips what is finished, and
-begins the others anew; with --resume those that have a checkpoint go on from it.
+A run that crashes becomes a row of the table. The same command again skips finished runs and starts the others from
+scratch; with --resume, those that have a checkpoint continue from it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from .output_files import METRICS, POLICY, RESOLVED
 from .recipe.recipe import as_yaml, read_launch
 from .train import OTHERWISE, checked
 
-ENDING_S = 60  # for what it started to stop, and for its last words to arrive
+ENDING_S = 60  # seconds for its child processes to stop and its last output to arrive
 Status = Literal["finished", "failed", "interrupted"]
 FILE = "sweep.jsonl"
-WIDEST = 1000  # characters of a plain line: it is for a file, which does not wrap
+WIDEST = 1000  # characters of a plain line, which goes to a file and does not wrap
 SHOWN_METRICS = ("loss", "reward/mean", "frac_unscored")
 NOT_SHOWN = ("low", "high", "count", "failed", "pass")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
@@ -53,16 +53,16 @@ INTERRUPTED = 130
 
 
 class Ended(NamedTuple):
-    """exit_code: negative for the signal that killed it. last: the last line that said something."""
+    """exit_code: negative for a signal that killed it. last: the last nonempty line of its output."""
 
     exit_code: int
     last: str
 
 
 def run_command(command: Sequence[str], log: Path) -> Ended:
-    """Wait until it ends. Interrupted here (Ctrl-C), it is told to end, too, and that is waited for.
+    """Run a command until it ends. Interrupted here (Ctrl-C), it is interrupted too, and its end is awaited.
 
-    It has a process group of its own, so that Ctrl-C reaches it once, through us, with all that it started.
+    It runs in a separate process group, so that Ctrl-C reaches it once, through us, with all its child processes.
     """
     process: subprocess.Popen[bytes] | None = None
     reader: threading.Thread | None = None
@@ -85,9 +85,9 @@ def run_command(command: Sequence[str], log: Path) -> Ended:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C would; by force where that takes too long, or when we are interrupted again.
+    """Interrupt the process; kill it if that takes too long, or on a second interrupt here.
 
-    Where Ctrl-C is ignored, as behind a script's `&`, it ignores it, too, and is terminated.
+    Where Ctrl-C is ignored, as for a script's `&`, the process ignores it too, and is terminated.
     """
     with put_off():
         if process.poll() is not None:
@@ -117,8 +117,8 @@ def _copy(stream: IO[bytes], log: Path, last: list[str]) -> None:
 class Outcome(NamedTuple):
     """One run that was started.
 
-    values: of the swept keys. metrics: the last value of each that decides between runs. problem: of a failed one, the
-    last line that it said.
+    values: of the swept keys. metrics: the last value of each metric that ranks runs. problem: of a failed run, the
+    last line of its output.
     """
 
     run: str
@@ -131,10 +131,10 @@ class Outcome(NamedTuple):
 
 
 def read(folder: Path) -> dict[str, Outcome]:
-    """The outcomes of an earlier sweep, by the name of the run; {} if there was none.
+    """The outcomes of an earlier sweep, by the name of the run; {} without one.
 
     Raises:
-        UsageError: a line is none of ours.
+        UsageError: a line is not an outcome.
     """
     if not (folder / FILE).exists():
         return {}
@@ -147,12 +147,12 @@ def read(folder: Path) -> dict[str, Outcome]:
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    """The whole file, anew."""
+    """Rewrite the whole file."""
     jsonl.write_whole(folder / FILE, b"".join(orjson.dumps(outcome._asdict()) + b"\n" for outcome in outcomes))
 
 
 def last_metrics(file: Path) -> dict[str, float]:
-    """Of a run's metrics.jsonl: the last loss, the last reward and the last held-out evaluation."""
+    """The last loss, the last reward and the last held-out evaluation of a run's metrics.jsonl."""
     found: dict[str, float] = {}
     if file.exists():
         for line in jsonl.read(file):
@@ -161,7 +161,7 @@ def last_metrics(file: Path) -> dict[str, float]:
 
 
 def show(outcomes: Sequence[Outcome], waiting: Sequence[str]) -> None:
-    """The table of a sweep; `waiting` are the names of runs that were not started."""
+    """Print the table of a sweep. waiting: the names of runs that were not started."""
     from rich.console import Console
     from rich.table import Table
 
@@ -188,7 +188,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no word for what is no number, and writes null."""
+    """JSON has no NaN or infinity; they are stored as null."""
     return math.nan if value is None else value
 
 
@@ -196,7 +196,7 @@ LONGEST_VALUE, LONGEST_NAME = 40, 160  # characters; a file name may have 255 by
 
 
 class Axis(NamedTuple):
-    """A key of the recipe and the values that it takes, as they were written."""
+    """A key of the recipe and its values, as written."""
 
     key: str
     values: list[str]
@@ -214,10 +214,10 @@ class Combination(NamedTuple):
 
 
 def axes(sweeps: Sequence[str]) -> list[Axis]:
-    """What was written as `key=value,value`.
+    """The axes from arguments `key=value,value`.
 
     Raises:
-        UsageError: it is not of that form, or a key or value stands twice; one line for each mistake.
+        UsageError: an argument has another form, or a key or value occurs twice; one line for each mistake.
     """
     found: list[Axis] = []
     wrong: list[str] = []
@@ -234,7 +234,7 @@ def axes(sweeps: Sequence[str]) -> list[Axis]:
 
 
 def combinations(of: Sequence[Axis]) -> list[Combination]:
-    """Their cartesian product; the last axis changes fastest."""
+    """The cartesian product of the axes; the last one changes fastest."""
     labels = _labels([axis.key for axis in of])
     words = [_words(axis.values) for axis in of]
     found = []
@@ -254,7 +254,9 @@ def _axis(sweep: str) -> Axis:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "it cannot be read"
-        raise UsageError(f"--sweep {sweep!r}: not a list of YAML values: {reason}; quote what is no word") from None
+        raise UsageError(
+            f"--sweep {sweep!r}: not a list of YAML values: {reason}; quote values with special characters"
+        ) from None
     if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) or not node.value:
         raise UsageError(f"--sweep {sweep!r}: give at least one value, such as {key}=1,2")
     values = [text[value.start_mark.index : value.end_mark.index].strip() for value in node.value]
@@ -265,20 +267,20 @@ def _axis(sweep: str) -> Axis:
 
 
 def _labels(keys: Sequence[str]) -> list[str]:
-    """The last word of each key; the whole key where two would be called the same."""
+    """The last part of each key; the whole key if two would be equal."""
     words = Counter(key.rpartition(".")[2] for key in keys)
     return [word if words[word := key.rpartition(".")[2]] == 1 else key for key in keys]
 
 
 def _words(values: Sequence[str]) -> list[str]:
-    """Each value as a word; those that would be the same word get a hash of their own."""
+    """Each value as a file name; equal ones get a hash."""
     words = [_at_most(LONGEST_VALUE, UNSAFE.sub("-", value.strip("\"'[]{} "))) for value in values]
     count = Counter(words)
     return [word if count[word] == 1 else f"{word}-{_hash(value)}" for word, value in zip(words, values, strict=True)]
 
 
 def _at_most(length: int, word: str) -> str:
-    """Its end, which is what tells paths apart, and a hash of the whole where it is too long."""
+    """The end of a word that is too long, which distinguishes paths, and a hash of the whole."""
     return word if len(word) <= length else f"{_hash(word)}-{word[9 - length :]}"
 
 
@@ -289,7 +291,7 @@ def _hash(text: str) -> str:
 class Run(NamedTuple):
     combination: Combination
     folder: Path
-    recipe: str  # as it will stand in the run's folder
+    recipe: str  # as it will be in the run's folder
 
 
 def main(
@@ -303,8 +305,8 @@ def main(
     """Run a recipe with every combination of the values; see `ng_train --help`. Returns the sweep's folder.
 
     Raises:
-        UsageError: one of them cannot run; none was started.
-        NgymError: some failed. FileLocked: another process sweeps there.
+        UsageError: a run is invalid; none was started.
+        NgymError: some runs failed. FileLocked: another process sweeps there.
     """
     folder, runs = planned(files, overrides, sweeps)
     folder.mkdir(parents=True, exist_ok=True)
@@ -323,8 +325,8 @@ def _sweep(
     for run in runs:
         if run.combination.name in known:
             print(f"{run.folder}: finished already, skipped", flush=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended, and the table is shown
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is under nohup
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that child processes end and the table is shown
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, _leave)
     try:
         for place, run in enumerate(runs, 1):
@@ -333,7 +335,7 @@ def _sweep(
                 try:
                     _run(run, files, overrides, resume, known)
                 finally:
-                    redone = {**earlier, **known}  # until a run is done again, its earlier outcome counts
+                    redone = {**earlier, **known}  # until a run is repeated, its earlier outcome counts
                     write(folder, others + [redone[name] for name in names if name in redone])
     finally:
         ended = [known[name] for name in names if name in known]
@@ -341,14 +343,14 @@ def _sweep(
         show(ended, [name for name in names if name not in known])
     failed = sum(outcome.status == "failed" for outcome in ended)
     if failed:
-        raise NgymError(f"{failed} of {len(runs)} runs failed; what they said is in {folder}/*.log")
+        raise NgymError(f"{failed} of {len(runs)} runs failed; their output is in {folder}/*.log")
 
 
 def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str]) -> tuple[Path, list[Run]]:
-    """The sweep's folder and its runs, each of which can be run as far as can be told.
+    """The sweep's folder and its runs, checked as far as possible without starting them.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: a run is invalid.
     """
     if read_launch().launched:
         raise UsageError(
@@ -360,7 +362,7 @@ def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
 
 
 def _refuse_settled(wanted: Sequence[Axis], overrides: Sequence[str]) -> None:
-    """A key that is swept is not given another value, and `output` is where the sweep goes."""
+    """Refuse a swept key with another value, and a swept `output`."""
     settled = {override.partition("=")[0].lstrip("+") for override in overrides}
     wrong = [
         f"--sweep {axis.key}: {axis.key} is among the overrides, too; keep one of the two"
@@ -368,13 +370,13 @@ def _refuse_settled(wanted: Sequence[Axis], overrides: Sequence[str]) -> None:
         if axis.key in settled
     ]
     if any(axis.key == "output" for axis in wanted):
-        wrong.append("--sweep output: each run gets a folder of its own under the recipe's output; leave it out")
+        wrong.append("--sweep output: each run gets a separate folder under the recipe's output; leave it out")
     if wrong:
         raise UsageError("\n".join(wrong))
 
 
 def _planned(files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]) -> tuple[Path, list[Run]]:
-    """The sweep's folder and all runs, each of which has a recipe without a mistake."""
+    """The sweep's folder and all runs, each with a valid recipe."""
     runs: list[Run] = []
     folders: set[Path] = set()
     mistakes: defaultdict[str, list[str]] = defaultdict(list)
@@ -408,7 +410,7 @@ def _output(folder: Path) -> str:
 
 
 def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Outcome]:
-    """What an earlier sweep in this folder has done already.
+    """The runs that an earlier sweep in this folder finished.
 
     Raises:
         UsageError: a folder holds a run of another recipe.
@@ -433,7 +435,7 @@ def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Out
 
 
 def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool, known: dict[str, Outcome]) -> None:
-    """Run it, and enter its outcome into `known`, also when it is interrupted."""
+    """Run it and store its outcome in `known`, even if it is interrupted."""
     name, values = run.combination
     goes_on = resume and any((run.folder / CHECKPOINTS).glob("*"))
     how = "--resume" if goes_on else "--overwrite"
@@ -443,7 +445,7 @@ def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool,
     def enter(status: Status, code: int, problem: str | None) -> None:
         seconds = round(time.monotonic() - began, 1)
         file = run.folder / METRICS
-        # a run that never began to train has none; what is there is an earlier run's
+        # a run that never began to train has no metrics; an existing file belongs to an earlier run
         metrics = {} if _version(file) == earlier else last_metrics(file)
         known[name] = Outcome(name, values, status, code, seconds, problem, metrics)
 
@@ -457,7 +459,7 @@ def _run(run: Run, files: Sequence[str], overrides: Sequence[str], resume: bool,
 
 
 def _version(file: Path) -> tuple[int, ...] | None:
-    """Tells a file from one that takes its place."""
+    """Distinguishes a file from one that replaces it."""
     found = file.stat() if file.exists() else None
     return found and (found.st_ino, found.st_size, found.st_mtime_ns)
 

@@ -1,4 +1,4 @@
-"""From a recipe to a saved policy: read it, find its samples in a file or live, load, train, save."""
+"""Trains a policy from a recipe: read the recipe, find its samples in a file or live, load the model, train, save."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
     """Run a recipe; see `ng_train --help`. Returns the run's folder.
 
     Raises:
-        UsageError: the recipe, its data or the place of its output is wrong.
+        UsageError: the recipe, its data or the output folder is invalid.
         FileLocked: another process trains there.
     """
     recipe, tree = checked(files, overrides)
@@ -67,15 +67,15 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
 
 
 def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
-    """A recipe that can be run, as far as can be told without loading anything.
+    """The recipe, checked as far as possible without loading anything.
 
     Raises:
-        ConfigError: it cannot; one line for each mistake. UsageError: a file is where its output goes.
+        ConfigError: it cannot run; one line for each mistake. UsageError: its output path is a file.
     """
     recipe, tree = read_recipe(files, overrides)
     there = next((place for place in (recipe.output, *recipe.output.parents) if place.exists()), Path())
     if not there.is_dir():
-        raise UsageError(f"{there} is no folder; {OTHERWISE}")
+        raise UsageError(f"{there} is not a folder; {OTHERWISE}")
     if recipe.data is not None:
         offline.check(recipe.data, tree)
     impossible = validation.impossible(recipe, read_launch())
@@ -85,19 +85,20 @@ def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tre
 
 
 def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]) -> None:
-    """begin: called when everything is ready and training begins.
+    """Train on this rank. begin: called when everything is ready and training begins.
 
-    torch, transformers and deepspeed are imported from here on: seconds that a wrong recipe need not wait for."""
-    # On a CPU the threads of torch spin while they wait; where anything else runs, that makes two slower than one.
+    torch, transformers and deepspeed are imported from here on, so that a wrong recipe fails without their seconds.
+    """
+    # On a CPU, torch's threads spin while they wait, which makes them slower when other processes run.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     new = recipe.model if recipe.live and recipe.model.from_scratch is not None else None
     if new is not None:
         recipe = _to_be_saved(recipe, launch, resume)
     with ExitStack() as stack:
-        if launch.rank == 0:  # so that what was started is stopped, and the terminal is as it was
+        if launch.rank == 0:  # so that services are stopped and the terminal is restored
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(tracing.end)
-        if not recipe.live:  # a live run's services say where spans go
+        if not recipe.live:  # in a live run, the services' config has the destination of spans
             tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
         if recipe.live and launch.rank == 0:
             check_live(recipe, recipe.live)
@@ -126,7 +127,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         if isinstance(recipe.algorithm, PolicyGradientOptions):
             if recipe.algorithm.critic is not None:
                 policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
-            policy.eval()  # no dropout: the ratio to the policy that sampled must come from the weights alone
+            policy.eval()  # no dropout: the ratio to the sampling policy must come from the weights alone
         if recipe.live and recipe.live.colocated:
             make_room(recipe, services)
             wait_for_all()
@@ -194,19 +195,19 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
 
 
 def _to_be_saved(recipe: Recipe, launch: Launch, resume: bool) -> Recipe:
-    """The recipe with the folder of its new policy instead of one from scratch: only what is in a folder can be served."""
+    """The recipe with the folder of its new policy in place of from_scratch: servers load a policy from a folder."""
     folder = recipe.output.resolve() / INITIAL
     if launch.rank == 0 and not resume:
-        set_aside(recipe.output, [INITIAL])  # an earlier run's, which would be served
+        set_aside(recipe.output, [INITIAL])  # an earlier run's must not be served
     saved = recipe.model.model_copy(update={"path": str(folder), "from_scratch": None, "tokenizer": None})
     return recipe.model_copy(update={"model": saved})
 
 
 def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
-    """A new policy in this folder, unless the run goes on; its server has begun to start, and waits for it."""
+    """Save a new policy in this folder, unless the run resumes; its server has started and waits for it."""
     if folder.exists():
         return
-    _say(f"a new policy in {folder}")
+    _say(f"initialized a new policy in {folder}")
     from .model.policy import load_policy, load_tokenizer
 
     tokenizer = load_tokenizer(options)
@@ -234,13 +235,15 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
 
 
 def _agents(recipe: Recipe, rollouts: RolloutOptions) -> list[str]:
-    """The names of the agents that attempt tasks and held-out tasks."""
+    """The names of the agents of the tasks and held-out tasks."""
     held_out = recipe.evaluation.held_out(rollouts) if recipe.evaluation else ()
     return list(dict.fromkeys(each.agent for each in (*rollouts.sources, *held_out)))
 
 
 def _services(recipe: Recipe) -> Services:
-    """Those of the recipe's config, or of a running ng_run; they begin to start now, while torch is imported."""
+    """The services of the recipe's config, or of a running ng_run; they start in the background while torch is
+    imported.
+    """
     from .online.services import Services, running, serving_options, started
 
     options = recipe.live
@@ -265,9 +268,10 @@ def _draw(metrics: Metrics, image: Path) -> None:
 
 @contextmanager
 def _claimed(recipe: Recipe, resolved: str, overwrite: bool, resume: bool) -> Iterator[Callable[[], None]]:
-    """The run's folder is this process's alone. Call what it gives when training begins: an earlier run moves into `.old/`.
+    """Lock the run's folder. The yielded function must be called when training begins: it moves an earlier run into
+    `.old/`.
 
-    A run that ends before that leaves an earlier one as it was.
+    If the run ends before that, the earlier run is unchanged.
     """
     output = recipe.output
     if is_interrupted(output):

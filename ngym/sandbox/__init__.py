@@ -1,4 +1,4 @@
-"""Programs that nobody trusts, run within limits: `result = await LocalSandbox().run(code, stdin=...)`."""
+"""Runs untrusted programs within limits: `result = await LocalSandbox().run(code, stdin=...)`."""
 
 from ngym.sandbox.docker import DockerSandbox
 from ngym.sandbox.interface import Limits, Program, Result, Sandbox, Verdict

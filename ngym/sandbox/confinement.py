@@ -1,11 +1,11 @@
 """Linux confinement through ctypes: Landlock, namespaces and seccomp. Errors are OSErrors that name the call.
 
-Newer kernels also keep it from TCP (ABI 4), from signalling others and from abstract sockets (ABI 6).
+Landlock limits file access, on newer kernels also TCP (ABI 4), signals to others and abstract sockets (ABI 6).
 
-As root it needs CAP_SYS_ADMIN, as anybody else user namespaces; an OSError names the call that was refused.
+Namespaces need CAP_SYS_ADMIN for root and user namespaces for others; an OSError names the call that was refused.
 
-No sockets but a pair of streams within the process (asyncio wants one), no other process, no signal but its own abort,
-no exec, no shared memory, no tracing, no namespaces, no io_uring.
+The seccomp filter allows no sockets except stream pairs within the process (asyncio needs one), no other process, no
+signal except its own abort, no exec, no shared memory, no tracing, no namespaces, no io_uring.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "epoll_pwait": (281, 22), "eventfd2": (290, 19), "epoll_create1": (291, 20), "dup3": (292, 24),
     "pipe2": (293, 59), "getrandom": (318, 278), "rseq": (334, 293), "close_range": (436, 436),
 }  # fmt: skip
-# These take a path: only where something else (a namespace, Landlock) says which paths there are.
+# These take a path: allowed only if a namespace or Landlock limits the visible paths.
 PATH_CALLS: dict[str, tuple[int | None, int | None]] = {
     "open": (2, None), "stat": (4, None), "lstat": (6, None), "access": (21, None), "truncate": (76, 45),
     "getdents": (78, None), "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, None), "mkdir": (83, None),
@@ -75,7 +75,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 2
 
 
 def call(name: str, *arguments: object) -> int:
-    """A function of the C library that returns -1 and sets errno."""
+    """Call a function of the C library that returns -1 and sets errno."""
     result: int = getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         number = ctypes.get_errno()
@@ -84,7 +84,7 @@ def call(name: str, *arguments: object) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """A system call by its number."""
+    """Make a system call by its number."""
     return call("syscall", number, *arguments)
 
 
@@ -93,23 +93,23 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies, however that dies."""
+    """Make the kernel kill this process when its parent dies, for any reason."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def shut() -> None:
-    """No setuid program gives this process or its children anything, and nobody reads its memory."""
+    """Drop setuid privileges for this process and its children, and protect its memory from reads."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
 
 
 def become(uid: int | None) -> None:
-    """Another user, for root (None stays who it is); then no capabilities, whoever it is."""
+    """Change the user (root only; None keeps the user), then drop all capabilities."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        die_with_parent()  # forgotten with the old user
+        die_with_parent()  # changing the user clears the setting
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
     call("capset", header, bytes(24))
     shut()
@@ -121,20 +121,20 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit fo
 MAKE_DIR, MAKE_REG = 1 << 7, 1 << 8
 REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
-# Nothing here makes a link, a socket, a pipe or a device: whoever comes by later must not be led elsewhere.
+# No right to create links, sockets, pipes or devices, which could redirect a later reader.
 WRITE = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE | REFER
 OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 
 def landlock_abi() -> int:
-    """The kernel's version of Landlock; 0 where there is none."""
+    """The kernel's version of Landlock; 0 without Landlock."""
     with suppress(OSError):
         return syscall(CREATE_RULESET, None, 0, VERSION)
     return 0
 
 
 def landlock_ruleset(readable: Iterable[str], writable: Iterable[str]) -> int:
-    """A ruleset that allows this much, as a file descriptor. Paths that are missing are left out."""
+    """A ruleset that allows these paths, as a file descriptor. Missing paths are left out."""
     version = landlock_abi()
     accesses = (1 << KNOWN_ACCESSES.get(version, 16)) - 1
     attributes = struct.pack("QQQ", accesses, CONNECT_AND_BIND, SCOPES)
@@ -158,7 +158,7 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 
 def enforce_landlock(rules: int) -> None:
-    """From now on and for good. Needs no_new_privs."""
+    """Apply the ruleset permanently. Needs no_new_privs."""
     syscall(RESTRICT_SELF, rules, 0)
 
 
@@ -170,10 +170,10 @@ AT_FDCWD, AT_RECURSIVE = 0xFFFFFF9C, 0x8000
 
 
 def enter(shown: Iterable[str]) -> None:
-    """Into the new world, as its first process; the caller's process waits outside until that ends, and ends with it.
+    """Enter the new namespaces as their first process; the calling process waits outside and ends with it.
 
     Args:
-        shown: absolute paths that are there, for reading, under their old names.
+        shown: absolute paths that are readable inside, under the same names.
     """
     uid, gid = os.getuid(), os.getgid()
     apart = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET | NEW_CGROUP
@@ -192,7 +192,7 @@ def enter(shown: Iterable[str]) -> None:
 
 def _change_root(shown: Iterable[str]) -> None:
     _mount(b"none", "/", None, RECURSIVE | PRIVATE)
-    root = tempfile.mkdtemp(prefix="ngym-root-")  # the place of a mount; the folder itself stays empty, and goes
+    root = tempfile.mkdtemp(prefix="ngym-root-")  # a mount point; the folder itself stays empty and is removed
     _mount(b"tmpfs", root, b"tmpfs", NO_SETUID | NO_DEVICES, b"size=1m,nr_inodes=4096,mode=755")
     for path in shown:
         _show(path, root)
@@ -220,7 +220,7 @@ def _show(path: str, root: str) -> None:
 
 
 def own_box(mib: int) -> None:
-    """A folder to write in, this process's alone, which goes when the process does."""
+    """A writable folder for this process alone, which disappears with the process."""
     call("unshare", NEW_MOUNTS)
     size = f"size={max(mib, 1)}m,nr_inodes={64 + 16 * mib},mode=1777".encode()
     _mount(b"tmpfs", BOX, b"tmpfs", NO_SETUID | NO_DEVICES, size)
@@ -246,7 +246,7 @@ def seccomp_supported() -> bool:
 
 
 def seccomp_program(pid: int, *, paths: bool) -> bytes:
-    """The filter for the process `pid`, which may name paths or not."""
+    """The filter for the process `pid`. paths: whether it may use system calls that take a path."""
     machine = os.uname().machine
     column = list(AUDIT).index(machine)
     calls = {**CALLS, **(PATH_CALLS if paths else {})}
@@ -262,22 +262,22 @@ def seccomp_program(pid: int, *, paths: bool) -> bytes:
         (LOAD, 0, 0, ARGUMENTS_AT), (ANY_BIT, 2, 0, CLONE_NEW), (ANY_BIT, 0, 1, CLONE_THREAD), (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
-    lines += _when(CLONE3[column], [(RETURN, 0, 0, ERROR | errno.ENOSYS)])  # the C library then takes clone
+    lines += _when(CLONE3[column], [(RETURN, 0, 0, ERROR | errno.ENOSYS)])  # the C library then falls back to clone
     lines += _when(IOCTL[column], _one_of(1, IOCTLS))
     lines += _when(FCNTL_CALL[column], _one_of(1, FCNTL))
     lines += _when(PRCTL[column], _one_of(0, (SET_NAME, GET_NAME)))
-    # It may read its own limits. A limit that it lowers would let the kernel kill it, as a busy host does.
+    # It may read its own limits. Lowering one could make the kernel kill it, which would look like a busy host.
     lines += _when(PRLIMIT64[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 1, 0, 0), (EQUAL, 0, 5, pid), (LOAD, 0, 0, ARGUMENTS_AT + 16),
         (EQUAL, 0, 3, 0), (LOAD, 0, 0, ARGUMENTS_AT + 20), (EQUAL, 0, 1, 0), (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
-    # A datagram socket could be told to send to any address; a stream of a pair cannot.
+    # A datagram socket could send to any address; a stream of a pair cannot.
     lines += _when(SOCKETPAIR[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 0, 4, AF_UNIX), (LOAD, 0, 0, ARGUMENTS_AT + 8), (AND, 0, 0, 0xFF),
         (EQUAL, 0, 1, SOCK_STREAM), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR | errno.EPERM),
     ])  # fmt: skip
-    # Any other signal to itself could pass for the work of the kernel.
+    # Any other signal to itself could look like one from the kernel.
     lines += _when(TGKILL[column], [
         (LOAD, 0, 0, ARGUMENTS_AT), (EQUAL, 0, 3, pid), (LOAD, 0, 0, ARGUMENTS_AT + 16), (EQUAL, 0, 1, SIGABRT),
         (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR | errno.EPERM),
@@ -287,7 +287,7 @@ def seccomp_program(pid: int, *, paths: bool) -> bytes:
 
 
 def enforce_seccomp(filter_program: bytes) -> None:
-    """From now on and for good. Needs no_new_privs."""
+    """Apply the filter permanently. Needs no_new_privs."""
     code = ctypes.create_string_buffer(filter_program, len(filter_program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(filter_program) // 8, ctypes.addressof(code)))
     call("prctl", PR_SET_SECCOMP, FILTER, header, 0, 0)
@@ -298,7 +298,7 @@ def _when(number: int, lines: list[Instruction]) -> list[Instruction]:
 
 
 def _one_of(argument: int, values: Iterable[int]) -> list[Instruction]:
-    """Allowed if the argument is one of these, else EPERM."""
+    """Allow if the argument is one of these, else return EPERM."""
     lines: list[Instruction] = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * argument)]
     for value in values:
         lines += [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]

@@ -1,9 +1,10 @@
-"""Runs one program inside a container that somebody else made: its source goes to `python -I -c`, a line of JSON to stdin.
+"""Runs one program inside an existing container: this source goes to `python -I -c`, a line of JSON to stdin.
 
     stdin   {"code", "stdin", "files", "cpu_s", "wall_s", "memory_bytes", "output_bytes"}
     stdout  {"stdout", "stderr", "answer", "status", "cpu_s", "wall_s", "memory_bytes", "cause"}
 
-The container confines; this sets limits and collects output. It stands alone: nothing of ngym is in the container.
+The container confines; this file sets limits and collects output. It imports nothing of ngym, which the container
+lacks.
 """
 
 import json
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Run main.py of the working directory and say what came of it."""
+    """Run main.py of the working directory and return its outcome."""
     began = time.monotonic()
     answer, answer_end = os.pipe()
     limits = [max(1, round(request["cpu_s"])), request["memory_bytes"], answer_end]
@@ -65,7 +66,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     assert process.stdout is not None and process.stderr is not None
     pipes = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", answer: "answer"}
     collected, cause = collect(pipes, request, began)
-    os.kill(process.pid, signal.SIGKILL)  # process.kill() might reap it, and its figures with it
+    os.kill(process.pid, signal.SIGKILL)  # process.kill() might reap it and lose its resource usage
     _, status, used = os.wait4(process.pid, 0)
     texts = {name: content.decode(errors="replace") for name, content in collected.items()}
     return {
@@ -79,7 +80,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect(pipes: dict[int, str], request: dict[str, Any], began: float) -> tuple[dict[str, bytearray], str]:
-    """What is written, until all pipes are closed or a limit is met; which one."""
+    """Collect output until all pipes are closed or a limit is reached; returns the output and that limit."""
     collected = {name: bytearray() for name in pipes.values()}
     waiting = select.poll()
     for fd in pipes:

@@ -1,7 +1,7 @@
-"""Programs in a container each, through the `docker` command: as Docker confines, or as gVisor does (`runtime="runsc"`).
+"""Runs each program in a container through the `docker` command, confined by Docker or by gVisor (`runtime="runsc"`).
 
-Starting a container takes a few tenths of a second. What a container says about its program is the program's own word:
-it could lie about its time or its exit code, and never about anything that is compared outside.
+Starting a container takes a few tenths of a second. A container's report is under the program's control: it can falsify
+its time or its exit code, but nothing that is compared outside.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ IMAGE = "python:3.11-slim-bookworm"
 NOBODY = "65534:65534"
 DAEMON_FAILED, RUNTIME_FAILED = 125, (126, 127)
 REMOVE_S = 5.0
-START_S = 60.0  # beyond the wall limit, for a container to start and go
+START_S = 60.0  # seconds beyond the wall limit, for a container to start and be removed
 OVERHEAD_MIB = 64  # two interpreters
-SCRATCH_MIB = 8  # for the program's source, at least
+SCRATCH_MIB = 8  # minimum, for the program's source
 RUNNER = Path(__file__).with_name("contained.py")
 
 
@@ -31,10 +31,10 @@ class DockerSandbox(Sandbox):
     """One container for each program.
 
     Args:
-        image: has `python`, and whatever programs may import.
-        runtime: of `docker run --runtime`; `runsc` is gVisor, which has to be installed for Docker.
-        slots: containers at once.
-        command: the client, for one that is called otherwise (`podman`).
+        image: needs `python`, and the packages that programs may import.
+        runtime: for `docker run --runtime`; `runsc` is gVisor, which must be installed for Docker.
+        slots: concurrent containers.
+        command: the client, if it is not `docker` (such as `podman`).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DockerSandbox(Sandbox):
             raise ServiceError(f"the {self.tier} sandbox: {stderr.strip() or stdout.strip()}", failure="config")
 
     async def aclose(self) -> None:
-        """Nothing is kept: each container goes with its program."""
+        """Does nothing: each container is removed with its program."""
 
     async def execute(self, program: Program, limits: Limits) -> Result:
         name = f"ngym-{secrets.token_hex(8)}"
@@ -104,14 +104,14 @@ class DockerSandbox(Sandbox):
         return [*self.command, "run", "--rm", "--interactive", "--init", "--read-only", *flags, self.image, *inside]
 
     async def _remove(self, name: str) -> None:
-        """As far as the engine does so in time: a program's place is not held for an engine that hangs."""
+        """Remove a container; gives up after a timeout, so that a hanging engine does not block the program's slot."""
         with suppress(OSError):
             async with asyncio.timeout(REMOVE_S):
                 await _ask([*self.command, "rm", "--force", name])
 
 
 def request(program: Program, limits: Limits) -> bytes:
-    """The line of JSON that `contained` reads."""
+    """The line of JSON for `contained`."""
     asked = {
         "code": program.code,
         "stdin": program.stdin,
@@ -125,7 +125,7 @@ def request(program: Program, limits: Limits) -> bytes:
 
 
 def result(tier: str, limits: Limits, code: int, stdout: str) -> Result:
-    """What `contained` said; a program that kept it from saying anything has failed."""
+    """The result from the output of `contained`; without a valid report the program counts as failed."""
     try:
         said = json.loads(stdout)
         verdict, detail = _verdict(said["cause"], said["status"], said["cpu_s"], limits)

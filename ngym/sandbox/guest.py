@@ -1,6 +1,6 @@
-"""The process of one program: takes its files and limits, gives up everything else for good, and runs the source.
+"""The process of one program: receives its files and limits, permanently drops all other rights, and runs the source.
 
-Nothing here is a secret: the program can read this process's memory. What it must not know never comes here.
+The program can read this process's memory, so secrets must never be sent here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ngym.sandbox.confinement import (
 
 MEMORY_EXIT = 86  # the interpreter ran out of memory
 STACK_BYTES = 64 << 20
-STARVED_AFTER = 5  # times its wall-clock limit a run is given up that got no processor
+STARVED_AFTER = 5  # times the wall-clock limit, after which a run without processor time is ended
 STATUS_FD, RULES_FD = 4, 5  # after 0, 1, 2 and, for the answer, 3; both are closed before the program begins
 
 
 class Run(TypedDict):
-    """What the server asks for. sizes: of the source and then of each file, in the first descriptor's order."""
+    """The server's request. sizes: of the source and then of each file, in the first descriptor's order."""
 
     cpu_s: float
     wall_s: float
@@ -45,7 +45,7 @@ class Run(TypedDict):
 
 
 class Confinement(TypedDict):
-    """How this zygote confines. ruleset: of Landlock, or None; uid: to become; base_bytes: what the zygote maps."""
+    """How this zygote confines. ruleset: of Landlock, or None; uid: the guest's user; base_bytes: what the zygote maps."""
 
     tier: str
     ruleset: int | None
@@ -55,11 +55,11 @@ class Confinement(TypedDict):
 
 
 def run(request: Run, how: Confinement, fds: list[int], status: int) -> NoReturn:
-    """Never returns.
+    """Run a program; never returns.
 
     Args:
         fds: source and files, stdin, stdout, stderr, answer.
-        status: gets `ok` when the program is about to begin, else the reason why it cannot be.
+        status: receives `ok` when the program is about to begin, else the reason why it cannot.
     """
     rules = status if how["ruleset"] is None else how["ruleset"]
     _place([*fds[1:], status, rules, fds[0]])
@@ -74,8 +74,8 @@ def run(request: Run, how: Confinement, fds: list[int], status: int) -> NoReturn
 
 
 def _place(fds: list[int]) -> None:
-    """These, as 0, 1, 2, ..., and no others."""
-    # Out of the way first: any of them may have a number that another one is to get.
+    """Make these the descriptors 0, 1, 2, ..., and close all others."""
+    # First move them out of the way: one may have the target number of another.
     away = [fcntl(fd, F_DUPFD, len(fds)) for fd in fds]
     for number, fd in enumerate(away):
         os.dup2(fd, number)
@@ -83,7 +83,7 @@ def _place(fds: list[int]) -> None:
 
 
 def _confine(request: Run, how: Confinement, program: int) -> bytes:
-    """Everything is given up; the source."""
+    """Drop all rights; returns the source."""
     os.setsid()
     die_with_parent()
     source, *contents = _parts(program, request["sizes"])
@@ -120,13 +120,13 @@ def _write(names: list[str], contents: list[bytes]) -> None:
 def _limit(request: Run, how: Confinement) -> None:
     limits = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: int(request["cpu_s"]) + 2,  # the zygote looks at the clock; this is if it is held up
+        resource.RLIMIT_CPU: int(request["cpu_s"]) + 2,  # a backstop: the zygote checks the CPU clock
         resource.RLIMIT_FSIZE: request["disk_mib"] << 20,
         resource.RLIMIT_NOFILE: request["files"],
         resource.RLIMIT_STACK: STACK_BYTES,
         resource.RLIMIT_AS: how["base_bytes"] + request["memory_bytes"],
     }
-    if how["own_user"]:  # otherwise it would count other people's processes; then only the zygote counts threads
+    if how["own_user"]:  # else the limit would count other processes of the user; the zygote counts the threads
         limits[resource.RLIMIT_NPROC] = request["threads"] + 4
     for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]

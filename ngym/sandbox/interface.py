@@ -1,4 +1,4 @@
-"""What does a sandbox run, within which limits, and what comes of it? Every provider speaks in these records."""
+"""The interface of all sandbox providers: programs, limits and results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Verdict = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_l
 
 
 class Limits(BaseModel):
-    """What a program may use; beyond it, it is ended.
+    """The resources that a program may use; a program that exceeds one is ended.
 
-    cpu_s: CPU seconds of all its threads. wall_s: the backstop for one that sleeps, not counting how
-    long it waits for a processor; four times cpu_s if not given.
-    memory_mib: address space beyond what the interpreter and the preloaded modules take.
-    output_kib: of stdout, of stderr and of the answer, each. threads: besides the first; it is always one process.
-    files: open at once. disk_mib: a directory of its own to write in; 0 is none at all.
+    cpu_s: CPU seconds of all its threads. wall_s: seconds, the backstop for a program that sleeps, not counting time
+    without a processor; default: four times cpu_s.
+    memory_mib: address space beyond that of the interpreter and the preloaded modules.
+    output_kib: of stdout, of stderr and of the answer, each. threads: in addition to the first; there is one process.
+    files: open at once. disk_mib: size of a writable directory; 0 for no directory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,17 +34,17 @@ class Limits(BaseModel):
 
     @property
     def wall(self) -> float:
-        """Seconds until a program is ended whatever it does, unless it is kept from doing it."""
+        """Seconds until a program is ended in any case, not counting time without a processor."""
         return self.wall_s or 4 * self.cpu_s + 1
 
     def at_most(self, bounds: Limits) -> Limits:
-        """These limits, where they are below the bounds, which hold elsewhere."""
+        """These limits, lowered to the bounds where they exceed them."""
         least = {name: min(value, getattr(bounds, name)) for name, value in self if name != "wall_s"}
         return Limits(**least, wall_s=min(self.wall, bounds.wall))
 
 
 class Program(BaseModel):
-    """Python source that is run as `__main__`, and what it finds: its stdin, and files (name -> content)."""
+    """Python source to run as `__main__`, with its stdin and files (name -> content)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     code: str
@@ -57,16 +57,16 @@ class Program(BaseModel):
         for name in files:
             path = PurePosixPath(name)
             if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or len(name) > 200:
-                raise ValueError(f"a file cannot be called {name!r}: a short relative path without '..' is wanted")
+                raise ValueError(f"invalid file name {name!r}: give a short relative path without '..'")
         return files
 
 
 class Result(BaseModel):
-    """What came of one run.
+    """The outcome of one run.
 
     verdict: `ok` (it ended with exit code 0), `runtime_error` (an exception, another exit code, a signal), a limit, or
-        `infra_error`: it could not be run or was starved by a busy machine, which says nothing about the program.
-    answer: what the program wrote to file descriptor 3. tier: how it was confined.
+        `infra_error`: it could not run or was starved by a busy machine, independent of the program.
+    answer: what the program wrote to file descriptor 3. tier: the confinement that was used.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -84,15 +84,15 @@ class Result(BaseModel):
 
 
 class Sandbox(ABC):
-    """A place that runs programs that nobody trusts."""
+    """Runs untrusted programs."""
 
     @abstractmethod
     async def execute(self, program: Program, limits: Limits) -> Result:
-        """Run one program. Every outcome is a Result; `infra_error` where it could not be run at all."""
+        """Run one program. Every outcome is a Result; `infra_error` if it could not run at all."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Be ready now; without this, the first run does it. ServiceError says why it cannot be."""
+        """Start now instead of in the first run. Raises ServiceError with the reason if it is impossible."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -106,7 +106,7 @@ class Sandbox(ABC):
 
     @asynccontextmanager
     async def lifespan(self, context: object = None) -> AsyncIterator[None]:
-        """The sandbox as a service's `lifespan=`: ready before the service is, ended with it."""
+        """The sandbox as a service's `lifespan=`: starts before the service is ready, and ends with it."""
         try:
             await self.start()
             yield

@@ -1,11 +1,11 @@
-"""Programs on this machine, each in a forked and confined process; the strongest tier that works is used.
+"""Runs programs on this machine, each in a forked and confined process, with the strongest tier that works.
 
-    namespaces   no network, no other processes, a root of its own, and what the next two do
-    landlock     files by an allow-list of paths; what a default Docker container allows, with or without root
-    seccomp      no file can be opened at all: only modules that were loaded before can be imported
+    namespaces   no network, no other processes, a separate root, and what the next two do
+    landlock     an allow-list of paths; possible in a default Docker container, with or without root
+    seccomp      no file can be opened: only modules that were loaded before can be imported
 
-All three filter system calls, and limit CPU time, memory, output, threads and files. A tier is taken only after a
-program of ours, run in it, has tried to get out. Where none holds nothing is run.
+All three filter system calls and limit CPU time, memory, output, threads and files. A tier is used only after a test
+program has tried to escape from it. If no tier holds, nothing runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ngym.sandbox.zygote import End, Spec
 from ngym.workers.pool import usable_cores
 
 START_TIMEOUT_S = 120.0
-SPARE_S = 30.0  # beyond the wall limit, until a zygote that says nothing counts as lost
+SPARE_S = 30.0  # seconds beyond the wall limit, after which a silent zygote counts as lost
 END_TIMEOUT_S = 10.0
-# The zygote must not import the server's half of this package, nor whatever stands beside it on the server's path.
+# The zygote must not import the server's half of this package, nor anything else on the server's path.
 BOOT = (
     "import sys, types\n"
     "for name, path in (('ngym', sys.argv[2]), ('ngym.sandbox', sys.argv[2] + '/sandbox')):\n"
@@ -54,7 +54,7 @@ CAUSES: dict[str, tuple[Verdict, str]] = {
 Tier = Literal["namespaces", "landlock", "seccomp"]
 TIERS: tuple[Tier, ...] = ("namespaces", "landlock", "seccomp")
 RECYCLE_AFTER = 5_000
-PRELOAD = ("numpy",)  # where it is installed
+PRELOAD = ("numpy",)  # if installed
 STDLIB = (
     "abc", "argparse", "array", "ast", "asyncio", "base64", "binascii", "bisect", "calendar", "cmath", "codecs",
     "collections", "concurrent.futures", "contextlib", "contextvars", "copy", "csv", "ctypes", "dataclasses",
@@ -67,7 +67,7 @@ STDLIB = (
 )  # fmt: skip
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "ensurepip", "idlelib", "__pycache__"})
 SYSTEM = ("/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/etc/localtime")
-# What a program could try first; it says what worked.
+# A program's likely attempts to escape; prints those that worked.
 ESCAPES = """
 import ctypes, os, socket, sys
 def connect(family, address):
@@ -103,7 +103,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 class ZygoteLost(Exception):
-    """The zygote died or does not answer: start another."""
+    """The zygote died or does not answer; start another."""
 
 
 class Slot:
@@ -120,7 +120,7 @@ class Slot:
         """Exec a zygote and wait until it is ready.
 
         Raises:
-            ServiceError: this tier cannot be had; with the zygote's own reason.
+            ServiceError: this tier is not available; with the zygote's own reason.
             ZygoteLost: it died, or was not ready within START_TIMEOUT_S.
         """
         process, ours = _exec_zygote()
@@ -137,11 +137,11 @@ class Slot:
             raise
         if "error" in answer:
             await slot.end()
-            raise ServiceError(f"the sandbox's tier {spec['tier']!r} cannot be had here: {answer['error']}")
+            raise ServiceError(f"the sandbox's tier {spec['tier']!r} is not available here: {answer['error']}")
         return slot
 
     async def run(self, program: Program, limits: Limits) -> Result:
-        """One run. ZygoteLost if it cannot be told what became of it."""
+        """Run one program. ZygoteLost if its outcome is unknown."""
         self.runs += 1
         contents = [
             program.code.encode("utf-8", "surrogatepass"),
@@ -172,7 +172,7 @@ class Slot:
         return _result(self.tier, end, limits, pipes)
 
     def cancel(self) -> None:
-        """End the run that is under way; its result comes as ever."""
+        """End the current run; its result still arrives."""
         with suppress(OSError):
             self._control.send(b"cancel")
 
@@ -180,11 +180,11 @@ class Slot:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the zygote, and with it whatever runs; `end` has to follow."""
+        """Kill the zygote and its program; call `end` afterwards."""
         self._process.kill()
 
     async def end(self) -> None:
-        """End the zygote, which runs nothing any more."""
+        """End an idle zygote."""
         self._process.kill()
         self._control.close()
         await asyncio.to_thread(self._process.wait, END_TIMEOUT_S)
@@ -209,7 +209,9 @@ class Slot:
 
 
 def _exec_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process and our end of its control socket. Not from a helper thread: the kernel ends it with its thread."""
+    """The process and our end of its control socket. Not from a helper thread: with die_with_parent it ends with that
+    thread.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -225,7 +227,7 @@ def _exec_zygote() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 class _Pipe:
-    """What the program writes to one descriptor, up to a number of bytes; beyond it, `overflow` is called once."""
+    """Reads what the program writes to one descriptor, up to a limit; beyond it, calls `overflow` once."""
 
     def __init__(self, limit: int, overflow: Callable[[], None]) -> None:
         self._limit, self._overflow = limit, overflow
@@ -237,7 +239,7 @@ class _Pipe:
         self._loop.add_reader(self._ours, self._read)
 
     def given(self) -> None:
-        """The other end has been handed over."""
+        """Close our copy of the end that was handed over."""
         os.close(self.theirs)
 
     def close(self) -> None:
@@ -249,7 +251,7 @@ class _Pipe:
         return self.data.decode(errors="replace")
 
     def drain(self) -> None:
-        """Read what stands in the pipe. The writer is dead: nothing more comes, even where its end is not closed yet."""
+        """Read the rest of the pipe. The writer is dead: nothing more comes, even if its end is not closed yet."""
         with suppress(BlockingIOError):
             while self._take():
                 pass
@@ -270,7 +272,7 @@ class _Pipe:
 
 
 def _sealed(content: bytes) -> int:
-    """A file in memory that holds this and cannot be changed, at its beginning."""
+    """A sealed in-memory file with this content, positioned at its beginning."""
     fd = os.memfd_create("ngym", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
@@ -309,7 +311,7 @@ def _verdict(end: End, limits: Limits, truncated: bool) -> tuple[Verdict, str]:
         return CAUSES[end["cause"]]
     if status == MEMORY_EXIT:
         return "memory_limit", "ran out of memory"
-    if status == -signal.SIGKILL:  # not by the zygote, and the program itself cannot: by the kernel
+    if status == -signal.SIGKILL:  # neither the zygote nor the program sent it, so the kernel did
         return _killed(end, limits)
     if status == 0:
         return "ok", ""
@@ -317,7 +319,7 @@ def _verdict(end: End, limits: Limits, truncated: bool) -> tuple[Verdict, str]:
 
 
 def _killed(end: End, limits: Limits) -> tuple[Verdict, str]:
-    """Where the host runs out of memory, the kernel kills the process that holds most."""
+    """When the host runs out of memory, the kernel kills the largest process."""
     if end["cpu_s"] >= limits.cpu_s:
         return "time_limit", "used its CPU time"
     if end["memory_bytes"] >= limits.memory_mib << 19:
@@ -325,17 +327,17 @@ def _killed(end: End, limits: Limits) -> tuple[Verdict, str]:
     return "infra_error", "was killed"
 
 
-# Of root's guests: one for each slot, so that their threads can be counted. Nobody is called these for long.
+# User ids of root's guests: one per slot, so that their threads can be counted.
 FIRST_UID, UIDS = 61_184, 4_000
 
 
 class LocalSandbox(Sandbox):
-    """Zygotes on this machine, as many as programs may run at once.
+    """Zygotes on this machine, one for each concurrent program.
 
     Args:
-        tier: `auto` is the strongest that works; any other name is that tier or a ServiceError.
-        slots: programs at once; the usable cores by default. Each zygote is started when first needed.
-        preload: modules, beside much of the standard library, that are imported before programs are forked.
+        tier: `auto` for the strongest that works; any other name requires that tier, or raises ServiceError.
+        slots: concurrent programs; default: the usable cores. Each zygote starts when first needed.
+        preload: modules to import before programs are forked, in addition to much of the standard library.
     """
 
     def __init__(
@@ -378,19 +380,19 @@ class LocalSandbox(Sandbox):
             return infra_error("none", error.detail)
         place = await self._free.get()
         place.cancelled = False
-        # A task of its own: a caller that is cancelled must not leave a half-read reply behind.
+        # A separate task: a cancelled caller must not leave a half-read reply behind.
         task = asyncio.create_task(self._run(place, program, limits))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not task.done():  # else the place is somebody else's by now
+            if not task.done():  # else another run has the slot by now
                 place.cancelled = True
                 if place.slot is not None:
                     place.slot.cancel()
             raise
 
     async def aclose(self) -> None:
-        """End every process; runs under way end as `infra_error`."""
+        """End every process; current runs end as `infra_error`."""
         self._closed = True
         for place in self._places:
             if place.slot is not None:
@@ -403,7 +405,7 @@ class LocalSandbox(Sandbox):
     async def _run(self, place: _Place, program: Program, limits: Limits) -> Result:
         assert self.tier is not None
         try:
-            for _ in range(2):  # a zygote that was lost is not this program's doing: once more
+            for _ in range(2):  # a lost zygote is not this program's fault: retry once
                 if self._closed:
                     raise NotReady("the sandbox is closing")
                 with suppress(ZygoteLost):
@@ -423,7 +425,7 @@ class LocalSandbox(Sandbox):
             self._free.put_nowait(place)
 
     async def _probed(self, tier: Tier) -> Slot:
-        """A slot of this tier that ESCAPES could not get out of. ServiceError."""
+        """A slot of this tier from which ESCAPES found no way out. Raises ServiceError."""
         slot = None
         try:
             slot = await Slot.start(self._spec(tier, 0))
@@ -451,7 +453,7 @@ class LocalSandbox(Sandbox):
 
 
 class _Place:
-    """Where a zygote stands, once it was needed."""
+    """A slot for a zygote, which starts when first needed."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -470,12 +472,12 @@ def _stdlib_path() -> list[str]:
 
 
 def _stdlib_files() -> list[str]:
-    """The standard library's entries, one by one: what is installed beside it, data and answers too, is not shown."""
+    """The standard library's entries, one by one, without installed packages (which may hold data and answers)."""
     return [str(entry) for entry in Path(sysconfig.get_path("stdlib")).iterdir() if entry.name not in LEFT_OUT]
 
 
 def _packages(names: list[str]) -> list[Path]:
-    """The folders of the preloaded packages and of the libraries that their wheels bring."""
+    """The folders of the preloaded packages and of the libraries in their wheels."""
     found = []
     for name in names:
         spec = importlib.util.find_spec(name)
@@ -487,7 +489,7 @@ def _packages(names: list[str]) -> list[Path]:
 
 
 def _libraries() -> list[str]:
-    """Shared libraries that extension modules load when they are imported."""
+    """Shared libraries that extension modules load on import."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or f"{os.uname().machine}-linux-gnu"
     own = [str(path) for path in (Path(sys.base_prefix) / "lib").glob("*.so*")]
     return [f"/lib/{multiarch}", f"/usr/lib/{multiarch}", *SYSTEM, *own]

@@ -1,4 +1,4 @@
-"""Which sandbox does a stanza ask for? `sandbox: {provider: local, tier: auto}` and its likes."""
+"""The `sandbox:` option of a stanza, such as `sandbox: {provider: local, tier: auto}`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class _Options(BaseModel):
 
 
 class Local(_Options):
-    """See LocalSandbox. The strongest tier that works is taken; naming one makes any other an error."""
+    """Options of LocalSandbox. `auto` uses the strongest tier that works; a named tier is required."""
 
     provider: Literal["local"] = "local"
-    tier: Literal["auto", "namespaces", "landlock", "seccomp"] = Field("auto", description="How programs are held.")
-    slots: int | None = Field(None, ge=1, description="Programs at a time; null: one for each processor.")
-    preload: tuple[str, ...] = Field(PRELOAD, description="Modules that are there when a program begins.")
+    tier: Literal["auto", "namespaces", "landlock", "seccomp"] = Field("auto", description="How programs are confined.")
+    slots: int | None = Field(None, ge=1, description="Concurrent programs; null: one for each processor.")
+    preload: tuple[str, ...] = Field(PRELOAD, description="Modules that are imported before a program begins.")
 
 
 class Docker(_Options):
-    """See DockerSandbox; `gvisor` is Docker with `--runtime runsc`."""
+    """Options of DockerSandbox; `gvisor` is Docker with `--runtime runsc`."""
 
     provider: Literal["docker", "gvisor"]
-    image: str = Field(IMAGE, description="With a Python in it.")
-    slots: int = Field(4, ge=1, description="Containers at a time.")
+    image: str = Field(IMAGE, description="The image; it needs Python.")
+    slots: int = Field(4, ge=1, description="Concurrent containers.")
 
 
 class Remote(_Options):
-    """See RemoteSandbox."""
+    """Options of RemoteSandbox."""
 
     provider: Literal["remote"]
-    url: str | list[str] = Field(description="Of gym_servers/sandbox; of several, each gets its share.")
+    url: str | list[str] = Field(description="URL of gym_servers/sandbox; several share the load.")
 
 
 SandboxOptions = Annotated[Local | Docker | Remote, Field(discriminator="provider")]

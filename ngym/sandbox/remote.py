@@ -1,4 +1,4 @@
-"""Programs on another machine: `POST /run` of a sandbox server (gym_servers/sandbox), with its limits as its bounds."""
+"""Runs programs on another machine: `POST /run` of a sandbox server (gym_servers/sandbox), within that server's limits."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from ngym.errors import ServiceError
 from ngym.peers import Peers
 from ngym.sandbox.interface import Limits, Program, Result, Sandbox, infra_error
 
-SPARE_S = 120.0  # beyond the wall limit: the program may have to wait for its turn
+SPARE_S = 120.0  # seconds beyond the wall limit: the program may wait in line
 SERVICE = "the sandbox server"
 
 
 class RemoteSandbox(Sandbox):
-    """A client of a sandbox server; programs run on whichever of its replicas answers.
+    """A client of a sandbox server and its replicas.
 
     Args:
         urls: of the replicas.
-        token: sent as a bearer token, where a proxy before the server wants one.
+        token: sent as a bearer token, for a proxy in front of the server.
     """
 
     def __init__(self, *urls: str, token: str | None = None) -> None:
         self._peers = Peers({SERVICE: list(urls)}, token=token, owner="the remote sandbox")
 
     async def start(self) -> None:
-        """Nothing: the server may come up later, and each run that does not reach it says so."""
+        """Does nothing: the server may start later, and a run that cannot reach it reports that."""
 
     async def aclose(self) -> None:
         await self._peers.close()
@@ -30,7 +30,7 @@ class RemoteSandbox(Sandbox):
     async def execute(self, program: Program, limits: Limits) -> Result:
         body = {"program": program.model_dump(), "limits": limits.model_dump()}
         try:
-            # A program that ran twice did no harm: it has nothing to change.
+            # Running a program twice is harmless: it has no lasting effects.
             reply = await self._peers[SERVICE].post("/run", body, timeout=limits.wall + SPARE_S, idempotent=True)
             result = Result.model_validate(reply)
         except (ServiceError, ValueError) as error:

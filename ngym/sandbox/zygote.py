@@ -1,12 +1,12 @@
-"""Imports once, confines itself as its tier says, then forks a guest for each run and watches its clocks.
+"""The zygote of a local sandbox: imports once, confines itself, then forks a guest for each run and watches its clocks.
 
 A fresh interpreter runs this; nothing of the server is forked. Control messages are JSON, one reply for each request:
 
     spec (see Spec)                              -> {"ready": true} | {"error": text}
     run (guest.Run) with five descriptors        -> End
-    cancel, while a guest runs                   -> it is ended; its reply comes as ever
+    cancel, while a guest runs                   -> the guest is ended; its reply arrives as usual
 
-What a program reads and writes never passes through here: the next guest is a copy of this process.
+A program's input and output never pass through here: the next guest is a copy of this process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_MESSAGE = 1 << 16
 
 
 class Spec(TypedDict):
-    """tier: `namespaces`, `landlock` or `seccomp`. preload: modules. sys_path: where they are. shown: readable paths.
-    uid: whom guests become, for root. parent: the server's pid."""
+    """tier: `namespaces`, `landlock` or `seccomp`. preload: modules. sys_path: their path. shown: readable paths.
+    uid: the guests' user, for root. parent: the server's pid."""
 
     tier: str
     preload: list[str]
@@ -45,7 +45,7 @@ class Spec(TypedDict):
 
 class End(TypedDict):
     """How a guest ended. cause: `exit` by itself; else why it was killed: `cpu`, `asleep`, `starved` (it waited for a
-    processor most of the time), `threads`, `cancelled`; or `unconfined`, and it never ran. status: exit code or minus
+    processor most of the time), `threads`, `cancelled`; or `unconfined` if it never ran. status: exit code or minus
     the signal."""
 
     cause: str
@@ -74,12 +74,12 @@ def main() -> None:
         message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 8)
         if not message:
             break
-        if fds:  # a cancellation may come when the guest has just ended
+        if fds:  # a cancellation may arrive just after the guest has ended
             _send(control, dict(_run(json.loads(message), how, fds, control, proc)))
 
 
 def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
-    """How guests are confined, and a descriptor of the /proc that shows this process."""
+    """The guests' confinement, and a descriptor of the /proc that shows this process."""
     sys.path[:] = spec["sys_path"]
     for name in spec["preload"]:
         importlib.import_module(name)
@@ -95,11 +95,11 @@ def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
     if tier == "landlock" and not landlock_abi():
         raise OSError("this kernel has no Landlock")
     if tier != "seccomp" and landlock_abi():
-        # In a root of its own there is nothing to hide, and only the box can be written to.
+        # In a separate root there is nothing to hide, and only the box is writable.
         ruleset = landlock_ruleset(spec["shown"], ["/"] if tier == "namespaces" else ["/dev/null"])
     shut()
     gc.collect()
-    gc.freeze()  # a collection in a guest would otherwise touch, and so copy, every page shared with us
+    gc.freeze()  # a collection in a guest would touch, and so copy, every shared page
     gc.disable()
     return guest.Confinement(
         tier=tier,
@@ -111,7 +111,7 @@ def _prepare(spec: Spec) -> tuple[guest.Confinement, int]:
 
 
 def _is_there(uid: int) -> bool:
-    """Whether this user namespace has such a user; some containers have root only."""
+    """Whether this user namespace has this user; some containers have only root."""
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     return any(first <= uid < first + count for first, _, count in ranges)
@@ -144,7 +144,7 @@ def _run(request: guest.Run, how: guest.Confinement, fds: list[int], control: so
 
 
 def _watch(pid: int, request: guest.Run, control: socket.socket, proc: int, began: float) -> str:
-    """Wait until the guest ended or has to be; the cause."""
+    """Wait until the guest ends or must be ended; returns the cause."""
     ended = os.pidfd_open(pid)
     waiting = select.poll()
     waiting.register(ended, select.POLLIN)
@@ -163,7 +163,7 @@ def _watch(pid: int, request: guest.Run, control: socket.socket, proc: int, bega
             if wall >= request["wall_s"] * guest.STARVED_AFTER:
                 return "starved"
             if wall >= request["wall_s"] and wall - _delayed_s(proc, ended) >= request["wall_s"]:
-                return "asleep"  # what it waited for a processor is no fault of its own
+                return "asleep"  # waiting for a processor is not the program's fault
             if _stat(proc, ended, "status", "Threads:") > request["threads"] + 1:
                 return "threads"
             wait_s = max(0.001, min(TICK_S, request["cpu_s"] - used))
@@ -185,7 +185,7 @@ def _delayed_s(proc: int, pidfd: int) -> float:
 
 
 def _stat(proc: int, pidfd: int | None, file: str, field: str) -> int:
-    """A number of a /proc file. /proc is the outer one, where the guest has another pid than here: pidfd tells it."""
+    """A number from a /proc file. /proc is the outer one, where the guest has another pid; pidfd gives it."""
     if pidfd is not None:
         file = f"{_stat(proc, None, f'self/fdinfo/{pidfd}', 'Pid:')}/{file}"
     for line in _read(proc, file).splitlines():

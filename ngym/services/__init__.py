@@ -1,4 +1,4 @@
-"""FastAPI factories: an author writes functions, the house makes the service."""
+"""FastAPI factories: an author writes functions, and the factory makes a service of them."""
 
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.agents.server import AgentOptions, agent

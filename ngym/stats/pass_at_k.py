@@ -11,19 +11,19 @@ from heapq import merge
 from itertools import chain, repeat
 from statistics import NormalDist, fmean, stdev
 
-SLACK = 1024  # keys that may be missing in the array, plus MISSING for each that is there
+SLACK = 1024  # slots for missing keys, plus MISSING for each existing one
 MISSING = 4
 NONE = -1
 LEVEL = 0.95
 RESAMPLES = 1000
 FEW_VALUES = 1024
-MANY = 64  # rewards of a task: it keeps their sum
-EXACT_TASKS = 1000  # with more tasks a bootstrap of a mean equals the normal interval, at a thousand times its cost
+MANY = 64  # rewards of a task, from which on it keeps their sum
+EXACT_TASKS = 1000  # with more tasks the bootstrap interval equals the normal one, at a thousand times the cost
 _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 
 
 class DenseInts:
-    """Values are at least 0 and below 2^31. A key far away from the others costs as much as in a dict."""
+    """A compact dict of ints: values are at least 0 and below 2^31. A far-away key costs as much as in a dict."""
 
     def __init__(self) -> None:
         self._base: int | None = None
@@ -61,7 +61,7 @@ class DenseInts:
 
 @dataclass(frozen=True)
 class Interval:
-    """The bounds between which a quantity lies with 95 % confidence."""
+    """The bounds of a 95 % confidence interval."""
 
     low: float
     high: float
@@ -98,7 +98,8 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:
     """95 % interval of the mean of these values (one per task), by resampling tasks; None for fewer than two.
 
-    Percentile bootstrap (Efron 1979) with 1,000 resamples; above 1,000 values the normal interval, which it then equals.
+    Percentile bootstrap (Efron 1979) with 1,000 resamples; above 1,000 values the normal interval, which it then
+    equals.
     """
     n = len(values)
     if n < 2:
@@ -113,7 +114,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval | None:
 
 
 class Values:
-    """Numbers as they come: each distinct one with its count while they are few, else 8 bytes a number. Not in their order."""
+    """A multiset of numbers: each distinct one with its count while they are few, else 8 bytes per number. Unordered."""
 
     def __init__(self) -> None:
         self._counts: dict[float, int] | None = {}
@@ -139,18 +140,20 @@ class Values:
 
 
 class Rewards:
-    """Rewards as they come, by task; the running mean and its interval cost O(1) an update, a reward 16 bytes."""
+    """Rewards by task; the running mean and its interval cost O(1) per update, a reward 16 bytes."""
 
     def __init__(self) -> None:
-        self.values = array("d")  # in the order in which they came
-        self._before = array("i")  # of each: the place of the one before it of the same task
-        self._last = DenseInts()  # of each task: the place of its last one
-        self._long: dict[int, tuple[int, float]] = {}  # of tasks with MANY: their number, and their sum less the origin
+        self.values = array("d")  # in order of arrival
+        self._before = array("i")  # for each: the index of the previous one of the same task
+        self._last = DenseInts()  # for each task: the index of its last one
+        self._long: dict[
+            int, tuple[int, float]
+        ] = {}  # for tasks with MANY: their number of rewards, and the sum minus the origin
         self.count = 0
-        self.binary = True  # every reward is 0 or 1: then the best of k is pass@k
+        self.binary = True  # every reward is 0 or 1; the best of k is then pass@k
         self._total = 0.0
-        self._origin = 0.0  # the first reward: squares of what lies far from 0 would round away by what rewards differ
-        self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2; rewards less the origin
+        self._origin = 0.0  # the first reward; subtracted, so that squares of values far from 0 do not lose precision
+        self._sum_ss = 0.0  # over tasks: (sum of rewards)^2, (sum of rewards) * n, n^2; rewards minus the origin
         self._sum_sn = 0.0
         self._sum_nn = 0
 
@@ -174,20 +177,20 @@ class Rewards:
 
     @property
     def tasks(self) -> int:
-        """Tasks that have a reward."""
+        """The number of tasks that have a reward."""
         return len(self._last)
 
     def groups(self) -> Iterator[tuple[int, list[int]]]:
-        """Each task, by its number, and where in `values` its rewards are, in the order in which they came."""
+        """Each task's number, and the indices of its rewards in `values`, in order of arrival."""
         for task, last in self._last.items():
             yield task, self._places(last)
 
     def by_task(self) -> Iterator[tuple[int, list[float]]]:
-        """Each task, by its number, and its rewards."""
+        """Each task's number, and its rewards."""
         return ((task, [self.values[place] for place in places]) for task, places in self.groups())
 
     def _summed(self, last: int | None) -> tuple[int, float]:
-        """How many rewards a task has, and their sum less the origin."""
+        """The number of a task's rewards, and their sum minus the origin."""
         places = self._places(last)
         return len(places), sum(self.values[place] - self._origin for place in places)
 
@@ -200,15 +203,15 @@ class Rewards:
 
     @property
     def mean(self) -> float | None:
-        """Over rollouts."""
+        """The mean over rollouts."""
         return self._total / self.count if self.count else None
 
     @property
     def interval(self) -> Interval | None:
-        """95 % interval of the mean; it knows that a task's rollouts resemble each other. None for fewer than two tasks.
+        """95 % interval of the mean, with rollouts clustered by task. None for fewer than two tasks.
 
-        Clustered standard error (arXiv 2411.00640): sqrt(m/(m-1) * sum over tasks of (sum of the task's deviations)^2) / N
-        for m tasks and N rollouts, with Student's t of m - 1 degrees of freedom.
+        Clustered standard error (arXiv 2411.00640): sqrt(m/(m-1) * sum over tasks of (sum of the task's deviations)^2)
+        / N for m tasks and N rollouts, with Student's t of m - 1 degrees of freedom.
         """
         tasks = self.tasks
         if tasks < 2:
@@ -221,7 +224,7 @@ class Rewards:
         return Interval(max(0.0, low), min(1.0, high)) if self.binary else Interval(low, high)
 
     def best_of(self) -> list[BestOfK]:
-        """The expected best of k for each k worth showing, over the tasks that have k scored rollouts."""
+        """The expected best of k for each displayed k, over the tasks that have k scored rollouts."""
         most = max((len(places) for _, places in self.groups()), default=0)
         found = []
         for k in spread_of_k(most):
@@ -247,7 +250,7 @@ def student_t(freedom: int) -> float:
 
 
 def spread_of_k(rollouts: int) -> list[int]:
-    """The k worth showing for this many rollouts a task: powers of two, and the number itself."""
+    """The displayed k for this many rollouts per task: powers of two, and the number itself."""
     if rollouts < 1:
         return []
     return sorted({1 << i for i in range(rollouts.bit_length())} | {rollouts})

@@ -18,14 +18,14 @@ import orjson
 from ngym.schema import Json, value_of
 from ngym.stats.pass_at_k import BestOfK, Rewards, bootstrap, spread_of_k
 
-EXACT_ROLLOUTS = 16  # of a task; with more of them only the vote of all is counted
-ANSWER = "extracted_answer"  # where a verifier says which answer it found; null: none
-MOST_VALUES = 100  # of a field by which rollouts are told apart; the rest are one
+EXACT_ROLLOUTS = 16  # of a task; with more, only the vote of all rollouts is computed
+ANSWER = "extracted_answer"  # the field with the answer that a verifier extracted; null: no answer
+MOST_VALUES = 100  # of a field that defines subsets; further values are combined
 OTHER = "(other)"
 
 
 class Camp(NamedTuple):
-    """The rollouts of one task that gave one answer. mean: of their rewards."""
+    """The rollouts of one task with the same answer. mean: of their rewards."""
 
     size: int
     mean: float
@@ -33,16 +33,16 @@ class Camp(NamedTuple):
 
 @dataclass
 class Votes:
-    """The scored rollouts of one task, by their answer. A rollout without an answer does not vote."""
+    """The scored rollouts of one task, by answer. Rollouts without an answer do not vote."""
 
     totals: dict[int | None, tuple[int, float]] = field(default_factory=lambda: defaultdict(lambda: (0, 0.0)))
 
     def add(self, answer: Any, reward: float) -> None:
-        """answer: any JSON; None, or blank, is none."""
+        """answer: any JSON; None or blank text is no answer."""
         self.add_key(answer_key(answer), reward)
 
     def add_key(self, key: int | None, reward: float) -> None:
-        """key: of the answer, see `answer_key`."""
+        """key: the answer's `answer_key`."""
         count, total = self.totals[key]
         self.totals[key] = (count + 1, total + reward)
 
@@ -51,10 +51,10 @@ class Votes:
         return sum(count for count, _ in self.totals.values())
 
     def at_k(self, k: int) -> float | None:
-        """The expected reward of the answer that most of k rollouts give, drawn without replacement from these.
+        """The expected reward of the majority answer of k rollouts, drawn without replacement from these.
 
-        A tie is decided by lot, and where none of the k has an answer their mean reward counts. Exact over all draws. None:
-        there are fewer than k, or so many that only the vote of all is counted.
+        Ties are broken at random. If none of the k has an answer, their mean reward counts. Exact over all draws. None
+        if there are fewer than k, or so many that only the vote of all is computed.
         """
         n = self.rollouts
         if not 1 <= k <= n or (n > EXACT_ROLLOUTS and k < n):
@@ -68,7 +68,7 @@ class Votes:
 
 
 def answer_key(answer: Any) -> int | None:
-    """What two rollouts of a task have in common that gave the same answer: 64 bits; None: no answer."""
+    """A 64-bit digest that equal answers share; None: no answer."""
     if answer is None:
         return None
     text = answer.strip().encode() if isinstance(answer, str) else orjson.dumps(answer, option=orjson.OPT_SORT_KEYS)
@@ -81,7 +81,7 @@ def _vote_of_all(camps: list[Camp], silent: Camp) -> float:
     return sum(elected) / len(elected) if elected else silent.mean
 
 
-@lru_cache(maxsize=8192)  # tasks with few rollouts and rewards of 0 and 1 are much alike
+@lru_cache(maxsize=8192)  # tasks with few rollouts and 0/1 rewards often repeat
 def _expected(camps: tuple[Camp, ...], silent: Camp, k: int) -> float:
     draws = comb(silent.size + sum(camp.size for camp in camps), k)
     largest = min(k, max((camp.size for camp in camps), default=0))
@@ -90,7 +90,7 @@ def _expected(camps: tuple[Camp, ...], silent: Camp, k: int) -> float:
 
 
 def _won_with(most: int, camps: tuple[Camp, ...], silent: Camp, k: int) -> float:
-    """Over all draws of k whose winners have `most` votes each: the sum of the winners' mean rewards.
+    """The sum of the winners' mean rewards, over all draws of k whose winners have `most` votes each.
 
     ways[drawn, winners] = (number of draws, sum over them of the winners' rewards), camp after camp.
     """
@@ -108,30 +108,30 @@ def _won_with(most: int, camps: tuple[Camp, ...], silent: Camp, k: int) -> float
     return sum(total / winners for (drawn, winners), (_, total) in ways.items() if drawn == k and winners)
 
 
-NO_ANSWER, NO_FIELD = 0, 1  # in the place of an answer's key
+NO_ANSWER, NO_FIELD = 0, 1  # stand for an answer's key
 
 
 @dataclass
 class Scores:
-    """Rollouts as they come."""
+    """Accumulates scored rollouts."""
 
     rewards: Rewards = field(default_factory=Rewards)
     rollouts: int = 0
     _answers: array[int] = field(default_factory=lambda: array("Q"))  # a key, NO_ANSWER or NO_FIELD for each reward
-    unscored_of: Counter[int] = field(default_factory=Counter)  # of the tasks that have any
+    unscored_of: Counter[int] = field(default_factory=Counter)  # for tasks that have any
 
     @property
     def unscored(self) -> int:
-        """Rewards that are null; no mean has them."""
+        """The number of null rewards, which are in no mean."""
         return self.rollouts - self.rewards.count
 
     @property
     def unscored_share(self) -> float:
-        """Of all rollouts, 0 to 1. A mean is of the rest only, so each is shown with it."""
+        """The unscored share of all rollouts, 0 to 1; shown with each mean, which excludes them."""
         return self.unscored / self.rollouts if self.rollouts else 0.0
 
     def add(self, task: int, row: Json) -> None:
-        """row: what a verifier answered."""
+        """row: a verifier's answer."""
         self.rollouts += 1
         reward = row.get("reward")
         if reward is None:
@@ -144,11 +144,11 @@ class Scores:
             self._answers.append(NO_ANSWER if key is None else max(key, NO_FIELD + 1))
 
     def best_name(self, item: BestOfK) -> str:
-        """`pass@k` where rewards are 0 and 1, else `best@k`: the same formula."""
+        """`pass@k` if rewards are 0 and 1, else `best@k`: the same formula."""
         return f"{'pass' if self.rewards.binary else 'best'}@{item.k}"
 
     def majority(self) -> list[BestOfK]:
-        """The mean over tasks of the expected reward of the answer that most of k rollouts give. Empty without answers."""
+        """The mean over tasks of the expected reward of the majority answer of k rollouts. Empty without answers."""
         most = max((len(self._voters(places)) for _, places in self.rewards.groups()), default=0)
         at_k = {k: array("d") for k in spread_of_k(most) if k > 1}
         for _, places in self.rewards.groups() if at_k else ():
@@ -162,7 +162,7 @@ class Scores:
         return [place for place in places if place < len(self._answers) and self._answers[place] != NO_FIELD]
 
     def _votes(self, places: Sequence[int]) -> Votes:
-        """Of one task. places: of its rewards."""
+        """The votes of one task. places: the indices of its rewards."""
         votes = Votes()
         for place in self._voters(places):
             key = self._answers[place]
@@ -175,7 +175,7 @@ class Scores:
         return best + [(f"majority@{item.k}", item) for item in self.majority()]
 
     def metrics(self) -> dict[str, float]:
-        """By name; `majority@8/reward`. `unscored/reward` is the share of rollouts that no mean has."""
+        """The metrics by name, such as `majority@8/reward`. `unscored/reward` is the unscored share."""
         mean = self.rewards.mean
         own = {} if mean is None else {"mean/reward": mean}
         own["unscored/reward"] = self.unscored_share
@@ -183,7 +183,7 @@ class Scores:
 
 
 class Subsets:
-    """Rollouts told apart by what a field of their rows says. name: of the field, such as `level`."""
+    """Scores by the value of a field of the rows. name: of the field, such as `level`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -196,13 +196,13 @@ class Subsets:
         self.scores.setdefault(value, Scores()).add(task, row)
 
     def metrics(self) -> dict[str, float]:
-        """`easy/pass@4/reward`, as NeMo Gym writes it."""
+        """Metrics named `easy/pass@4/reward`, as in NeMo Gym."""
         told = ((value, scores.metrics()) for value, scores in sorted(self.scores.items()))
         return {f"{value}/{name}": number for value, metrics in told for name, number in metrics.items()}
 
 
 def parts_of(row: Json) -> Iterator[tuple[str, float]]:
-    """The parts of a row's reward that are known: ("reward_components/format", 0.2)."""
+    """The known components of a row's reward: ("reward_components/format", 0.2)."""
     parts = row.get("reward_components") or (row.get("ng") or {}).get("reward_components") or {}
     return ((f"reward_components/{name}", value) for name, value in parts.items() if value is not None)
 

@@ -10,12 +10,12 @@ from typing import Literal
 from ngym.schema import Json, value_of
 
 Verdict = Literal["always", "never", "mixed", "unscored"]
-"""always, never: all rewards are at or above, or all below, what counts as solved, and a group of them may still differ."""
+"""always, never: all rewards reach the solved threshold, or none does; a group may still have different rewards."""
 
 
 @dataclass
 class Task:
-    """The rollouts of one task of one agent. rewards: of the scored ones. subset: what the field asked for says."""
+    """The rollouts of one task of one agent. rewards: of the scored ones. subset: the value of the requested field."""
 
     agent: str
     task_id: str
@@ -26,7 +26,7 @@ class Task:
 
     @property
     def teaches(self) -> bool:
-        """Whether a group of these has a gradient: two rewards that differ."""
+        """Whether a group of these has a learning signal: two rewards that differ."""
         return len(set(self.rewards)) > 1
 
     def verdict(self, solved_at: float) -> Verdict:
@@ -54,10 +54,10 @@ class Task:
 
 
 def profile(rows: Iterable[Json], by: str | None = None) -> list[Task]:
-    """The tasks of these rollouts, in the order in which they first appear.
+    """The tasks of these rollouts, in order of first appearance.
 
-    A task is what has the same agent and task id, also where a training run drew it several times; rows without an id are
-    told apart by their task index. by: the field that says a task's subset.
+    A task is identified by agent and task id, even if a training run drew it several times; rows without an id are
+    identified by their task index. by: the field with a task's subset.
     """
     tasks: dict[tuple[str, str | int], Task] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Start every service of a config, wait until each is ready, restart what dies, stop everything together.
+"""Starts every service of a config, waits until each is ready, restarts what dies, and stops everything together.
 
-Import from the modules: `supervisor` is the way in, and `zygote` is imported by a process that must stay small.
+Import from the modules: `supervisor` is the entry point, and `zygote` is imported by a process that must stay small.
 """

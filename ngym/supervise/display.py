@@ -25,7 +25,7 @@ BUSY = "cyan"
 States = Callable[[], Iterable[State]]
 TICK_S = 0.25
 PLAIN_TICK_S = 10.0
-TOLD = ("restarting", "failed", "not ready", "ready")  # once all were ready
+TOLD = ("restarting", "failed", "not ready", "ready")  # reported after all were ready
 
 
 GAP, LEAST_WHAT = 2, 6
@@ -33,14 +33,14 @@ GAP, LEAST_WHAT = 2, 6
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a process of a service does now. errors: since its start."""
+    """The current traffic of a service process. errors: since its start."""
 
     requests_per_s: float
     errors: int
 
 
 class Row(NamedTuple):
-    """One process of a service in words; style: of its state."""
+    """The texts of one process of a service; style: of its state."""
 
     name: str
     state: str
@@ -51,17 +51,17 @@ class Row(NamedTuple):
 
 
 class Board:
-    """Hears of states and traffic; `picture` and `line` say how the run stands. Written by one thread, read by any."""
+    """Receives states and traffic; `picture` and `line` render them. Written by one thread, read by any."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
-        self._since: dict[str, float] = {}  # when a service came into its state
+        self._since: dict[str, float] = {}  # when a service entered its state
         self._traffic: Mapping[str, Traffic] = {}
         self._began = time.monotonic()
         self.footer = ""
 
     def event(self, state: State) -> bool:
-        """Whether its status is another one than before."""
+        """Record a state; returns whether the status changed."""
         before = self._states.get(state.label)
         changed = before is None or before.status != state.status
         if changed:
@@ -70,11 +70,11 @@ class Board:
         return changed
 
     def traffic(self, measured: Mapping[str, Traffic]) -> None:
-        """By label, since the last look."""
+        """Record the traffic since the last call, by label."""
         self._traffic = measured
 
     def waiting(self) -> list[State]:
-        """Those that are not ready."""
+        """The states that are not ready."""
         return [state for state in list(self._states.values()) if state.status != "ready"]
 
     def line(self) -> str:
@@ -92,7 +92,7 @@ class Board:
         return f"{count - len(self.waiting())} of {count} services ready, {time.monotonic() - self._began:.0f} s"
 
     def picture(self, size: Size) -> list[Text]:
-        """The services that fit, those with trouble first of all, and a line below them."""
+        """The services that fit, those with trouble first, and a summary line."""
         from rich.text import Text
 
         below = [Text(line, "bold") for line in _wrapped(self.footer or self._count(), size)]
@@ -132,7 +132,7 @@ def told(state: State) -> str:
 
 
 def _chosen(states: Sequence[State], room: int) -> tuple[list[State], str]:
-    """All, in the config's order; where they are too many, those that are not ready and the first others."""
+    """All states in the config's order; if there are too many, those that are not ready and the first others."""
     if len(states) <= room:
         return list(states), ""
     ranked = sorted(states, key=lambda state: state.status == "ready")
@@ -144,7 +144,7 @@ def _chosen(states: Sequence[State], room: int) -> tuple[list[State], str]:
 
 
 def _aligned(rows: Sequence[Row], size: Size) -> list[Text]:
-    """The columns side by side; what has no room is cut, or left out."""
+    """The columns next to each other; what does not fit is cut or left out."""
     from rich.text import Text
 
     name, state, what, rate, trouble = _widths(rows, size.width)
@@ -163,7 +163,9 @@ def _aligned(rows: Sequence[Row], size: Size) -> list[Text]:
 
 
 def _widths(rows: Sequence[Row], width: int) -> tuple[int, int, int, int, int]:
-    """Of name, state, what, rate and trouble; 0: left out. Name and state always, then a port or some of a detail, then trouble."""
+    """Widths of name, state, what, rate and trouble; 0: left out. Name and state always stay, then port or detail, then
+    trouble.
+    """
     longest = [max((len(row[index]) for row in rows), default=0) for index in (0, 1, 3, 4, 5)]
     name, state = min(longest[0], max(width // 3, 8)), longest[1]
     left = max(width - name - state - 2 * GAP, 0)
@@ -176,7 +178,7 @@ def _widths(rows: Sequence[Row], width: int) -> tuple[int, int, int, int, int]:
 
 
 def _short(what: str, width: int) -> str:
-    """Of a URL that does not fit its port."""
+    """The port of a URL that does not fit."""
     return what if len(what) <= width or "://" not in what else f":{what.rpartition(':')[2]}"
 
 
@@ -185,7 +187,7 @@ def _cell(text: str, width: int) -> str:
 
 
 def _wrapped(text: str, size: Size) -> list[str]:
-    """Words, not characters, go to the next line; at most half of the height."""
+    """Wrap the text at words, to at most half of the height."""
     import textwrap
 
     lines = [part for line in text.split("\n") for part in textwrap.wrap(line, size.width) or [""]]
@@ -193,7 +195,7 @@ def _wrapped(text: str, size: Size) -> list[str]:
 
 
 class Display(Protocol):
-    """Hears each change of a state, and what is said about the run as a whole; `watch` looks at what the services do."""
+    """Receives each change of a state, and messages about the whole run; `watch` polls the services' traffic."""
 
     async def watch(self, states: States, token: str | None) -> None: ...
     def event(self, state: State) -> None: ...
@@ -201,7 +203,7 @@ class Display(Protocol):
 
 
 class Output:
-    """Standard output that may go away (a closed terminal, a pipe's dead reader): then `lost` is called, once."""
+    """Standard output that may disappear (a closed terminal or pipe); then `lost` is called, once."""
 
     def __init__(self, lost: Callable[[], None]) -> None:
         self._lost = lost
@@ -216,18 +218,18 @@ class Output:
         except OSError:
             self._gone = True
             with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), 1)  # what is still buffered would fail again when Python exits
+                os.dup2(nowhere.fileno(), 1)  # else Python would fail at exit on the buffered rest
             self._lost()
 
 
 class PlainLines:
-    """One line for each change; also right for a log file."""
+    """One line for each change; also suitable for a log file."""
 
     def __init__(self, output: Output) -> None:
         self._board = Board()
         self._output = output
         self._starts = True
-        self._said = self._said_before = 0  # lines
+        self._said = self._said_before = 0  # numbers of lines
 
     async def watch(self, states: States, token: str | None) -> None: ...
 
@@ -241,7 +243,7 @@ class PlainLines:
         self._print(text)
 
     def refresh(self) -> None:
-        """While services start, and nothing has been said for a while: what is waited for."""
+        """Print what is waited for if services still start and nothing was printed for a while."""
         if self._starts and self._said == self._said_before:
             self._print(self._board.line())
         self._said_before = self._said
@@ -273,14 +275,14 @@ class JsonLines:
 
 
 class LiveBoard:
-    """A board that stays at the bottom of the terminal, from which what happens to a service that was ready goes up."""
+    """A board at the bottom of the terminal; events of services that were ready scroll above it."""
 
     def __init__(self, output: Output, screen: Screen) -> None:
         self._board = Board()
         self._output = output
         self._screen = screen
         self._is_up = False
-        self._last: Picture | None = None  # what is left when all is over
+        self._last: Picture | None = None  # stays on the screen at the end
 
     async def watch(self, states: States, token: str | None) -> None:
         from ngym.supervise.service_metrics import look_for_ever
@@ -311,7 +313,7 @@ class LiveBoard:
 
 @contextlib.asynccontextmanager
 async def display(as_json: bool, lost: Callable[[], None], plain: bool = False) -> AsyncIterator[Display]:
-    """The display that fits: JSON lines on demand, a live board on a terminal, plain lines otherwise."""
+    """The display that suits the output: JSON lines on request, a live board on a terminal, else plain lines."""
     output = Output(lost)
     if as_json or plain or not is_live(sys.stdout):
         lines = JsonLines(output) if as_json else PlainLines(output)

@@ -44,12 +44,12 @@ TYPES: dict[Kind, str] = {
     "agent": "responses_api_agents",
     "model": "responses_api_models",
 }
-# An agent's option -> what NeMo Gym calls it, and the kind of service that it names.
+# An agent's option -> its name in NeMo Gym, and the kind of the referenced service.
 REFERENCES: dict[str, tuple[str, Kind]] = {
     "gym": ("resources_server", "gym_server"),
     "model": ("model_server", "model"),
 }
-# From good to bad: a service with replicas is as well as its worst replica.
+# From good to bad: a service with replicas has the state of its worst replica.
 SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
 <title>ngym: {ready}/{total} ready</title><style>
@@ -63,7 +63,7 @@ tr.ready td:nth-child(3){{color:#0a7d28}} tr.failed td:nth-child(3),tr.restartin
 def global_config_dict_yaml(config: Config, urls: Mapping[str, Sequence[str]], head_url: str) -> str:
     """The body of NeMo Gym's GET /global_config_dict_yaml: a JSON string that holds YAML.
 
-    Their form has one address per service: the first replica's.
+    That format has one address per service: the first replica's.
     """
     head = urlsplit(head_url)
     tree: dict[str, Any] = {"head_server": {"host": head.hostname, "port": head.port}}
@@ -115,7 +115,7 @@ def _instance(state: State, uptime_seconds: float) -> dict[str, Any]:
 
 
 class Head:
-    """Serves the supervisor's state. Its socket is bound at once; a taken default port gives way to a free one."""
+    """Serves the supervisor's state. Binds its socket at once; if the default port is taken, it uses a free one."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         settings = supervisor.config.settings.head
@@ -162,7 +162,7 @@ class Head:
 
 
 def servers(states: list[State]) -> list[dict[str, Any]]:
-    """One record per service, as GET /servers gives them (wire.md, section 1)."""
+    """One record per service, for GET /servers (wire.md, section 1)."""
     by_name: dict[str, list[State]] = {}
     for state in states:
         by_name.setdefault(state.name, []).append(state)
@@ -247,7 +247,7 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 
 def status_page(records: list[dict[str, Any]]) -> str:
-    """A page that reloads itself; no script, nothing from elsewhere."""
+    """A page that reloads itself, without scripts or external resources."""
     columns = ("name", "kind", "status", "detail", "url", "pid", "uptime_seconds", "restarts")
     head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in columns)
     rows = "".join(_row(record, columns) for record in records)

@@ -1,4 +1,4 @@
-"""Where commands in a second terminal find the run: `.ngym/head.json` beside the config, while the run lives."""
+"""`.ngym/head.json` next to the config, through which commands in another terminal find a live run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LOCK = "head.lock"
 
 @dataclass(frozen=True)
 class Running:
-    """A run that lives: its head's URL, its process, its tokens and whom it believes.
+    """A live run: its head's URL, its process, its tokens and its certificate authority.
 
-    admin_token opens the weights, run_token (if it is locked) anything else. ca: a PEM file.
+    admin_token authorizes weight updates, run_token (if the run is locked) everything else. ca: a PEM file.
     """
 
     url: str
@@ -35,10 +35,10 @@ class Running:
 
 
 class HeadFile:
-    """This run's claim on a folder. The first run that lives there has the file; a second one only has its own logs."""
+    """This run's claim on a folder. The first live run there owns the file; a second one only has its own logs."""
 
     def __init__(self, folder: Path, owned: str | None) -> None:
-        """owned: what this run wrote into it, if it has the file."""
+        """owned: the content that this run wrote, if it owns the file."""
         self._path = folder / FILE
         self._owned = owned
         self.logs = folder / ("logs" if owned else f"logs-{os.getpid()}")
@@ -53,7 +53,7 @@ class HeadFile:
             raise UsageError(problem) from None
         content = json.dumps(asdict(running))
         with (folder / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as it takes to look and to write
+            fcntl.flock(lock, fcntl.LOCK_EX)  # only while checking and writing
             other = find_running(root)
             if other is not None and other.url != running.url and _accepts(other.url):
                 return cls(folder, owned=None)
@@ -65,14 +65,14 @@ class HeadFile:
         return cls(folder, owned=content)
 
     def remove(self) -> None:
-        """If it still is this run's."""
+        """Remove the file if it still belongs to this run."""
         with contextlib.suppress(OSError):
             if self._owned is not None and self._path.read_text() == self._owned:
                 self._path.unlink()
 
 
 def _accepts(url: str) -> bool:
-    """Whether anybody listens there: a pid alone may by now be that of another program."""
+    """Whether a server listens there: the pid alone may now belong to another program."""
     address = urlsplit(url)
     try:
         socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()
@@ -82,7 +82,7 @@ def _accepts(url: str) -> bool:
 
 
 def find_running(root: Path) -> Running | None:
-    """The run that lives in this folder, or None; a file that a killed run left behind counts as none. Its ca is trusted."""
+    """The live run in this folder, or None; the file of a killed run is ignored. The run's ca becomes trusted."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         running = Running(**json.loads((root / FOLDER / FILE).read_text()))
         os.kill(running.pid, 0)
@@ -93,15 +93,15 @@ def find_running(root: Path) -> Running | None:
 
 
 def head_of(root: Path, given: str | None, otherwise: str) -> str:
-    """The URL of the head to use: the given one, else that of the run in this folder.
+    """The URL of the head: the given one, else that of the run in this folder.
 
-    There is no default port: who listens there may serve another folder's code under the same names.
+    There is no default port: its listener might serve another folder's code under the same names.
 
     Args:
-        otherwise: what else the user can do, for the message.
+        otherwise: the alternative for the user, for the message.
 
     Raises:
-        UsageError: none is given, and nothing runs here.
+        UsageError: no URL is given, and nothing runs here.
     """
     if given is not None:
         return given.rstrip("/")
@@ -112,6 +112,6 @@ def head_of(root: Path, given: str | None, otherwise: str) -> str:
 
 
 def token_of(url: str, root: Path) -> str | None:
-    """What opens the head at this URL: the token of the run in this folder if it is that one's, else NGYM_TOKEN's."""
+    """The token for the head at this URL: that of the run in this folder if the URL is that run's, else NGYM_TOKEN."""
     running = find_running(root)
     return running.run_token if running is not None and running.url == url.rstrip("/") else token_from(RUN_TOKEN)

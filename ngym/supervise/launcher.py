@@ -1,4 +1,4 @@
-"""The parent's end of the zygote: starts it, has it fork services, and learns when one exits."""
+"""The parent's end of the zygote: starts it, makes it fork services, and learns when one exits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from ngym.errors import NgymError
 
 _LENGTH = struct.Struct("!Q")
 MAX_FDS = 16
-ZYGOTE_END_S = 10.0  # it needs milliseconds, unless the machine is overloaded; killed, it would leave orphans
+ZYGOTE_END_S = (
+    10.0  # seconds; it needs milliseconds unless the machine is overloaded, and killing it would leave orphans
+)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message; the descriptors are the receiver's own to close."""
+    """One message; the receiver must close the descriptors."""
 
     content: dict[str, Any]
     fds: list[int] = field(default_factory=list)
 
 
 def send(sock: socket.socket, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message. The descriptors travel with the length, which is small enough never to be split."""
+    """Send one message. The descriptors travel with the length, which is too small to be split."""
     payload = json.dumps(content).encode()
     header = _LENGTH.pack(len(payload))
     if fds:
@@ -44,7 +46,7 @@ def send(sock: socket.socket, content: dict[str, Any], fds: Sequence[int] = ()) 
 
 
 def receive(sock: socket.socket) -> Message | None:
-    """The next message, or None when the other side has closed (also half-way through one)."""
+    """The next message, or None if the other side has closed (even within a message)."""
     try:
         header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, MAX_FDS)
         header += _exactly(sock, _LENGTH.size - len(header))
@@ -66,7 +68,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 class LauncherGone(NgymError):
-    """The zygote died, which only happens from outside (kill -9, out of memory) or when ngym cannot be imported."""
+    """The zygote died, because it was killed from outside (kill -9, out of memory) or could not import ngym."""
 
 
 class Child:
@@ -79,7 +81,7 @@ class Child:
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process; SIGKILL goes to its whole group. Nothing when it has ended."""
+        """Signal the process; SIGKILL goes to its whole group. Does nothing after its end."""
         if not self.exit_code.done():
             self._launcher.signal(self._number, number)
 
@@ -97,7 +99,7 @@ class Launcher:
 
     @classmethod
     def start(cls) -> Launcher:
-        """Start the zygote, in a session of its own: a Ctrl-C in the terminal is ours to handle, not its."""
+        """Start the zygote in a separate session, so that Ctrl-C reaches only this process."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -117,9 +119,9 @@ class Launcher:
         sockets: Sequence[socket.socket] = (),
         python: Path | None = None,
     ) -> Child:
-        """Have a service forked; returns when it has its pid. `log` is the descriptor for its output, closed here.
+        """Fork a service; returns once it has a pid. `log` is the descriptor for its output, closed here.
 
-        python: that of the service's own environment, which the forked process then becomes.
+        python: the interpreter of the service's own environment, which the forked process executes.
         """
         self._listen()
         self._count += 1
@@ -135,14 +137,14 @@ class Launcher:
         return child
 
     def signal(self, number: int, signal_number: signal.Signals) -> None:
-        with contextlib.suppress(LauncherGone):  # then the kernel has killed the service, or is about to
+        with contextlib.suppress(LauncherGone):  # then the kernel kills the service
             self._send({"action": "signal", "number": number, "signal": int(signal_number)})
 
     def close(self) -> None:
-        """End the zygote and, with it, every process that it or its services started. Blocks for milliseconds."""
+        """End the zygote and every process that it or its services started. Blocks for milliseconds."""
         self._unlisten()
         self._control.close()
-        if not self._count:  # it may still be importing, for nothing
+        if not self._count:  # it may still be importing, which is no longer needed
             self._process.kill()
         try:
             self._process.wait(ZYGOTE_END_S)
@@ -161,7 +163,7 @@ class Launcher:
         self._loop = None
 
     def _send(self, content: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        # Blocking on purpose: the zygote reads at once, but for its first second, and then a few kB fit the buffer.
+        # Blocking on purpose: the zygote reads at once except in its first second, when a few kB fit the buffer.
         try:
             send(self._control, content, fds)
         except OSError:
@@ -178,11 +180,11 @@ class Launcher:
         else:
             del self._children[event["number"]]
             future, value = child.exit_code, event["code"]
-        if not future.cancelled():  # whoever waited for it may have been cancelled
+        if not future.cancelled():  # the waiting task may have been cancelled
             future.set_result(value)
 
     def _lost(self) -> None:
-        """The zygote is gone and the kernel kills its children; their own workers are ours to kill."""
+        """The zygote is gone: the kernel kills its children, and this kills their workers."""
         self._unlisten()
         error = self._gone()
         for child in self._children.values():
@@ -193,12 +195,12 @@ class Launcher:
                     os.killpg(child.pid.result(), signal.SIGKILL)
             if not child.exit_code.cancelled():
                 child.exit_code.set_exception(error)
-                child.exit_code.exception()  # not everybody asks; that is no warning's business
+                child.exit_code.exception()  # retrieved, so that asyncio does not warn
         self._children.clear()
 
     def _gone(self) -> LauncherGone:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)  # its socket closes a moment before it ends
+            self._process.wait(1)  # its socket closes shortly before it ends
         code = self._process.returncode
         how = "its output above says why" if code == 1 else f"exit code {code}: killed, or out of memory?"
         return LauncherGone(f"the process that starts the services ended ({how}); every service was stopped, run again")

@@ -1,4 +1,4 @@
-"""What a service prints: into its log file, its last lines kept at hand, its status lines told to the display."""
+"""A service's output: written to its log file, its last lines kept in memory, its status lines passed to the display."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DRAIN_S = 0.5
 
 
 class ServiceLog:
-    """One service's log over all of its lives; `open` gives the descriptor that the next life writes to.
+    """One service's log over all its restarts; `open` returns the descriptor for the next process.
 
-    redact: takes the secrets out of a line. wrap_as: the name of a service whose every line shall be a JSON object, also
-    those that something in it just prints.
+    redact: removes secrets from a line. wrap_as: the service's name, if every line must be a JSON object, including
+    lines that are just printed.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ServiceLog:
         self._file = path.open("wb", buffering=0)
 
     def open(self) -> int:
-        """A descriptor for the next life to write to; what arrives is read until its last writer is gone."""
+        """A descriptor for the next process to write to; it is read until its last writer is gone."""
         self._lines.clear()
         read, write = os.pipe()
         task = asyncio.get_running_loop().create_task(self._read(read))
@@ -52,11 +52,11 @@ class ServiceLog:
         return write
 
     def tail(self, count: int) -> list[str]:
-        """The last lines of this life, oldest first; to be shown, so with their control characters made visible."""
+        """The last lines of the current process, oldest first, with control characters made visible for display."""
         return list(map(harmless, list(self._lines)[-count:]))
 
     async def drained(self) -> None:
-        """Wait until all that a dead process wrote has been read."""
+        """Wait until everything that a dead process wrote has been read."""
         if self._readers:
             await asyncio.wait(self._readers, timeout=DRAIN_S)
 
@@ -75,7 +75,7 @@ class ServiceLog:
         try:
             while chunk := await reader.read(MAX_LINE_BYTES):
                 *lines, rest = (rest + chunk).split(b"\n")
-                if len(rest) > MAX_LINE_BYTES:  # no line of anybody's; what it is goes on in the next one
+                if len(rest) > MAX_LINE_BYTES:  # too long for one line; the rest continues in the next one
                     lines, rest = [*lines, rest], b""
                 if lines:
                     self._take(self._redact(b"\n".join(lines)) + b"\n")
@@ -98,7 +98,7 @@ class ServiceLog:
         return text.encode() + b"\n"
 
     def _write(self, chunk: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not take the services down with it
+        with contextlib.suppress(OSError):  # a full disk must not end the services
             if self._file.tell() > MAX_FILE_BYTES:
                 self._rotate()
         with contextlib.suppress(OSError):

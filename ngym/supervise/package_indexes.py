@@ -1,7 +1,7 @@
-"""Where do packages come from? pip's configuration, translated for uv, which does not read it.
+"""Translates pip's configuration of package indexes for uv, which does not read it.
 
-Whoever configured pip for a mirror, a folder of wheels, a certificate or a proxy has configured uv too. Only the standard library
-is used: scripts/install.py runs this file before anything is installed.
+A mirror, wheel folder, certificate or proxy that is configured for pip then also applies to uv. Uses only the standard
+library: scripts/install.py runs this file before anything is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import subprocess
 from collections.abc import Mapping
 
-# pip's option -> uv's variable. Of uv's two names for an index the older: whoever set the newer one overrides ours.
+# pip's option -> uv's variable; for indexes uv's older name, so that the user's newer one takes precedence.
 UV_VARIABLE = {
     "index-url": "UV_INDEX_URL",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
@@ -24,7 +24,7 @@ UV_VARIABLE = {
 
 
 def pip_settings(python: str) -> dict[str, list[str]]:
-    """What this Python's pip was told: option -> values; nothing where it has none.
+    """The pip settings of this Python: option -> values; empty without settings.
 
     A PIP_* variable wins over [install] in a file, and that over [global].
     """
@@ -39,16 +39,16 @@ def pip_settings(python: str) -> dict[str, list[str]]:
 
 
 def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for uv: the caller's, and pip's settings wherever the caller told uv nothing else."""
+    """The environment for uv: the caller's variables, and pip's settings for what these do not set."""
     translated = {
         variable: ("," if option == "find-links" else " ").join(settings[option])
         for option, variable in UV_VARIABLE.items()
         if settings.get(option)
     }
-    # as pip does it: of several indexes the best version of all
+    # like pip: the best version from all indexes
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **translated, **environ}
 
 
 def is_offline(settings: Mapping[str, list[str]]) -> bool:
-    """Whether pip asks no index."""
+    """Whether pip uses no index."""
     return settings.get("no-index", ["false"])[0].lower() in ("1", "true", "yes", "on")

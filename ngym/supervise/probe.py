@@ -1,4 +1,4 @@
-"""One small GET, without a client library: is that service ready, and what does the head say?"""
+"""Small GET requests without a client library: readiness of services, and queries of the head."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Health:
 
 
 async def get(url: str, timeout_s: float, token: str | None = None) -> Reply:
-    """GET a URL, with a bearer token where one is wanted.
+    """GET a URL, with a bearer token if one is given.
 
     Raises:
-        OSError: it cannot be reached. TimeoutError: it does not answer in time.
+        OSError: it cannot be reached. TimeoutError: there is no answer in time.
     """
     parts = urlsplit(url)
     secure = client_context() if parts.scheme == "https" else None
@@ -56,7 +56,7 @@ async def get(url: str, timeout_s: float, token: str | None = None) -> Reply:
 
 
 async def health(url: str, timeout_s: float, token: str | None = None) -> Health:
-    """Ask a service's /ready. One of another make may not have it: any answer that is no server error counts."""
+    """Ask a service's /ready. A third-party service may not have it: any answer that is not a server error counts."""
     try:
         reply = await get(f"{url.rstrip('/')}/ready", timeout_s, token)
     except TimeoutError:
@@ -67,7 +67,7 @@ async def health(url: str, timeout_s: float, token: str | None = None) -> Health
 
 
 def _reason(reply: Reply) -> str:
-    """The one line that a not-ready service gives as its reason."""
+    """The one-line reason of a service that is not ready."""
     with contextlib.suppress(ValueError):
         problem = json.loads(reply.body)
         if isinstance(problem, dict) and (reason := problem.get("reason") or problem.get("detail")):

@@ -1,4 +1,4 @@
-"""A config as it may be shown: in the form in which one writes it, its secrets replaced; and what its secrets are."""
+"""A config for display, in the form that users write, with its secrets redacted; and the list of its secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngym.telemetry.redact import redacted, secrets_in
 
 
 def shown_config(config: Config) -> dict[str, Any]:
-    """The resolved config in the form in which one writes it, with secrets redacted."""
+    """The resolved config in the form that users write, with secrets redacted."""
     tree: dict[str, Any] = {SETTINGS_KEY: config.settings.model_dump(mode="json")}
     for stanza in config.services.values():
         tree[stanza.name] = _written(stanza) | redacted(stanza.options)
@@ -26,7 +26,7 @@ def _written(stanza: Stanza) -> dict[str, Any]:
 
 
 def secrets_of(config: Config) -> Iterator[str]:
-    """All that no log of the run may show, but for the run's own tokens."""
+    """Everything that the run's logs must not show, except the run's own tokens."""
     for stanza in config.services.values():
         yield from secrets_in(stanza.options)
         yield os.environ.get(stanza.token_env or "", "")

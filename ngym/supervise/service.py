@@ -27,16 +27,16 @@ from ngym.telemetry.redact import Redactor
 BACKLOG = 4096
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
-EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for "my options are wrong, I said why"
-STEADY_S = 30.0  # a life that lasts so long after it was ready ends a row of deaths
-MAX_DEATHS_A_MINUTE = 15  # of a service that gets ready and dies again at once, each time
+EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for wrong options, after it printed the reason
+STEADY_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
+MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
 SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
 STARTING_GRACE_S = 0.5
 
 
 def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
-    """A socket that listens on host:port (port 0: any free one). UsageError says who wanted it and the remedy."""
+    """A socket that listens on host:port (port 0: any free one). UsageError names the service and a remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY where it sees TCP
     try:
@@ -64,15 +64,15 @@ STARTING_POLL_S, READY_POLL_S = 0.1, 2.0
 
 
 class ServiceFailed(NgymError):
-    """A service was given up: which one, why, and the last lines of its log."""
+    """A service was given up; with its name, the reason, and the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What is known of one process of a service, or of one URL of an external one. Also the event of its change.
+    """The state of one process of a service, or of one URL of an external one. Also the event of its change.
 
     label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
-    detail: one line, such as why it is not ready. restarts: how often it was started again.
+    detail: one line, such as why it is not ready. restarts: number of restarts.
     """
 
     name: str
@@ -91,16 +91,17 @@ class State:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a service is given up: seconds until it is ready, and deaths in a row before it ever was."""
+    """When a service is given up: seconds until it is ready, and consecutive deaths before it was ever ready."""
 
     ready_timeout_s: float
     max_deaths: int
 
 
 class Watched:
-    """A URL whose readiness is followed: `state` is current, `tell` hears each change, `ready` is set once it was.
+    """A URL whose readiness is polled: `state` is current, `tell` receives each change, `ready` is set once it was
+    ready.
 
-    token: opens it.
+    token: authorizes the requests.
     """
 
     def __init__(self, state: State, tell: Callable[[State], None], token: str | None = None) -> None:
@@ -111,7 +112,9 @@ class Watched:
         self._tell = tell
 
     def change(self, **changes: Any) -> None:
-        """Update the state; whoever listens is told when something is different. A detail may be anybody's text."""
+        """Update the state; listeners are called if something has changed. The detail is sanitized, since services
+        write it.
+        """
         if "detail" in changes:
             changes["detail"] = harmless(changes["detail"])
         state = replace(self.state, **changes)
@@ -120,11 +123,11 @@ class Watched:
             self._tell(state)
 
     async def watch(self, timeout_s: float = float("inf")) -> None:
-        """Poll /ready for ever. TimeoutError when it is not ready for the first time within timeout_s."""
+        """Poll /ready forever. TimeoutError if it is not ready for the first time within timeout_s."""
         deadline = time.monotonic() + timeout_s
         been_ready = False
         while True:
-            # A listening socket queues the first probe until the service accepts it: no time is lost by polling.
+            # A listening socket queues the first probe until the service accepts it, so polling loses no time.
             left = PROBE_TIMEOUT_S if been_ready else max(deadline - time.monotonic(), 0.1)
             found = await health(self.state.url, min(PROBE_TIMEOUT_S, left), self._token)
             if found.ready:
@@ -148,14 +151,14 @@ class Watched:
 
 @dataclass
 class Deaths:
-    """Deaths so far, as far as they matter for giving up."""
+    """Counts deaths for the decision to give up."""
 
-    in_a_row: int = 0  # lives in a row that were never ready
-    short: int = 0  # lives in a row that were not ready for STEADY_S
+    in_a_row: int = 0  # consecutive processes that were never ready
+    short: int = 0  # consecutive processes that were ready for less than STEADY_S
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS_A_MINUTE))
 
     def count(self, ready_s: float | None) -> None:
-        """Another death. ready_s: how long the service was ready; None: it never was."""
+        """Count a death. ready_s: how long the service was ready; None: never."""
         self.in_a_row = self.in_a_row + 1 if ready_s is None else 0
         self.short = 1 if ready_s is not None and ready_s >= STEADY_S else self.short + 1
         self.recent.append(time.monotonic())
@@ -176,7 +179,7 @@ class Deaths:
 
 
 class Process(Watched):
-    """A service process that we run: `run` goes on until it is cancelled or the service has to be given up."""
+    """A service process that we run: `run` restarts it until it is cancelled or the service is given up."""
 
     def __init__(
         self,
@@ -203,7 +206,7 @@ class Process(Watched):
         self._deaths = Deaths()
 
     async def run(self) -> None:
-        """Start it again whenever it ends. ServiceFailed or ConfigError when that has no point any more."""
+        """Restart the process whenever it ends. ServiceFailed or ConfigError when restarting is pointless."""
         python = await self._own_python()
         for restarts in itertools.count():
             code, ready_s = await self._live(restarts, python)
@@ -223,7 +226,7 @@ class Process(Watched):
             await asyncio.sleep(pause)
 
     async def _own_python(self) -> Path | None:
-        """Of its own environment, made now if it is not there; the time that this takes is not part of its start."""
+        """The Python of its own environment, created if needed; this time does not count as start-up time."""
         if self._venv is None:
             return None
         try:
@@ -233,7 +236,7 @@ class Process(Watched):
             raise
 
     async def _live(self, restarts: int, python: Path | None) -> tuple[int, float | None]:
-        """One life: its exit code, and how many seconds ago it was ready for the first time; None: it never was."""
+        """Run the process once: returns its exit code, and the seconds since it was first ready; None: never ready."""
         self.ready.clear()
         self.ready_at = None
         self._speaks = False
@@ -259,7 +262,7 @@ class Process(Watched):
         return child.exit_code.result(), ready_s
 
     def describe(self, reason: str) -> None:
-        """A service that prints status lines says more there than its /ready does."""
+        """Prefers the service's status lines to the reason from its /ready."""
         if not self._speaks:
             super().describe(reason)
 
@@ -268,8 +271,8 @@ class Process(Watched):
         self.change(detail=status)
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> None:
-        """SIGTERM, and SIGKILL to the whole group when it is not gone after grace_s or when `hurry` is set."""
-        if not self.ready.is_set():  # still starting: it has no answers in flight, and often no ear for signals
+        """SIGTERM, then SIGKILL to the whole group after grace_s or when `hurry` is set."""
+        if not self.ready.is_set():  # still starting: it has no requests in flight, and may not handle signals yet
             grace_s = min(grace_s, STARTING_GRACE_S)
         child = self._child
         if child is not None and not child.exit_code.done():

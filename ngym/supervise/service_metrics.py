@@ -24,17 +24,17 @@ from ngym.supervise.service import State
 
 PROC = Path("/proc")
 PAGE_BYTES = resource.getpagesize()
-PROBES = frozenset({"/", "/health", "/ready", "/metrics"})  # ours, not the work that a service is there for
+PROBES = frozenset({"/", "/health", "/ready", "/metrics"})  # our own requests, which are not the service's work
 EVERY_S = 5.0
 TIMEOUT_S = 2.0
-WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's own page has thousands of lines
+WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's page has thousands of lines
 
 
 SESSION, RESIDENT = 3, 21  # fields of /proc/PID/stat after the name
 
 
 def resident_bytes(leaders: Collection[int]) -> dict[int, int]:
-    """Resident bytes by session leader, which every service's process is; pages that its processes share count in each."""
+    """Resident bytes by session leader, which every service process is; shared pages count in each process."""
     found = dict.fromkeys(leaders, 0)
     if not found:
         return {}
@@ -49,7 +49,7 @@ def resident_bytes(leaders: Collection[int]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Scrape:
-    """The counters of one service, or of all its replicas. at: seconds of any clock.
+    """The counters of one service, or of all its replicas. at: seconds on any clock.
 
     buckets: upper bound in seconds -> requests that took no longer. errors: failure class -> count.
     """
@@ -66,9 +66,11 @@ class Scrape:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A service now. p50_s, p95_s: of the interval's requests, of all since its start where there were none.
+    """A service's current numbers. p50_s, p95_s: over the interval's requests, or over all since its start if there
+    were none.
 
-    statuses, errors: since its start. tokens_per_s and what follows: of model servers; waiting: calls in its queue.
+    statuses, errors: since its start. tokens_per_s and the following fields: of model servers; waiting: calls in its
+    queue.
     """
 
     requests: int
@@ -89,7 +91,7 @@ class Numbers:
 
 
 def read(text: str, at: float) -> Scrape:
-    """A scrape in Prometheus' text format. ValueError for what is none."""
+    """Parse a scrape in Prometheus' text format. ValueError for invalid text."""
     from prometheus_client.parser import text_string_to_metric_families
 
     scrape, waiting, version = Scrape(at), [], []
@@ -109,7 +111,7 @@ def read(text: str, at: float) -> Scrape:
                 case "ngym_model_tokens_total":
                     scrape.tokens[labels["way"]] += int(value)
                 case "ngym_requests_in_flight":
-                    in_flight = max(0, int(value) - 1)  # the scrape is one itself
+                    in_flight = max(0, int(value) - 1)  # without the scrape itself
                 case "ngym_calls_waiting" | "vllm:num_requests_waiting":
                     waiting.append(int(value))
                 case "ngym_policy_version":
@@ -119,7 +121,7 @@ def read(text: str, at: float) -> Scrape:
 
 
 def together(replicas: Iterable[Scrape]) -> Scrape:
-    """The replicas of a service as one; at least one. The policy version is the oldest that one of them has."""
+    """The replicas of a service combined; at least one. The policy version is the oldest of theirs."""
     first, *others = replicas
     for other in others:
         first = Scrape(
@@ -136,7 +138,7 @@ def together(replicas: Iterable[Scrape]) -> Scrape:
 
 
 def numbers(before: Scrape, now: Scrape) -> Numbers:
-    """What happened between two scrapes; a service that was started again in between has counted from 0 since."""
+    """The numbers between two scrapes; a service that restarted in between has counted from 0."""
     seconds = max(now.at - before.at, 1e-9)
     if now.statuses.total() < before.statuses.total():
         before = Scrape(before.at)
@@ -160,7 +162,9 @@ def numbers(before: Scrape, now: Scrape) -> Numbers:
 
 
 def quantile(share: float, buckets: Mapping[float, int]) -> float | None:
-    """As Prometheus' histogram_quantile: linear within the bucket; the largest bound for what is above all. None of nothing."""
+    """As Prometheus' histogram_quantile: linear within the bucket, the largest bound above all of them; None without
+    data.
+    """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]]:
         return None
@@ -175,7 +179,7 @@ def quantile(share: float, buckets: Mapping[float, int]) -> float | None:
 
 
 def _combined(some: Mapping[float, int], others: Mapping[float, int], sign: int) -> dict[float, int]:
-    """Buckets added; empty ones stay: they say where the next one begins."""
+    """Add buckets, keeping empty ones: their bounds are the lower bounds of the next."""
     return {bound: some.get(bound, 0) + sign * others.get(bound, 0) for bound in some.keys() | others.keys()}
 
 
@@ -185,7 +189,7 @@ def _of_both(how: Callable[[list[int]], int], one: int | None, other: int | None
 
 
 def targets(states: Sequence[State], head_url: str) -> list[dict[str, Any]]:
-    """Prometheus' http_sd format: the head, and every service process of ours. Somebody else's may have no metrics."""
+    """Prometheus' http_sd format: the head, and every service process of ours. External services may have no metrics."""
     ours = [state for state in states if state.app is not None]
     described = [
         (state.url, {"service": state.name, "kind": state.kind, "replica": str(state.replica)}) for state in ours
@@ -202,7 +206,7 @@ def _target(url: str, labels: dict[str, str]) -> dict[str, Any]:
 
 
 def exposition(states: Sequence[State]) -> bytes:
-    """Whether each process is ready, how often it was started again, and what memory it takes with those it started."""
+    """Whether each process is ready, its restarts, and the memory that it and its child processes take."""
     registry = CollectorRegistry()
     registry.register(_Services(states))
     return generate_latest(registry)
@@ -215,9 +219,9 @@ class _Services:
     def collect(self) -> Iterator[Metric]:
         names = ["service", "replica"]
         ready = GaugeMetricFamily("ngym_service_ready", "1 while the service is ready", labels=names)
-        restarts = CounterMetricFamily("ngym_service_restarts", "How often it was started again", labels=names)
+        restarts = CounterMetricFamily("ngym_service_restarts", "Number of restarts", labels=names)
         memory = GaugeMetricFamily(
-            "ngym_service_resident_memory_bytes", "Of the service and the processes that it started", labels=names
+            "ngym_service_resident_memory_bytes", "Resident memory of the service and its child processes", labels=names
         )
         sizes = resident_bytes([state.pid for state in self._states if state.pid])
         for state in self._states:
@@ -232,7 +236,7 @@ class _Services:
 async def look_for_ever(
     states: Callable[[], Iterable[State]], token: str | None, tell: Callable[[Mapping[str, Traffic]], None]
 ) -> None:
-    """Tell, again and again, what each process of ours did since the look before. token: the run's."""
+    """Report the traffic of each process of ours at each interval, forever. token: the run's."""
     before: dict[str, Scrape] = {}
     while True:
         ours = [state for state in states() if state.app and state.status == "ready"]
@@ -253,5 +257,5 @@ async def _scrape(url: str, token: str | None) -> Scrape | None:
         reply = await get(f"{url}/metrics", TIMEOUT_S, token)
         lines = reply.body.decode().splitlines() if reply.status == 200 else []
         return read("\n".join(line for line in lines if line.startswith(WANTED)) + "\n", time.monotonic())
-    except (OSError, ValueError):  # it is busy, or of another make
+    except (OSError, ValueError):  # it is busy, or a third-party service
         return None

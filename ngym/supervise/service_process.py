@@ -1,8 +1,8 @@
-"""What a freshly forked child does: serve or check a service; by our own Python, or by that of the service's environment.
+"""The job of a freshly forked child: serve or check a service, in this Python or in that of the service's environment.
 
-For a service with packages of its own the child becomes another program (exec), which comes back here as
-`python -P -m ngym.supervise.service_process FD SOCKET...` and does the same from then on. Its pid, parent, session, signals, log and
-listening sockets stay as they were.
+For a service with separate packages the child executes another Python, which runs
+`python -P -m ngym.supervise.service_process FD SOCKET...` and continues with the same job. Pid, parent, session,
+signals, log and listening sockets stay the same.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any, NoReturn
 from ngym.errors import UsageError
 from ngym.runtime.event_loop import leave
 
-RUNNER = "ngym.services.base.runner"  # a program that this one becomes, not a library that it uses
+RUNNER = "ngym.services.base.runner"  # a program that this process executes, not a library
 EXIT_USAGE = 2  # of our commands
-OTHERS_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that lead to them
+OTHERS_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that add other packages
 
 
 @dataclass(frozen=True)
 class Job:
-    """request: `action` (run, check, or serve: run as a command does), `spec`, and `python` where the service has its own."""
+    """request: `action` (run, check, or serve: run as a command does), `spec`, and `python` for a separate environment."""
 
     request: dict[str, Any]
     sockets: list[socket.socket]
 
 
 def perform(job: Job) -> NoReturn:
-    """Do it, here or in the job's own Python, and end this process with its exit code."""
+    """Run the job, here or in its own Python, and end this process with its exit code."""
     if "python" in job.request:
         _become(job.request.pop("python"), job)
     runner = importlib.import_module(RUNNER)
@@ -54,17 +54,19 @@ def _become(python: str, job: Job) -> NoReturn:
         try:
             os.execve(python, [python, "-P", "-m", "ngym.supervise.service_process", *map(str, fds)], own_environment())
         except OSError as error:
-            print(f"{python}: cannot be run ({error.strerror}); start again, it is then made anew", file=sys.stderr)
+            print(
+                f"{python}: cannot be run ({error.strerror}); start again to recreate the environment", file=sys.stderr
+            )
             leave(int(importlib.import_module(RUNNER).EXIT_CONFIG))
 
 
 def own_environment() -> dict[str, str]:
-    """The environment variables of a Python that shall find its own packages and no others."""
+    """The environment variables for a Python that must find only its own packages."""
     return {key: value for key, value in os.environ.items() if key not in OTHERS_PACKAGES}
 
 
 def _check(runner: ModuleType, spec: Any) -> int:
-    """Load the service's file and its options, serve nothing; like `run`, an exit code after a line on stderr."""
+    """Load the service's file and its options without serving; returns an exit code like `run`, after a line on stderr."""
     try:
         runner.check(spec, runner.load(Path(spec.app_file)))
     except UsageError as error:
@@ -74,7 +76,7 @@ def _check(runner: ModuleType, spec: Any) -> int:
 
 
 def main() -> NoReturn:
-    """In the service's own Python."""
+    """The entry point in the service's own Python."""
     described, *listening = map(int, sys.argv[1:])
     with os.fdopen(described, "rb") as file:
         request = json.load(file)

@@ -1,4 +1,4 @@
-"""All services of a config as one thing: `async with Supervisor(config) as stack` starts, watches and stops them."""
+"""Supervises all services of a config: `async with Supervisor(config) as stack` starts, watches and stops them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ngym.supervise.service import Limits, Process, State, Watched, listen, url_
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.redact import Redactor
 
-GRACE_S = 3.5  # of the 5 s in which everything is gone; a service's own grace for answers in flight is 3 s
+GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 
 
 class Supervisor:
@@ -30,10 +30,10 @@ class Supervisor:
 
     Args:
         config: the global config.
-        on_event: told each change of a service's state.
-        launcher: one that was started before the config was read, to save its start-up time.
+        on_event: called with each change of a service's state.
+        launcher: already started before the config was read, to save its start-up time.
 
-    `run_token` is what its services want to be shown (None: nothing), `admin_token` what the weights want.
+    `run_token` is the token that its services require (None: no token), `admin_token` the one for weight updates.
     While it runs: `head_url`, `urls` (service name -> URLs of its replicas) and `states`. Entering raises ServiceFailed
     or ConfigError when a service cannot be started; then nothing is left running. `ready_after_s` counts from the
     launcher's start.
@@ -82,17 +82,19 @@ class Supervisor:
             raise asyncio.CancelledError
 
     async def failure(self) -> None:
-        """Wait for ever; raises ServiceFailed (or ConfigError) when a service has to be given up."""
+        """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
 
     def hurry(self) -> None:
-        """Stop waiting for services that stop politely: kill them."""
+        """Kill services instead of waiting for them to stop."""
         self._hurry.set()
 
     async def _stopped(self) -> bool:
-        """Whether it was cancelled meanwhile, which only hurries it: an error that has ended the run is not lost for it."""
+        """Stop everything; returns whether it was cancelled meanwhile. A cancellation only speeds it up and hides no
+        earlier error.
+        """
         stopping, cancelled = asyncio.create_task(self._stop()), False
         while not stopping.done():
             try:
@@ -106,7 +108,7 @@ class Supervisor:
         return cancelled
 
     async def _stop(self) -> None:
-        """Stop everything; no process is left after this, and it takes less than 5 s."""
+        """Stop everything within 5 s; no process is left afterwards."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -181,7 +183,7 @@ class Supervisor:
         return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external)
 
     async def _all_ready(self) -> None:
-        """Until every service of ours was ready once. External ones are only shown: somebody else starts them."""
+        """Wait until every service of ours was ready once. External ones are only displayed."""
         failure = asyncio.create_task(self.failure())
         try:
             for watched in self._watched:
@@ -204,9 +206,9 @@ def service_spec(
     admin_token: str | None = None,
     run_token: str | None = None,
 ) -> dict[str, Any]:
-    """What a service's process is told, as JSON: the fields of `ngym.services.base.runner.ServiceSpec`."""
+    """The parameters of a service's process as JSON: the fields of `ngym.services.base.runner.ServiceSpec`."""
     if stanza.app is None:
-        raise ConfigError(f"{stanza.where}: {stanza.name!r} has no app, only a url: somebody else runs it")
+        raise ConfigError(f"{stanza.where}: {stanza.name!r} has no app, only a url: it is an external service")
     return {
         "name": stanza.name,
         "kind": stanza.kind,
@@ -218,7 +220,7 @@ def service_spec(
         "head_url": head_url,
         "root": str(config.root),
         "replica": replica,
-        "admin_token": admin_token if stanza.kind == "model" else None,  # it opens the weight push, nothing else
+        "admin_token": admin_token if stanza.kind == "model" else None,  # authorizes only the weight push
         "run_token": run_token,
         "others": config.others,
         "tls": config.settings.tls.model_dump(mode="json") if config.settings.tls else None,
@@ -228,10 +230,10 @@ def service_spec(
 
 
 def run_token(config: Config) -> str | None:
-    """What every caller of this run has to show; None: nothing. UsageError for an unusable NGYM_TOKEN.
+    """The token that every caller of this run must send; None: no token. UsageError for an unusable NGYM_TOKEN.
 
-    A run is locked when something listens where other machines can reach it, when its config says so, or when there is a
-    token in the environment.
+    A run is locked if something listens where other machines can reach it, if its config says so, or if the environment
+    has a token.
     """
     settings, given = config.settings, token_from(RUN_TOKEN)
     exposed = not all(map(is_loopback, (settings.host, settings.head.host)))

@@ -1,10 +1,10 @@
-"""A service with packages of its own runs in a Python of its own: a virtual environment, made once, that holds ngym's core too.
+"""Virtual environments of services with their own packages: each is created once and includes ngym's core.
 
-    .ngym/venvs/<folder of the requirements>-<hash>/      made under another name, renamed when it is whole
+    .ngym/venvs/<folder of the requirements>-<hash>/      created under another name, renamed when complete
 
-The hash is over the requirements, Python and ngym's core: what changes gets a new environment, and no run changes one that
-another run uses. The core is not installed a second time. The environment links to the package that is running, and gets
-what that package requires; so a checkout stays editable there as well.
+The hash covers the requirements, Python and ngym's core: a change creates a new environment, and no run changes the
+environment of another. The core is not installed again: the environment links to the running package and installs that
+package's requirements, so a checkout stays editable there too.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CORE = Path(__file__).resolve().parents[1]  # the package `ngym`
 
 @dataclass(frozen=True)
 class Venv:
-    """The virtual environment of a service; it is there once `make` has returned."""
+    """The virtual environment of a service; it exists once `make` has returned."""
 
     owner: str
-    where: str  # the line of the config that asks for it
+    where: str  # the line of the config that requires it
     requirements: Path
     folder: Path
 
@@ -49,7 +49,7 @@ class Venv:
 
 
 def venv_of(config: Config, stanza: Stanza) -> Venv | None:
-    """The environment that a stanza asks for with `requirements`, made or not; None where it runs by our own packages."""
+    """The environment for a stanza's `requirements`, created or not; None for a service that uses our own packages."""
     if stanza.requirements is None:
         return None
     where = stanza.key_where.get("requirements", stanza.where)
@@ -60,9 +60,9 @@ def venv_of(config: Config, stanza: Stanza) -> Venv | None:
 
 
 async def make(venv: Venv, say: Callable[[str], None], uv: str | None = None) -> Path:
-    """The environment's Python, after the packages were installed if they were not yet. Cancelling ends the installation.
+    """The environment's Python, after installing the packages if needed. Cancelling ends the installation.
 
-    say: told, in one line, what is being installed. uv: the program; without it `venv` and pip do the work.
+    say: called with one line about the installation. uv: the program; without it, `venv` and pip are used.
 
     Raises:
         ConfigError: a package cannot be installed; with the installer's last lines.
@@ -75,9 +75,9 @@ async def make(venv: Venv, say: Callable[[str], None], uv: str | None = None) ->
     except OSError as error:
         raise UsageError(f"{venv.folder.parent}: cannot be made ({error.strerror}); packages are put there") from None
     async with _locked(venv.folder.with_suffix(".lock"), say):
-        if not venv.folder.is_dir():  # nobody made it while we waited
+        if not venv.folder.is_dir():  # another process may have created it while we waited
             say(f"installing {venv.requirements} into {venv.folder}")
-            unfinished = venv.folder.with_suffix(".new")  # under the lock nobody else writes there
+            unfinished = venv.folder.with_suffix(".new")  # the lock excludes other writers
             shutil.rmtree(unfinished, ignore_errors=True)
             await _install(venv, unfinished, uv)
             unfinished.rename(venv.folder)
@@ -85,13 +85,13 @@ async def make(venv: Venv, say: Callable[[str], None], uv: str | None = None) ->
 
 
 def find_uv() -> str | None:
-    """The program uv: beside our own Python, or on the path."""
+    """The program uv: next to our own Python, or on the path."""
     return shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 @contextlib.asynccontextmanager
 async def _locked(path: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """One process at a time; the kernel gives the lock back when its holder ends, however it ends."""
+    """Allow one process at a time; the kernel releases the lock when its holder ends, for any reason."""
     waits = False
     with path.open("w") as file:
         while True:

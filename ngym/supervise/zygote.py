@@ -1,8 +1,8 @@
 """The process that imports the services' libraries once and then forks each service in a few milliseconds.
 
-`ng_run` starts it (`python -P -m ngym.supervise.zygote FD`) and talks to it over a Unix socket: forking from a process
-that has one thread and no event loop is safe, and a forked service shares the imported pages. It ends, and takes every
-service and all their descendants with it, as soon as that socket closes, however the other side died.
+`ng_run` starts it (`python -P -m ngym.supervise.zygote FD`) and controls it over a Unix socket: forking from a process
+with one thread and no event loop is safe, and forked services share the imported pages. When that socket closes for any
+reason, it ends with every service and all their descendants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ngym.supervise.launcher import receive, send
 from ngym.supervise.service_process import RUNNER, Job, perform
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
-LAST_SWEEP_S = 8.0  # under the 10 s after which we are killed ourselves
+LAST_SWEEP_S = 8.0  # seconds; we are killed after 10 s
 
 
 def main() -> None:
@@ -32,24 +32,24 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     importlib.import_module(RUNNER)  # the heavy part: fastapi, uvicorn
     gc.collect()
-    gc.freeze()  # a collection in a child would otherwise touch, and so copy, every page shared with us
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # daemons that a service leaves behind become ours, to be ended with us
+    gc.freeze()  # a collection in a child would touch, and so copy, every shared page
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts daemons that a service leaves behind, to end them
     job = Zygote(control).serve()
     if job is not None:
         perform(job)
 
 
 class Zygote:
-    """The loop that forks, reaps and signals. A service is known by the number that its parent gave it."""
+    """The loop that forks, reaps and signals. A service's key is the number from the parent."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._alive: dict[int, int] = {}  # number -> pid, which is the process group as well
+        self._alive: dict[int, int] = {}  # number -> pid, which is also the process group
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_write = socket.socketpair()
 
     def serve(self) -> Job | None:
-        """Until the socket closes: None. In each forked child: its job, at once."""
+        """Serve until the socket closes: returns None. In each forked child: returns its job at once."""
         self._watch_children()
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -89,7 +89,7 @@ class Zygote:
         return None
 
     def _become_service(self, request: dict[str, Any], fds: list[int], zygote_pid: int) -> Job:
-        """Leave everything of the zygote behind: signals, sockets, terminal, standard streams."""
+        """Drop all state of the zygote: signals, sockets, terminal, standard streams."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -109,7 +109,7 @@ class Zygote:
         return Job(request, [socket.socket(fileno=fd) for fd in listening])
 
     def _signal(self, number: int, signal_number: int) -> None:
-        """A polite signal goes to the service, which ends its own workers; SIGKILL goes to its whole group."""
+        """SIGTERM and the like go to the service, which ends its workers; SIGKILL goes to its whole group."""
         pid = self._alive.get(number)
         if pid is None:
             return
@@ -120,7 +120,7 @@ class Zygote:
                 os.kill(pid, signal_number)
 
     def _reap(self) -> None:
-        """Collect what ended; what is left of a dead service's process group is killed before its pid is free again."""
+        """Reap dead processes; the rest of a dead service's process group is killed before its pid can be reused."""
         numbers = {pid: number for number, pid in self._alive.items()}
         while True:
             try:
@@ -141,7 +141,7 @@ class Zygote:
                 self._tell({"event": "exited", "number": number, "pid": pid, "code": code})
 
     def _end_all(self) -> None:
-        """Kill every service's group, then whatever was left to us by services that were gone already."""
+        """Kill every service's group, then orphans of services that had already ended."""
         deadline = time.monotonic() + LAST_SWEEP_S
         for pid in self._alive.values():
             with contextlib.suppress(ProcessLookupError):
@@ -165,14 +165,14 @@ class Zygote:
 
 
 def die_with(parent: int) -> None:
-    """Be killed by the kernel when the parent dies (Linux; elsewhere the zygote's own end takes care of it)."""
+    """Make the kernel kill this process when the parent dies (Linux; elsewhere the zygote's own end does it)."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between the fork and the line above
         os._exit(1)
 
 
 def prctl(option: int, value: int | bytes) -> None:
-    """Linux's prctl(2); nothing elsewhere."""
+    """Linux's prctl(2); does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 

@@ -1,1 +1,1 @@
-"""Traces and logs, and the removal of secrets from both."""
+"""Traces and logs, and the redaction of secrets."""

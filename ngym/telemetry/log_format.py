@@ -1,4 +1,4 @@
-"""One line of a service's log: when, how grave, which service, of which rollout, what; as text, or as a JSON object."""
+"""Formats of a service's log lines (time, level, service, rollout, message): text, or JSON objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Form = Literal["text", "json"]
 
 
 def begin(service: str, form: Form) -> None:
-    """Everything that is logged in this process goes to stderr in this form: libraries' lines, warnings and what killed it, too."""
+    """Send all log records of this process to stderr in this format, with warnings, library logs and fatal exceptions."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(service) if form == "json" else TextLines(service))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -24,7 +24,7 @@ def begin(service: str, form: Form) -> None:
 
 
 def say(text: str, service: str, form: Form) -> None:
-    """A line that a person in front of a terminal shall read as it is."""
+    """Print a line for a user at a terminal, unchanged."""
     print(text if form == "text" else from_text(text, service, "ERROR"), file=sys.stderr, flush=True)
 
 
@@ -59,12 +59,12 @@ class JsonLines(logging.Formatter):
 
 
 def from_text(text: str, service: str, level: str = "INFO") -> str:
-    """What somebody printed, as one more JSON object."""
+    """A printed line as a JSON object."""
     return json.dumps({**_line(datetime.now(UTC), level, service), "message": text})
 
 
 def to_text(line: str) -> str:
-    """What a line of either form says."""
+    """The text of a line in either format."""
     if not line.startswith("{"):
         return line
     try:
@@ -75,7 +75,7 @@ def to_text(line: str) -> str:
 
 
 def is_json(line: str) -> bool:
-    """Whether it is an object already."""
+    """Whether the line is a JSON object already."""
     try:
         return line.startswith("{") and isinstance(json.loads(line), dict)
     except ValueError:

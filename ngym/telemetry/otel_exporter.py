@@ -1,6 +1,7 @@
-"""Spans as OpenTelemetry has them, sent in batches over OTLP/HTTP. The only file that knows its packages; see tracing.py.
+"""Exports spans with OpenTelemetry, in batches over OTLP/HTTP. The only module that imports its packages; see
+tracing.py.
 
-Nothing here waits for the collector: what it does not take is dropped, and said once a minute.
+Nothing here waits for the collector: spans that it does not accept are dropped, with a warning once a minute.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _own: ContextVar[request_context.TraceIds | None] = ContextVar("ngym_own_ids", d
 
 
 class Telling:
-    """The spans of one process, on their way to the collector."""
+    """Exports the spans of one process to the collector."""
 
     def __init__(self, destination: tracing.Destination, service: str, replica: int) -> None:
         url = destination.endpoint.rstrip("/")
@@ -57,7 +58,7 @@ class Telling:
         share = TraceIdRatioBased(destination.sample)
         self._contents = destination.contents
         self._provider = TracerProvider(
-            # What a trace's id decides, every service decides alike, whether or not the trace began with us.
+            # The decision follows from the trace id, so every service decides alike, even if the trace began elsewhere.
             sampler=ParentBased(root=share, remote_parent_sampled=share),
             resource=Resource.create(
                 {
@@ -76,7 +77,7 @@ class Telling:
             logging.getLogger(name).addFilter(_NowAndThen())
 
     def start(self, name: str, kind: tracing.SpanKind, is_rollout: bool) -> tracing.Span:
-        """A span that begins now."""
+        """Start a span now."""
         here = request_context.current.get()
         ids = request_context.trace_ids(here.rollout_id) if here.rollout_id else None
         token = _own.set(ids if is_rollout else None)
@@ -89,14 +90,14 @@ class Telling:
         return Told(span, self._contents)
 
     def end(self) -> None:
-        """Returns when everything was sent, or after END_S."""
+        """Send the rest; returns after END_S at the latest."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(END_S)
 
 
 class Told(tracing.Span):
-    """A span that the collector will be told."""
+    """A span that is exported."""
 
     def __init__(self, span: OtelSpan, contents: bool) -> None:
         self._span = span
@@ -112,7 +113,7 @@ class Told(tracing.Span):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A stream ends in another context than it began in: no token fits there.
+        # A stream ends in another context than it began in, where the context token is invalid.
         request_context.current.set(self._before)
         if isinstance(error, ServiceError):
             self.fail(error.failure or type(error).__name__, error.detail)
@@ -136,12 +137,12 @@ class Told(tracing.Span):
 
     def fail(self, kind: str, message: str) -> None:
         self._span.set_attribute("error.type", kind)
-        # An error's words may quote what a model said.
+        # An error's message may quote a model.
         self._span.set_status(Status(StatusCode.ERROR, message if self._contents else None))
 
 
 class _Ids(RandomIdGenerator):
-    """A rollout's own span has the ids that follow from its rollout's id."""
+    """Derives the ids of a rollout's own span from its rollout's id."""
 
     def generate_trace_id(self) -> int:
         own = _own.get()
@@ -168,7 +169,7 @@ class _NowAndThen(logging.Filter):
 
 
 def _parent(here: request_context.Correlation, ids: request_context.TraceIds | None) -> Context:
-    """That of the caller; without one the rollout's own span; else none."""
+    """The parent: the caller's span, else the rollout's own span, else none."""
     traceparent = here.traceparent or (ids.traceparent if ids else "")
     version, _, rest = traceparent.partition("-")
     parts = rest.split("-")

@@ -1,4 +1,4 @@
-"""What may be shown of a value or a line of a log: secrets are replaced, everything else stays as it is."""
+"""Redaction: replaces secrets in values and log lines, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 REDACTED = "<redacted>"
-MIN_LITERAL = 8  # a shorter value would be found in words that are none
+MIN_LITERAL = 8  # shorter values also occur in ordinary words
 SECRET_WORDS = frozenset(
     [
         "authorization",
@@ -32,13 +32,13 @@ SECRET_WORDS = frozenset(
 SECRET_NAMES = ("api_key", "api_keys", "apikey", "apikeys", "access_key", "access_keys", "private_key", "secret_key", "auth_key",
                 "account_key", "access_token", "auth_token", "x_auth")  # fmt: skip
 SECRET_MAPS = ("env", "environment", "environment_variables", "headers", "default_headers", "extra_headers")
-"""Options whose every value is a secret: what a program or a server of somebody else's is called with."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"'@]*:[^/?#\s\"']*@")  # user:password@ of a URL, wherever it stands
+"""Options whose values are all secret: the arguments of a program or the headers of an external server."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"'@]*:[^/?#\s\"']*@")  # user:password@ in a URL
 _PASSWORD = re.compile(r"://[^/?#\s\"'@:]*:([^/?#\s\"']+)@")
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """The value with every secret leaf replaced. A name that ends in `_env` only names a variable, and is shown."""
+    """The value with every secret leaf replaced. A name that ends in `_env` holds a variable's name and is shown."""
     if isinstance(value, dict):
         if is_map_of_secrets(key):
             return {name: REDACTED if item else item for name, item in value.items()}
@@ -51,7 +51,9 @@ def redacted(value: Any, key: str = "") -> Any:
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key of this name holds a secret: by whole words, so that `max_tokens` and `primary_key` do not."""
+    """Whether a key of this name holds a secret: matches whole words, so that `max_tokens` and `primary_key` do not
+    match.
+    """
     name = key.lower().replace("-", "_")
     return name.endswith(SECRET_NAMES) or name.rpartition("_")[2] in SECRET_WORDS
 
@@ -62,10 +64,10 @@ def is_map_of_secrets(key: str) -> bool:
 
 
 class Redactor:
-    """Replaces these values wherever they stand in a line of a log.
+    """Replaces these values anywhere in a log line.
 
     Args:
-        values: secrets; those of fewer than 8 characters are passed over.
+        values: secrets; values of fewer than 8 characters are ignored.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -80,7 +82,7 @@ class Redactor:
 
 
 def secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
-    """The values of options, and of this process's environment variables, whose names say that they are secret."""
+    """Values of options, and of this process's environment variables, whose names mark them as secret."""
     for name, value in os.environ.items():
         if is_secret(name):
             yield value

@@ -1,7 +1,7 @@
-"""Which part of a rollout took how long? `with span("verify"):` tells a collector of OpenTelemetry's, where one is configured.
+"""Spans for the parts of a rollout: `with span("verify"):` exports one to an OpenTelemetry collector, if configured.
 
-A rollout is one trace. Its id follows from the rollout's (`correlation.trace_ids`), so whoever has a row knows its trace,
-and a call that carries nothing but the rollout's id, as those of SDKs do, still belongs to it.
+A rollout is one trace. Its id follows from the rollout's id (`correlation.trace_ids`), so a row identifies its trace,
+and a call that carries only the rollout's id, as those of SDKs do, still belongs to it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ EXPORTER = "ngym.telemetry.otel_exporter"  # imported only where traces are conf
 
 
 class Destination(NamedTuple):
-    """Where spans go. endpoint: of OTLP over HTTP, to which /v1/traces is added.
+    """Where spans go. endpoint: of OTLP over HTTP; /v1/traces is added.
 
-    sample: the share of traces that are told. contents: with what was said to and by models and tools.
+    sample: the share of traces to export. contents: include the texts to and from models and tools.
     """
 
     endpoint: str
@@ -32,7 +32,7 @@ class Destination(NamedTuple):
 
 
 class Span:
-    """One part of a rollout. This one is told to nobody, and costs nothing."""
+    """One part of a rollout. This base class exports nothing and costs nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -44,17 +44,17 @@ class Span:
 
     @property
     def is_told(self) -> bool:
-        """Whether anybody is told what is set; what costs something to find out need not be found out otherwise."""
+        """Whether the span is exported; callers can skip expensive attributes otherwise."""
         return False
 
     def set(self, name: str, value: Value | None) -> None:
-        """An attribute; None is none."""
+        """Set an attribute; None sets nothing."""
 
     def say(self, name: str, value: Any) -> None:
-        """An attribute that tells what was said, as JSON; only with `contents`."""
+        """Set an attribute with contents, as JSON; only with `contents`."""
 
     def fail(self, kind: str, message: str) -> None:
-        """What the span is about failed. kind: one of few words."""
+        """Mark the span as failed. kind: one of a few words."""
 
 
 OFF = Span()
@@ -63,15 +63,17 @@ _end: Callable[[], None] | None = None
 
 
 def span(name: str, kind: SpanKind = "internal", *, is_rollout: bool = False) -> Span:
-    """A span under the one that `correlation.current` names; calls of other services made within it are its children.
+    """A span under the one in `correlation.current`; calls to other services within it become its children.
 
-    is_rollout: it is the rollout's own span, the root of its trace.
+    is_rollout: the span is the rollout's own, the root of its trace.
     """
     return OFF if _start is None else _start(name, kind, is_rollout)
 
 
 def begin(destination: Destination | None, service: str, replica: int = 0) -> None:
-    """From now on this process tells its spans; once, and after it was forked. Without the extra `otel` it says so and does not."""
+    """Export this process's spans from now on; call once, after forking. Without the extra `otel` it logs that and does
+    nothing.
+    """
     global _start, _end
     if destination is None or _start is not None:
         return
@@ -85,7 +87,7 @@ def begin(destination: Destination | None, service: str, replica: int = 0) -> No
 
 
 def end() -> None:
-    """Tell what is left, within a second; what a collector does not take by then is lost."""
+    """Send the rest within a second; spans that a collector has not accepted by then are lost."""
     global _start, _end
     if _end is not None:
         _end()

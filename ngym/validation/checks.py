@@ -62,7 +62,8 @@ async def _attempt(
 ) -> tuple[Json, float]:
     """The answer of `/verify`, and its seconds. A refusal is an answer without a reward.
 
-    output, calls: in the place of the case's own, and how many of its calls. row: its stored row, in the place of the task.
+    output, calls: in the place of the case's own, and how many of its calls. row: its stored row, in the place of the
+    task.
     """
     session = peer.session()
     response = {"output": list(case.items if output is None else output)}

@@ -4,9 +4,9 @@ A line of gold.jsonl is a case:
 
     {"case": "in words", "task": {the row's own fields}, "text": "the answer", "expect": {"reward": 1.0, ...}}
 
-with `output` (Responses items) in the place of `text` where more was said than text, `calls` ([tool, arguments], made in the
-case's session first) and `worse`: which spoilt forms of the answer must get less than it, of `empty` (nothing said or called),
-`garbage` (noise) and `cut` (half of the calls, half of the text); all three where it is left out.
+with `output` (Responses items) in the place of `text` where more was said than text, `calls` ([tool, arguments], made
+in the case's session first) and `worse`: which spoilt forms of the answer must get less than it, of `empty` (nothing
+said or called), `garbage` (noise) and `cut` (half of the calls, half of the text); all three where it is left out.
 
 It shows that questions arrive, verdicts are read and rewards computed; nothing about how well any model judges.
 """

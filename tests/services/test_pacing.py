@@ -73,7 +73,7 @@ async def test_a_rollout_whose_time_is_over_before_its_turn_calls_nobody():
     model = service_app("model", options=ServiceOptions)
     options = {"agent": {"gym": "gym", "model": "model"}}
     async with house(options, gym=gym, model=model, agent=load(SIMPLE_AGENT).app) as peers:
-        with pytest.raises(ServiceError, match="/run was not begun: its caller's time was over") as caught:
+        with pytest.raises(ServiceError, match="/run was not begun: the caller's deadline passed") as caught:
             await peers["agent"].request("POST", "/run", ROW, headers={"x-ng-deadline-ms": "0"})
     assert (caught.value.status, caught.value.failure) == (504, "timeout")
     assert seeded == []

@@ -172,7 +172,7 @@ async def test_an_answer_that_there_is_no_room_for_is_told_to_be_lost_and_the_ca
             assert (await client.post("/count", headers={KEY: key})).is_success
         lost = await client.post("/count", headers={KEY: "a"})
         assert (lost.status_code, lost.json()["retryable"]) == (409, True)
-        assert "not done again" in lost.json()["detail"]
+        assert "not executed again" in lost.json()["detail"]
         assert (await client.post("/count", headers={KEY: "c"})).json() == 3
         assert len(times) == 3
 

@@ -153,7 +153,7 @@ async def test_the_gym_servers_tools_are_offered_when_the_row_declares_none():
         ("verify", "{}", "there is no tool 'verify'. Tools: add."),
         ("../verify", "{}", "there is no tool '../verify'"),
         (["add"], "{}", "there is no tool ['add']"),
-        ("add", "{amount: 7", "the arguments of add are no JSON"),
+        ("add", "{amount: 7", "the arguments of add are not JSON"),
         ("add", "[7]", "must be a JSON object, not list"),
         ("add", '{"amount": "x"}', "field 'amount'"),
         ("add", '{"amount": 13}', "13 is unlucky"),

@@ -164,7 +164,7 @@ async def test_work_is_stopped_at_its_callers_deadline_and_not_begun_after_it() 
         assert (late.status_code, late.json()["failure"], slow.begun) == (504, "timeout", 0)
         over = await client.post("/work", headers={"x-ng-deadline-ms": "500"})
         assert (over.status_code, over.json()["failure"], over.json()["retryable"]) == (504, "timeout", True)
-        assert "its caller's time was over" in over.json()["detail"]
+        assert "the caller's deadline passed" in over.json()["detail"]
         assert (slow.begun, slow.stopped) == (1, 1)
 
 

@@ -218,7 +218,7 @@ def test_nothing_takes_the_place_of_a_device_or_a_pipe(here: Path, line: str) ->
 def test_an_input_that_can_be_read_only_once_is_said_to_be_one(here: Path) -> None:
     os.mkfifo(here / "pipe")
     told = said("collect_rollouts", "--input", "pipe", "--output", "out.jsonl").stderr
-    assert told == "pipe: no such file (--input), it is a device or a pipe; put what comes from it into a file\n"
+    assert told == "pipe: no such file (--input), it is a device or a pipe; save its output to a file\n"
 
 
 def test_nothing_runs_here_is_a_failure(here: Path) -> None:

@@ -321,5 +321,5 @@ def test_handles_of_gpu_memory_travel_as_vllm_reads_them() -> None:
 
 
 def test_an_adapter_needs_its_shape_and_nothing_else_has_one() -> None:
-    with pytest.raises(ValueError, match="an adapter's shape belongs to the transport lora"):
+    with pytest.raises(ValueError, match="an adapter's shape is only for the transport lora"):
         push.Pusher(["http://127.0.0.1:9"], TOKEN, transport="lora")

@@ -98,7 +98,7 @@ def test_soft_capped_logits_are_refused() -> None:
 def test_attention_sinks_are_refused_where_ranks_share_the_tokens() -> None:
     layout = attention.Layout.of([torch.arange(9)], CPU)
     query = torch.zeros(1, 4, 9, 8)
-    with pytest.raises(NotImplementedError, match="sinks are not cut"):
+    with pytest.raises(NotImplementedError, match="sinks do not support"):
         attention.packed_attention(
             torch.nn.Identity(), query, query, query, None, layout=layout, s_aux=torch.zeros(4), group=object()
         )

@@ -285,12 +285,12 @@ def test_bad_pairs_are_named_with_file_line_and_reason(tokenizer: PreTrainedToke
     assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in range(2, 10)]
     expected = [
         "not JSON",
-        'no preference pair: it needs "prompt", a list of {"role", "content"}',
+        'not a preference pair: it needs "prompt", a list of {"role", "content"}',
         'it needs "rejected", a list',
         "no message of 'chosen' has the role 'assistant'",
         "no message of 'rejected' has the role 'assistant'",
         "the prompt is empty",
-        "chosen and rejected say the same",
+        "chosen and rejected are equal",
         "the chat template refuses it",
     ]
     for line, reason in zip(lines, expected, strict=True):

@@ -209,9 +209,9 @@ def test_a_row_for_another_agent_is_named_before_anything_is_asked(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "live", "algorithm", "reason"),
     [
-        ({"tasks": "TASKS"}, None, "sft", "sft learns from a file and is evaluated on one; name evaluation.data"),
-        ({"data": "TASKS"}, None, "grpo", "nothing of grpo can be measured on a finished file"),
-        ({"tasks": "TASKS"}, 2, "grpo", "which of the agents attempts evaluation.tasks?"),
+        ({"tasks": "TASKS"}, None, "sft", "sft trains on a file and is evaluated on one; name evaluation.data"),
+        ({"data": "TASKS"}, None, "grpo", "grpo has no metric on a finished file"),
+        ({"tasks": "TASKS"}, 2, "grpo", "evaluation.tasks does not say which agent attempts them"),
         ({"tasks": "TASKS"}, 1, "grpo", None),
         ({"tasks": "TASKS"}, None, "grpo", None),  # the same recipe, once with data.path
         ({"data": "TASKS"}, None, "dpo", None),

@@ -180,4 +180,4 @@ def test_a_run_that_learns_from_a_file_is_not_evaluated_on_tasks(tmp_path: Path,
     recipe = [f"output={tmp_path / 'run'}", f"data.path={data}", f"evaluation.tasks={data}"]
     said = CliRunner().invoke(main, ["sft.yaml", *recipe])
     assert said.exit_code == 2
-    assert "evaluation: sft learns from a file and is evaluated on one; name evaluation.data" in said.stderr
+    assert "evaluation: sft trains on a file and is evaluated on one; name evaluation.data" in said.stderr

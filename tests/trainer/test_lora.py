@@ -192,12 +192,12 @@ def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:
             config.read_recipe(["grpo.yaml"], [f"model.path={base}", *overrides])
         return str(caught.value)
 
-    assert "rollouts.transport: lora sends an adapter, and none is trained" in problem("rollouts.transport=lora")
+    assert "rollouts.transport: lora sends an adapter, but the recipe trains no adapter" in problem("rollouts.transport=lora")
     assert "model.lora.dropout: the ratio" in problem("model.lora.dropout=0.1")
     shape = [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     assert "name them with model.path" in problem("model.path=null", "model.lora.rank=4", *shape)
     assert "the transport filesystem needs the folder" in problem("rollouts.transport=filesystem")
-    assert "a folder belongs to the transport filesystem" in problem("rollouts.push_folder=x")
+    assert "a folder is only for the transport filesystem" in problem("rollouts.push_folder=x")
     assert "rollouts.transport" in problem("rollouts.transport=carrier-pigeon")
     recipe, _ = config.read_recipe(
         ["grpo.yaml"],

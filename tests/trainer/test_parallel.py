@@ -157,19 +157,19 @@ def test_two_nodes_are_launched_without_ssh(launcher: str, data: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["engine.offload.optimizer=cpu"], "ZeRO moves them; set engine.zero_stage to 1, 2 or 3"),
+        (["engine.offload.optimizer=cpu"], "offloading needs ZeRO; set engine.zero_stage to 1, 2 or 3"),
         (["engine.offload.parameters=cpu"], "set engine.offload.optimizer, too"),
         (
             ["engine.zero_stage=2", "engine.offload={optimizer: cpu, parameters: cpu}"],
-            "parameters are moved by ZeRO-3 only",
+            "only ZeRO-3 offloads parameters",
         ),
         (["engine.tensor_parallel=2"], "it trains with ZeRO 1 and 2 only"),
         (
             ["engine.zero_stage=2", "engine.tensor_parallel=2", "engine.sequence_parallel=2"],
             "engine.sequence_parallel is given too",
         ),
-        (["engine.sequence_parallel=2"], "1 ranks are no groups of 2; start a multiple of 2"),
-        (["engine.zero_stage=1", "engine.tensor_parallel=3"], "1 ranks are no groups of 3; start a multiple of 3"),
+        (["engine.sequence_parallel=2"], "1 ranks cannot form groups of 2; start a multiple of 2"),
+        (["engine.zero_stage=1", "engine.tensor_parallel=3"], "1 ranks cannot form groups of 3; start a multiple of 3"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -203,7 +203,7 @@ def test_a_killed_run_on_a_file_goes_on_with_the_same_losses(root: Path, tmp_pat
     killed_when(train(killed, words), reached(kept, 4))
     killed_when(train(killed, [*words, "--resume"]), reached(kept, 12))
     said = finished(train(killed, [*words, "--resume"]))
-    assert "going on after step" in said
+    assert "resuming after step" in said
     assert told(killed) == told(tmp_path / "whole")
     one, other = (folder / "run" / "policy" / "model.safetensors" for folder in (killed, tmp_path / "whole"))
     assert one.read_bytes() == other.read_bytes()
@@ -224,7 +224,7 @@ def test_a_run_that_cannot_go_on_says_why(root: Path, tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "--resume: optimizer.lr: 0.004 in the run, 0.5 now; set it back" in said
     said = finished(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
-    assert "going on after step 2" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
+    assert "resuming after step 2" in said and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
 
 def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_
         said = finished(train(killed, [*words, "--resume"]))
         # what was in flight when it was killed, or not yet on the disk, is collected again, and nothing else
         assert runs <= stub.runs <= runs + 2 * 3 * 32
-    assert "rollouts were collected before, and need not be again" in said
+    assert "rollouts were collected before, and are used again" in said
     assert told(killed) == told(whole)
     rows = [json.loads(line) for line in (killed / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     trained = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}

@@ -103,7 +103,7 @@ def test_a_full_disk_loses_entries_and_neither_the_run_nor_what_comes_later(tmp_
         [sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0 and done.stdout.endswith("trained to the end\n"), done.stderr
-    assert done.stdout.count("metrics.jsonl: entries are lost: No space left on device; training goes on") == 1
+    assert done.stdout.count("metrics.jsonl: entries are lost: No space left on device; training continues") == 1
     assert done.stdout.count("logging.tensorboard: entries are lost: OSError: ") == 1
     written = [row["step"] for row in rows(tmp_path)]
     assert written[0] == 1 and written[-10:] == list(range(51, 61)) and len(written) < 30
@@ -140,7 +140,7 @@ def test_a_sink_that_hangs_holds_nothing_up_and_its_losses_are_counted(
     courier = sinks.Courier("stuck", stuck, waiting=5)
     said = run(tmp_path, sinks.Sinks([courier], close_s=0.1), capsys, steps=300)
     assert stuck.begun.wait(60) and stuck.abandoned
-    assert said.count("logging.stuck: entries are lost: it has not taken an entry while 5 came") == 1
+    assert said.count("logging.stuck: entries are lost: it accepted no entry while 5 arrived") == 1
     assert "logging.stuck: 301 of 301 entries were not written; metrics.jsonl has them" in said
     assert len(rows(tmp_path)) == 301
 
@@ -173,7 +173,7 @@ def test_a_sink_that_raises_gets_the_next_entry_all_the_same(
     moody = Moody()
     said = run(tmp_path, sinks.Sinks([sinks.Courier("moody", moody)], close_s=60), capsys, steps=6)
     assert moody.taken == [0, 2, 4, 6] and moody.closed
-    assert said.count("logging.moody: entries are lost: ConnectionError: server says 503; training goes on") == 1
+    assert said.count("logging.moody: entries are lost: ConnectionError: server says 503; training continues") == 1
     assert "logging.moody: 3 of 7 entries were not written" in said
 
 

@@ -88,7 +88,7 @@ def test_every_run_is_checked_before_one_starts_and_a_mistake_is_told_once(here:
     ("words", "message"),
     [
         (["seed=3", "--sweep", "seed=0,1"], "--sweep seed: seed is among the overrides, too; keep one of the two"),
-        (["--sweep", "output=a,b"], "each run gets a folder of its own"),
+        (["--sweep", "output=a,b"], "each run gets a separate folder"),
         (["output=runs/${seed}x", "--sweep", "seed=0,1"], "output depends on a key that is swept"),
     ],
 )

@@ -250,7 +250,7 @@ def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
         next(broken.policy.parameters()).fill_(float("nan"))
     watch = nan_guard.Guard(tmp_path, 3)
     with pytest.raises(
-        nan_guard.NotFinite, match=r"step 3: the loss is nan .*3 optimiser steps in a row.*Lower optimizer\.lr"
+        nan_guard.NotFinite, match=r"step 3: the loss is nan .*3 optimizer steps in a row.*Lower optimizer\.lr"
     ) as e:
         loop.train(
             broken,

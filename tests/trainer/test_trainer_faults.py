@@ -311,7 +311,7 @@ def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed
             changed = [before != after for before, after in pairwise(of_stage["hashes"])]
             assert changed == [True, False, True, False, True, False, True, False], (stage, rank)
             assert of_stage["skipped"] == [0, 1, 1, 2, 2, 3, 3, 4, 5]
-            assert "3 optimiser steps in a row; the weights are those before" in of_stage["ended"]
+            assert "3 optimizer steps in a row; the weights are unchanged" in of_stage["ended"]
         assert told[0][stage]["hashes"] == told[1][stage]["hashes"] or stage == "3"  # of ZeRO-3 each has its own part
 
 
@@ -347,8 +347,8 @@ def learned_from(root: Path, folder: Path, algorithm: str) -> list[str]:
     [
         ("sft", "1e30", 1, "embed_tokens.weight: not finite, or too large to compute with, after step 1"),
         ("dpo", "1e5", 1, "the policy's logprobs after step 1 are exactly uniform, whatever the prompt"),
-        ("grpo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimiser steps were skipped"),
-        ("ppo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimiser steps were skipped"),
+        ("grpo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimizer steps were skipped"),
+        ("ppo", "1e30", 2, "too large to compute with, after step 1|the last 1 optimizer steps were skipped"),
     ],
 )
 def test_weights_that_a_too_large_step_left_behind_are_neither_a_checkpoint_nor_a_policy(
@@ -399,7 +399,7 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
         saver.after(2)
     assert not step(3, 1.0)
     saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
-    with pytest.raises(nan_guard.NotFinite, match="the last 1 optimiser steps were skipped"):
+    with pytest.raises(nan_guard.NotFinite, match="the last 1 optimizer steps were skipped"):
         saver.check()
     assert kept.newest().step == 1
 
@@ -414,9 +414,9 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
         (b'{"reward": 1e999, "ng": {}}', "not JSON"),
         (b'{"reward": "1", "ng": {}}', "the reward is '1'; it must be a number or null"),
         (b'{"reward": [1], "ng": {}}', "the reward is [1]"),
-        (b'{"ng": {}}', "no scored rollout"),
-        (b'{"reward": 1, "ng": {"segments": [null]}}', "a segment is none"),
-        (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [null]}]}}', "none"),
+        (b'{"ng": {}}', "not a scored rollout"),
+        (b'{"reward": 1, "ng": {"segments": [null]}}', "a segment is malformed"),
+        (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [null]}]}}', "malformed"),
         (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1e999]}]}}', "JSON"),
         (b"\xff\xfe", "not JSON"),
     ],
@@ -438,7 +438,7 @@ def test_a_rollout_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> Non
     path.write_bytes(row)
     assert len(rollout_samples.read_rollouts(path, 1.0).rollouts) == 1
     path.write_bytes(row + row)
-    with pytest.raises(UsageError, match=r"rollouts\.jsonl:2: the rollout r1 stands twice in this file"):
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl:2: the rollout r1 is in this file twice"):
         rollout_samples.read_rollouts(path, 1.0)
 
 
@@ -474,7 +474,7 @@ def steps_of(folder: Path) -> int:
 def ends_naming(rank: ForkedCommand, other: int, how: str) -> None:
     said, _ = rank.communicate(timeout=PATIENCE_S)
     assert rank.returncode == 1, said[-3000:]
-    assert f"rank {other} has {how}" in said and "go on with --resume" in said
+    assert f"rank {other} has {how}" in said and "run the same command with --resume" in said
     assert "Traceback" not in said
 
 
@@ -503,7 +503,7 @@ def _all_miss_the_other(came: list[tuple[int, ForkedCommand]]) -> None:
     for rank, process in came:
         said, _ = process.communicate(timeout=5 * PATIENCE_S)
         assert process.returncode == 1, said[-3000:]
-        assert f"rank {1 - rank} did not come to 127.0.0.1:" in said and "Traceback" not in said
+        assert f"rank {1 - rank} did not arrive at 127.0.0.1:" in said and "Traceback" not in said
 
 
 @pytest.mark.soak

@@ -334,7 +334,7 @@ def test_the_temperature_divides_the_logits_that_are_trained(tokenizer: PreTrain
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"responses_create_params": {"top_p": 0.9}}, "top_p is 0.9: the sampler's logprobs would be those of another"),
+        ({"responses_create_params": {"top_p": 0.9}}, "top_p is 0.9: the sampler's logprobs would belong to another"),
         ({"responses_create_params": {"metadata": {"extra_body": '{"min_p": 0.1}'}}}, "min_p is 0.1"),
         (  # the request's own field wins, as it does in the model servers
             {"responses_create_params": {"top_p": 0.9, "metadata": {"extra_body": '{"top_p": 1}'}}},
@@ -353,8 +353,8 @@ def test_the_temperature_divides_the_logits_that_are_trained(tokenizer: PreTrain
         ({"ng": {"segments": []}}, "no token ids"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[0, 1]], "logprobs": [0.0]}]}}, "span [0, 1)"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": []}]}}, "0 logprobs for 1 sampled"),
-        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]]}]}}, "a segment is none"),
-        ({"ng": None}, "no scored rollout"),
+        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]]}]}}, "a segment is malformed"),
+        ({"ng": None}, "not a scored rollout"),
     ],
 )
 def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path, change: Row, message: str) -> None:
@@ -442,7 +442,7 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
     trained.policy.train()
     algorithm = policy_gradient.PolicyGradient(options(), 1, None)
     batch = samples.Batch([algorithm.prepare(read(rows()), trained, BUDGET)])
-    with pytest.raises(sanity_checks.CheckFailed, match="does not repeat its own logprobs"):
+    with pytest.raises(sanity_checks.CheckFailed, match="does not reproduce its own logprobs"):
         next(sanity_checks.checked([batch], trained, BUDGET, algorithm.sampler_N, 100))
 
 
@@ -452,17 +452,17 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         (["algorithm.loss.ratio=sequence"], "algorithm.loss.aggregation: with one ratio a rollout"),
         (["algorithm.correction.kind=token"], "algorithm.correction.kind: with loss.anchor sampler"),
         (["algorithm.advantage.estimator=gae"], "algorithm.critic: estimator gae needs values; add `critic: {}`"),
-        (["algorithm.critic.lr=1e-3"], "algorithm.critic: group_std never asks it"),
-        (["algorithm.advantage.estimator=reward"], "algorithm.shaping.skip_equal_groups: estimator reward learns"),
+        (["algorithm.critic.lr=1e-3"], "algorithm.critic: group_std does not use it"),
+        (["algorithm.advantage.estimator=reward"], "algorithm.shaping.skip_equal_groups: estimator reward also learns"),
         (["algorithm.loss.clip_hihg=0.1"], "unknown key 'algorithm.loss.clip_hihg' (did you mean 'clip_high'?)"),
-        (["rollouts.group_size=1"], "rollouts.group_size: group_std compares the attempts at a task: 2 at least"),
+        (["rollouts.group_size=1"], "rollouts.group_size: group_std compares the attempts at a task: set at least 2"),
         (
             ["rollouts.group_size=1", "rollouts.dynamic_sampling=2", "algorithm.advantage.estimator=reward"],
-            "rollouts.dynamic_sampling: one attempt never differs",
+            "rollouts.dynamic_sampling: a group of one has no other attempts",
         ),
-        (["rollouts=null"], "nothing to learn from; name a file with data.path, or give rollouts an agent and tasks"),
-        (["max_steps=null"], "live rollouts have no end; set max_steps"),
-        (["algorithm.name=sft"], "sft learns from a file; remove rollouts"),
+        (["rollouts=null"], "no training data; name a file with data.path, or give rollouts an agent and tasks"),
+        (["max_steps=null"], "live rollouts do not end by themselves; set max_steps"),
+        (["algorithm.name=sft"], "sft trains on a file; remove rollouts"),
         (["data.path=none.jsonl"], "command line: data.path: there is no none.jsonl"),
     ],
 )
@@ -483,7 +483,7 @@ def test_a_finished_file_is_trained_in_shuffled_batches(tokenizer: PreTrainedTok
     prepared = offline.prepared(
         data, policy_gradient.PolicyGradient(options(), None, None), tokenizer, learner(tokenizer), 200, said.append
     )
-    assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples teach nothing: left out")
+    assert len(said) == 1 and said[0].endswith(f"of {len(lines)} samples have no learning signal: left out")
     recipe = config.Recipe.model_validate(
         {
             "algorithm": {"name": "grpo"},

@@ -14,7 +14,7 @@ from ngym.services.base.loader import load
     [
         ("import json\ndef verify(row)\n    return 1\n", "app.py:2: expected ':': def verify(row)"),
         ("verify = '\n", "app.py:1: unterminated string literal (detected at line 1): verify = '"),
-        ("import no_such_module\n", "app.py: No module named 'no_such_module'; install what it needs"),
+        ("import no_such_module\n", "app.py: No module named 'no_such_module'; install its dependencies"),
         ("verify = 1\n", "app.py: defines neither `app = gym_server"),
     ],
 )

@@ -557,7 +557,7 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
         ({"loss": {"surrogate": "reinforce", "anchor": "sampler"}}, "loss.anchor", "has no ratio"),
         ({"loss": {"surrogate": "cispo", "dual_clip": 3.0}}, "loss.dual_clip", "remove dual_clip"),
         ({"loss": {"dual_clip": 1.1}}, "loss.dual_clip", "1 + clip_high = 1.2"),
-        ({"loss": {"aggregation": "fixed"}}, "loss.fixed_length", "set the most tokens"),
+        ({"loss": {"aggregation": "fixed"}}, "loss.fixed_length", "set the maximum number of tokens"),
         ({"loss": {"fixed_length": 100}}, "loss.fixed_length", "remove it"),
         ({"advantage": {"whiten": True}}, "advantage.whiten", "use estimator group_mean"),
         (
@@ -568,7 +568,7 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
         ({"advantage": {"gamma": 0.9}}, "advantage.gamma", "set 1"),
         ({"advantage": {"lam": 0.95}}, "advantage.lam", "estimator gae"),
         ({"advantage": {"estimator": "gae"}}, "critic", "add `critic: {}`"),
-        ({"critic": {}}, "critic", "never asks it"),
+        ({"critic": {}}, "critic", "does not use it"),
         ({"correction": {"high": 3.0}}, "correction.kind", "name one"),
         ({"correction": {"kind": "token"}, "loss": {"anchor": "sampler"}}, "correction.kind", "already"),
         ({"correction": {"kind": "token", "low": 3.0}}, "correction.low", "above high 2"),

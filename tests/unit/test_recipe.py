@@ -115,9 +115,9 @@ def test_the_sizes_of_a_live_run_are_told() -> None:
     words = ("optimizer.lr=1e-3", "schedule={name: constant, warmup_steps: 0}", "rollouts.tasks_per_step=7")
     said = validation.of_live(recipe("grpo.yaml", POLICY, *words), launch(3))
     assert said == [
-        "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimiser steps of 28, 9 or 10 on each of 3 ranks",
+        "step         7 tasks x 8 rollouts = 56 rollouts, in 2 optimizer steps of 28, 9 or 10 on each of 3 ranks",
         "micro-batch  at most 4,096 tokens on a rank, as many as the rollouts need",
-        "run          30 steps: 60 optimiser steps, 1,680 rollouts",
+        "run          30 steps: 60 optimizer steps, 1,680 rollouts",
         "rate         adamw 0.001; constant",
     ]
 
@@ -126,7 +126,7 @@ def test_the_sizes_of_a_live_run_are_told() -> None:
     ("words", "ranks", "key", "reason"),
     [
         (["sft.yaml", "batch_size=3"], 4, "batch_size", "3 samples for 4 ranks"),
-        (["grpo.yaml", POLICY, "rollouts.updates_per_step=129"], 1, "rollouts.updates_per_step", "share 128 rollouts"),
+        (["grpo.yaml", POLICY, "rollouts.updates_per_step=129"], 1, "rollouts.updates_per_step", "split 128 rollouts"),
         (["grpo.yaml", POLICY, "rollouts.updates_per_step=64"], 3, "rollouts.tasks_per_step", "2 samples for 3 ranks"),
     ],
 )

@@ -145,7 +145,7 @@ def test_rows_that_are_no_tasks_of_this_agent_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"tasks\.jsonl:1: agent_ref names 'proofs', and these tasks are for 'sums'"):
         task_sampler.TaskSource(options, seed=0)
     path.write_text('{"responses_create_params": {"input": "?", "top_k": 20}}\n{"input": "?"}\n', "utf-8")
-    with pytest.raises(UsageError, match=r"tasks\.jsonl:1: top_k is 20: the sampler's(.|\n)*:2: no task: it needs"):
+    with pytest.raises(UsageError, match=r"tasks\.jsonl:1: top_k is 20: the sampler's(.|\n)*:2: not a task: it needs"):
         task_sampler.TaskSource(options, seed=0)
     path.write_text("", "utf-8")
     with pytest.raises(UsageError, match=r"tasks\.jsonl: no tasks in it"):
@@ -168,7 +168,7 @@ def test_a_byte_order_mark_and_a_file_that_changes_meanwhile(tmp_path: Path) -> 
         ({}, "name rollouts.agent and rollouts.tasks, or rollouts.environments"),
         ({"agent": "sums"}, "name rollouts.agent and rollouts.tasks, or rollouts.environments"),
         ({"agent": "sums", "environments": [{}]}, "rollouts.agent is given too; keep one of the two forms"),
-        ({"environments": [{}, {}]}, "two environments are called 'sums'; give each a `name` of its own"),
+        ({"environments": [{}, {}]}, "two environments are called 'sums'; give each a different `name`"),
         ({"environments": [{"weight": 0}]}, "greater than 0"),
     ],
 )

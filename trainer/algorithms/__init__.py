@@ -1,7 +1,7 @@
 """The interface of an algorithm: rows to samples, and scores to a loss.
 
-The loss is a plain sum over a micro-batch. The loop divides it by the divisor of the whole optimiser step, so that cutting
-a batch into micro-batches and ranks changes nothing.
+The loss is a plain sum over a micro-batch. The loop divides it by the divisor of the whole optimizer step, so the
+result does not depend on how a batch is cut into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Algorithm", "Loss", "Mean", "Setup", "StepLoss"]
 
 
 class Setup(NamedTuple):
-    """What an algorithm is made from. The engine's policy has the weights with which training begins."""
+    """The inputs of an algorithm. The engine's policy has the weights with which training begins."""
 
     recipe: Recipe
     engine: Engine
@@ -33,9 +33,9 @@ class Setup(NamedTuple):
 
 
 class StepLoss(NamedTuple):
-    """The loss of one optimiser step.
+    """The loss of one optimizer step.
 
-    divisor: of the sum over all micro-batches: the trained tokens, sequences or pairs.
+    divisor: for the sum over all micro-batches: the trained tokens, sequences or pairs.
     loss: summed over a micro-batch of the step's samples.
     """
 
@@ -44,20 +44,20 @@ class StepLoss(NamedTuple):
 
 
 class Algorithm(Protocol):
-    """One small file of this folder."""
+    """An algorithm; each is one small file of this folder."""
 
     @property
     def asks(self) -> Asks:
-        """What the network has to say of each token of a training step."""
+        """The outputs of the network that the loss needs for each token of a training step."""
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """The samples of a JSONL file."""
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
-        """The samples with what the loss has to know of the policy before the first step. Every rank calls it.
+        """The samples with what the loss needs from the policy before the first step. Every rank calls it.
 
         budget: tokens that a rank computes at once.
         """
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
-        """The loss of one optimiser step on these samples, which are those of all ranks. It is used while they are kept."""
+        """The loss of one optimizer step on these samples of all ranks. It holds references to them."""

@@ -1,4 +1,4 @@
-"""The rollouts of a batch -> the advantage of each token that the policy sampled; with a critic, also each token's return.
+"""Credit assignment: the advantage of each token that the policy sampled; with a critic, also each token's return.
 
 rewards, components -> one advantage a rollout -> on each of its tokens
 rewards, KL, values -> one reward a token      -> GAE or returns to go -> whitened
@@ -27,7 +27,7 @@ from ..recipe.algorithms import PolicyGradientOptions
 
 
 def credited(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with `advantages`; with estimator gae, which looks at their `values`, also with `returns`."""
+    """The rollouts with `advantages`; with estimator gae, which reads their `values`, also with `returns`."""
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
     coef = objective.kl.coef if objective.kl.where == "reward" else 0.0
@@ -53,14 +53,14 @@ def credited(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> lis
 
 
 def teaches(options: PolicyGradientOptions, group: Sequence[Rollout]) -> bool:
-    """Whether the rewards of a group, or its components where each is looked at on its own, are not all equal."""
+    """Whether a group has a learning signal: its rewards, or one of its separate components, are not all equal."""
     if options.advantage.components == "sum":
         return informative([rollout.reward for rollout in group])
     return informative_components([rollout.components for rollout in group])
 
 
 def _of_rollouts(options: PolicyGradientOptions, rollouts: Sequence[Rollout], kl_N: Tensor, coef: float) -> list[float]:
-    """The advantage of each rollout, or its reward where that is still to be laid out over its tokens, [B]."""
+    """The advantage of each rollout, or its reward if the estimator spreads it over its tokens later, [B]."""
     groups = [rollout.group for rollout in rollouts]
     if options.advantage.components == "normalise_then_sum":
         names = sorted({name for rollout in rollouts for name in rollout.components})
@@ -74,7 +74,7 @@ def _of_rollouts(options: PolicyGradientOptions, rollouts: Sequence[Rollout], kl
 
 
 def _kl(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> Tensor:
-    """The estimate on each token, rollout after rollout."""
+    """The KL estimate of each token, rollout after rollout, [N]."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
     reference = torch.tensor([value for segment in segments for value in segment.reference or ()])
@@ -89,6 +89,6 @@ def _shaped(options: PolicyGradientOptions, rollout: Rollout) -> float:
 
 
 def _by_segment(rollouts: Sequence[Rollout], values_N: Tensor) -> list[list[list[float]]]:
-    """Of each rollout, of each segment, of each token."""
+    """values_N as nested lists: by rollout, by segment, by token."""
     pieces = iter(values_N.split([segment.trained for rollout in rollouts for segment in rollout.segments]))
     return [[next(pieces).tolist() for _ in rollout.segments] for rollout in rollouts]

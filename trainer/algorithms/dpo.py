@@ -1,12 +1,13 @@
-"""Direct preference optimisation: what was chosen becomes likelier than what was rejected, seen from the starting policy.
+"""Direct preference optimization: raises the likelihood of chosen over rejected answers, relative to the starting
+policy.
 
     loss = mean over the batch's pairs of preference + sft_weight x nll
 
-    preference    sigmoid, ipo or hinge of the margin between the two sides (preference.py has the formulas)
-    nll           - log p of what was chosen, a mean over its tokens: holds up what DPO alone lets sink
+    preference    sigmoid, ipo or hinge of the margin between the two sides (formulas: losses/preference_loss.py)
+    nll           - log p of the chosen side, a mean over its tokens: keeps its likelihood from falling, as in plain DPO
 
-A side is all that the assistant says after the prompt, over all its turns. The two sides of a pair are the segments of
-one sample, so they always share a micro-batch.
+A side is everything that the assistant says after the prompt, over all its turns. The two sides of a pair are the
+segments of one sample, so they always share a micro-batch.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Side(Segment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSample(Sample):
-    """reference: log p of what was chosen and of what was rejected under the starting policy; nan until `prepare`."""
+    """reference: log p of the chosen and of the rejected side under the starting policy; nan until `prepare`."""
 
     reference: tuple[float, float] = (float("nan"), float("nan"))
 
@@ -59,7 +60,7 @@ class Dpo:
         return [_sample(pair) for pair in read_pairs(path, tokenizer)]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
-        """The pairs with their reference: what the policy, as it is now, says of both sides."""
+        """The pairs with their reference: the current policy's log p of both sides."""
         pairs = cast(Sequence[PairSample], samples)
         scores = score(pairs, engine.logprobs, engine, budget)
         return [_with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
@@ -69,7 +70,7 @@ class Dpo:
 
     def loss(self, scores: Scores, packed: Packed) -> Loss:
         pairs = cast(Sequence[PairSample], packed.samples)
-        # the log p of a long answer is large and the gain in it small: float32 would round it away
+        # the log p of a long answer is large and the gain small: float32 would lose it
         logprobs_N, rows = scores.logprobs_N.double(), rows_of(packed)
         reference_R = logprobs_N.new_tensor([logprob for pair in pairs for logprob in pair.reference])
         preference = preference_loss(self._options, logprobs_N, rows, reference_R)
@@ -108,7 +109,7 @@ def _sample(pair: Pair) -> PairSample:
 
 
 def _with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample:
-    """logprobs: of each segment, of each trained token."""
+    """logprobs: by segment, by trained token."""
     sides = zip(cast(Sequence[Side], pair.segments), logprobs, strict=True)
     sums = [(side.chosen, math.fsum(each)) for side, each in sides]
     return replace(

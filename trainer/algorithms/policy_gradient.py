@@ -1,9 +1,9 @@
-"""GRPO and its family: what stood out within its group becomes likelier. What exactly, objective.py says.
+"""GRPO and its family: raises the likelihood of rollouts that beat their group. recipe/objective.py has the objective.
 
     rollouts -> groups -> advantages, on every token that the policy sampled -> ratio to the policy that sampled -> loss
 
-All segments of a rollout share its advantage. Groups that teach nothing (equal rewards, one rollout) give exactly no
-gradient, and are left out unless `shaping.skip_equal_groups` says otherwise.
+All segments of a rollout share its advantage. Groups without a learning signal (equal rewards, one rollout) have a
+gradient of exactly 0 and are left out, unless `shaping.skip_equal_groups` is false.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def create(setup: Setup) -> PolicyGradient:
-    """The policy gradient of a recipe, with its reference policy if its KL needs one."""
+    """The policy gradient of a recipe, with a reference policy if its KL needs one."""
     recipe, engine, tokenizer = setup
     options = recipe.algorithm
     assert isinstance(options, PolicyGradientOptions)
@@ -48,19 +48,19 @@ def create(setup: Setup) -> PolicyGradient:
 
 
 class Counted(NamedTuple):
-    """What a rollout counts in the optimiser step: each of its tokens, and its part of the divisor."""
+    """A rollout's weights in the optimizer step: of each of its tokens, and in the divisor."""
 
     token: float
     share: float
 
 
 class PolicyGradient:
-    """GRPO and its family, as the options say.
+    """GRPO and its family, configured by the options.
 
     Args:
-        updates: optimiser steps on one batch of rollouts, if that is known. At the first, the trainer's logprobs are those
-            of now.
-        reference: logprobs [N] of a micro-batch under the policy that KL pulls to; needed only with kl.coef above 0.
+        updates: optimizer steps on one batch of rollouts, if known. At the first one, the trainer's logprobs are the
+        current ones.
+        reference: logprobs [N] of a micro-batch under the reference policy of the KL; needed only with kl.coef above 0.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class PolicyGradient:
         return Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """Rollouts with sampled tokens; failed and unscored ones teach nothing."""
+        """Rollouts with sampled tokens; failed and unscored ones are left out."""
         return [rollout for rollout in read_rollouts(path, self._options.temperature).rollouts if rollout.trained]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
-        """The rollouts that teach something, with their advantages."""
+        """The rollouts that have a learning signal, with their advantages."""
         rollouts = self._teaching(cast(Sequence[Rollout], samples))
         if not rollouts:
             return []
@@ -163,7 +163,7 @@ class PolicyGradient:
 
     @property
     def _asks_trainer(self) -> bool:
-        """Whether the loss has to know what the trainer said before the first of several updates."""
+        """Whether the loss needs the trainer's logprobs from before the first of several updates."""
         objective = self._objective
         return self._updates != 1 and (objective.loss.anchor == "trainer" or objective.correction.kind != "none")
 
@@ -175,7 +175,7 @@ class PolicyGradient:
 
 
 def _explained(rollouts: Sequence[Rollout]) -> float:
-    """The share of the returns' variance that the critic explained before this optimiser step."""
+    """The share of the returns' variance that the critic explained before this optimizer step."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     values_N = torch.tensor([value for segment in segments for value in segment.values or ()])
     returns_N = torch.tensor([value for segment in segments for value in segment.returns or ()])
@@ -183,7 +183,7 @@ def _explained(rollouts: Sequence[Rollout]) -> float:
 
 
 class _MicroBatch:
-    """The rollouts of a micro-batch, flat. like: a tensor of the device and dtype that is wanted."""
+    """The rollouts of a micro-batch, flat. like: a tensor with the device and dtype to use."""
 
     def __init__(self, packed: Packed, counted: Sequence[Counted], like: Tensor) -> None:
         self.rows = Rows(packed.sample_N, len(packed.samples))
@@ -192,6 +192,6 @@ class _MicroBatch:
         self._segments = packed.segments
 
     def said(self, name: str) -> Tensor | None:
-        """A field of the segments, [N]; None if they have none."""
+        """A field of the segments, [N]; None if they do not have it."""
         known = [each for segment in self._segments if (each := getattr(segment, name)) is not None]
         return self.weight_R.new_tensor([value for each in known for value in each]) if known else None

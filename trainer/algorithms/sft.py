@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of what the assistant says, a mean over the batch's tokens."""
+"""Supervised fine-tuning: the negative log-likelihood of the assistant's turns, a mean over the batch's tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run that ended in the middle goes on: what its next step depends on is saved every so many steps, and taken up again.
+"""Saves what the next step of a run depends on, and resumes an interrupted run from it.
 
-A checkpoint of step n is that run after n batches. What was logged after it is cut off; what was collected after it stands
-in the spool and is not collected again; so on a CPU the same losses follow.
+A checkpoint of step n is that run after n batches. Later log entries are cut off; rollouts that were collected later
+are in the spool and are not collected again. On a CPU, a resumed run has the same losses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.nan_guard import Guard
 
-# What may change between the two lives of a run: how long it is, how it is computed and shown, not what is learned.
+# What may change on resume: the run's length, and how it is computed and shown, but not what is learned.
 FREE = (
     "checkpoint",
     "engine",
@@ -47,7 +47,7 @@ class Saver:
     """Saves a run. Every rank has one, and calls it.
 
     Args:
-        metrics: the file of the run's metrics. source: the state of where batches come from, as JSON.
+        metrics: the file of the run's metrics. source: the state of the batch source, as JSON.
         budget: tokens that a rank computes at once.
     """
 
@@ -73,17 +73,17 @@ class Saver:
         self._due = False
 
     def begin(self) -> None:
-        """Note that the run is at its beginning: then there is nothing to load, and no doubt that this is so."""
+        """Mark the run as not yet trained, so that a resume knows that no checkpoint exists to load."""
         if self._learner.rank == 0:
             self._checkpoints.save(0, {"step": 0}, lambda folder: None)
 
     def restore(self, earlier: Checkpoint, say: Callable[[str], None]) -> list[dict[str, float]]:
-        """Take a checkpoint up; the metrics until then.
+        """Load a checkpoint; returns the metrics up to it.
 
         Raises:
-            CheckpointUnusable, StateMissing: that cannot be.
+            CheckpointUnusable, StateMissing: it cannot be loaded.
         """
-        say(f"going on after step {earlier.step}, from {earlier.folder}")
+        say(f"resuming after step {earlier.step}, from {earlier.folder}")
         if earlier.step > 0:
             self._learner.load_state(earlier.folder, earlier.state["learner"])
             self._guard.skipped = earlier.state["skipped"]
@@ -92,25 +92,26 @@ class Saver:
     def check(self) -> None:
         """
         Raises:
-            NotFinite: the weights are not worth saving.
+            NotFinite: the weights must not be saved.
         """
         self._guard.check(self._learner, self._budget)
 
     def discard(self, step: int) -> None:
-        """Remove the checkpoint of this step: its weights have turned out not to be worth saving."""
+        """Remove the checkpoint of this step, whose weights turned out to be unusable."""
         if self._learner.rank == 0:
             self._checkpoints.discard(step)
 
     def tidy(self) -> None:
-        """Remove the checkpoints that are not wanted any more."""
+        """Remove the checkpoints that need not be kept."""
         if self._learner.rank == 0:
             self._checkpoints.tidy(line.row for line in jsonl.read(self._metrics))
 
     def after(self, step: int) -> None:
-        """Save, if it is time after this batch. While steps are skipped nothing is saved: it waits for the next that is one.
+        """Save if a checkpoint is due after this batch. While steps are skipped, the save waits for the next successful
+        one.
 
         Raises:
-            NotFinite: the weights are not worth saving.
+            NotFinite: the weights must not be saved.
         """
         self._due |= self._checkpoints.due(step, self._steps)
         if not self._due or self._guard.skipping:
@@ -132,10 +133,10 @@ class Saver:
 
 
 def resumable(output: Path, resolved: str) -> None:
-    """Whether there is a run in this folder that this recipe can go on with. resolved: the recipe, as YAML.
+    """Check that this folder holds a run that this recipe can resume. resolved: the recipe, as YAML.
 
     Raises:
-        UsageError: there is none, or it learned something else.
+        UsageError: there is no such run, or its recipe learns something else.
     """
     earlier = output / "recipe.yaml"
     if not earlier.is_file():
@@ -143,9 +144,9 @@ def resumable(output: Path, resolved: str) -> None:
     try:
         before = yaml.safe_load(earlier.read_bytes())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{earlier}: damaged, so nobody can tell what the run was: {error}") from None
+        raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: {error}") from None
     if not isinstance(before, dict):
-        raise UsageError(f"{earlier}: damaged, so nobody can tell what the run was: no mapping is in it")
+        raise UsageError(f"{earlier}: damaged, so the run's recipe is unknown: it is not a mapping")
     changed = differences(before, yaml.safe_load(resolved), FREE)
     if changed:
         remedy = "set it back, or start a new run in another output"
@@ -153,10 +154,10 @@ def resumable(output: Path, resolved: str) -> None:
 
 
 def cut(metrics: Path, checkpoint: Checkpoint) -> list[dict[str, float]]:
-    """The metrics up to the checkpoint; what was logged later goes, because those steps are taken again.
+    """The metrics up to the checkpoint. Later entries are removed, because those steps are taken again.
 
     Raises:
-        CheckpointUnusable: the file is not what it was.
+        CheckpointUnusable: the file has changed.
     """
     size = checkpoint.state.get("metrics_bytes", 0)
     there = metrics.stat().st_size if metrics.exists() else 0

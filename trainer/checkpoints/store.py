@@ -1,12 +1,12 @@
 """Checkpoints on disk: atomic folders, manifests with sha256, and which ones are kept.
 
     checkpoints/step-000050/
-        policy/                     a Hugging Face folder, for whoever wants to serve or judge this policy
-        training-00001.safetensors  of each trainable weight: float32 master value and what the optimizer knows of it
+        policy/                     a Hugging Face folder, to serve or evaluate this policy
+        training-00001.safetensors  of each trainable weight: the float32 master value and the optimizer's state
         state.json                  everything else that the next step depends on
         manifest.json               the size and the SHA-256 of every other file
 
-Nothing in it is executed when it is read: safetensors and JSON.
+Reading it executes no code: it holds safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ NAME = re.compile(r"step-(\d{6,})")
 
 @contextmanager
 def committed(folder: Path) -> Iterator[Path]:
-    """A new folder to write into; when the block ends well it takes the place of `folder`.
+    """A new folder to write into; when the block ends without an error, it replaces `folder`.
 
-    What an interrupted writer left behind is swept away first. An old folder of this name goes only when the new one is
+    First removes what an interrupted writer left. An old folder of this name is removed only when the new one is
     complete on the disk.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     old = folder.with_name(f".{folder.name}.old")
     if old.exists() and not folder.exists():
-        old.rename(folder)  # it was to be replaced, and the writer was killed between the two renames
+        old.rename(folder)  # the writer was killed between the two renames
     for left_behind in (aside, old):
         shutil.rmtree(left_behind, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -71,11 +71,11 @@ def _sync(folder: Path) -> None:
 
 
 class CheckpointUnusable(NgymError):
-    """There is no checkpoint to go on from, or it is not what was written."""
+    """There is no checkpoint to resume from, or it is damaged."""
 
 
 class Written(Record):
-    """What the manifest says of a file."""
+    """The manifest's entry for a file."""
 
     bytes: int
     sha256: str
@@ -85,7 +85,7 @@ WRITTEN = TypeAdapter(dict[str, Written])
 
 
 class Checkpoint(NamedTuple):
-    """One that is whole. step: how many batches were trained."""
+    """A complete checkpoint. step: how many batches were trained."""
 
     step: int
     folder: Path
@@ -93,7 +93,7 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Those of a run's folder. Only rank 0 writes."""
+    """The checkpoints of a run's folder. Only rank 0 writes."""
 
     def __init__(self, output: Path, options: CheckpointOptions) -> None:
         self._folder = output / FOLDER
@@ -103,7 +103,7 @@ class Checkpoints:
         return step % self._options.every == 0 or step == steps
 
     def save(self, step: int, state: Json, write: Callable[[Path], None]) -> None:
-        """Commit a checkpoint. write: puts the tensors into a folder."""
+        """Commit a checkpoint. write: writes the tensors into a folder."""
         with committed(self._folder / f"step-{step:06}") as aside:
             write(aside)
             (aside / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
@@ -114,7 +114,7 @@ class Checkpoints:
             (aside / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
     def tidy(self, history: Iterable[Mapping[str, float]]) -> None:
-        """Remove those that are not wanted any more, and what killed writers left. history: the metrics of the run."""
+        """Remove checkpoints that need not be kept, and leftovers of killed writers. history: the metrics of the run."""
         for left_behind in self._folder.glob(".step-*"):
             shutil.rmtree(left_behind, ignore_errors=True)
         found = self._found()
@@ -125,7 +125,7 @@ class Checkpoints:
                 _remove(folder)
 
     def best(self, history: Iterable[Mapping[str, float]]) -> int | None:
-        """The step of the best checkpoint that there is, if that is asked for and known."""
+        """The step of the best checkpoint on disk, if the recipe keeps the best and it is known."""
         name, found = self._options.best, self._found()
         if name is None:
             return None
@@ -135,10 +135,10 @@ class Checkpoints:
         return max(known, key=lambda step: (values[step], step), default=None)
 
     def newest(self) -> Checkpoint:
-        """The checkpoint to go on from, checked byte by byte.
+        """The newest checkpoint, verified byte by byte.
 
         Raises:
-            CheckpointUnusable: there is none, or the newest one was damaged.
+            CheckpointUnusable: there is no checkpoint, or the newest one is damaged.
         """
         found = self._found()
         if not found:
@@ -166,23 +166,25 @@ class Checkpoints:
     def _damaged(self, folder: Path, problem: str, found: Mapping[int, Path]) -> str:
         others = [step for step in sorted(found) if found[step] != folder]
         remedy = f"the one before is of step {others[-1]}" if others else "there is none before it"
-        return f"{folder}: damaged: {problem}; {remedy}: remove this folder to go on from there"
+        return f"{folder}: damaged: {problem}; {remedy}: remove this folder to resume from there"
 
 
 def _remove(folder: Path) -> None:
-    """Whole or not at all, for who looks; somebody may be at work in its `policy/`, which is no reason to end a training."""
+    """Remove a folder atomically for readers. Another process may be using its `policy/`, which must not end a
+    training.
+    """
     with suppress(OSError):
         shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")), ignore_errors=True)
 
 
 def _problem(folder: Path) -> str | None:
-    """What is not as it was written; ValueError or OSError where nobody can tell."""
+    """The first difference to what was written. Raises ValueError or OSError if it cannot be read."""
     manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
     for name, written in manifest.items():
         path = folder / name
         if path.stat().st_size != written.bytes or _digest(path) != written.sha256:
             return f"{name} is not what was written"
-    # `policy/` may be used, and added to, by others; what stands beside it is loaded
+    # other programs may use `policy/` and add files to it; the files next to it are loaded
     beside = {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST}
     unknown = sorted(beside - manifest.keys())
     return f"{unknown[0]} was not written with it" if unknown else None
@@ -194,7 +196,7 @@ def _digest(path: Path) -> str:
 
 
 def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:
-    """The dotted keys in which two recipes differ, but for those that begin with a free one; with both values."""
+    """The dotted keys in which two recipes differ, except those that begin with a free one, with both values."""
     flat_before, flat_now = _flat(before), _flat(now)
     keys = [
         key

@@ -1,1 +1,1 @@
-"""Rows of files and of rollouts as training samples and batches."""
+"""Training samples and batches from rows of files and from rollouts."""

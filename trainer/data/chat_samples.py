@@ -1,14 +1,14 @@
-"""Conversations -> samples: every assistant turn is trained as if it had been sampled, and nothing else is.
+"""Samples from conversations: every assistant turn is trained as if it had been sampled, and nothing else is.
 
-Of a demonstration those are all its assistant turns, of a preference pair those that come after the prompt.
+In a demonstration these are all its assistant turns, in a preference pair those after the prompt.
 
-For each assistant turn the chat template renders the prompt that an inference server would have seen, and the text with
-the turn in it; what the second adds to the first is what the policy says, its end-of-turn token included. A turn whose
-prompt continues the text so far extends the segment, any other begins a new one: the rule that rollouts follow, so
-templates that drop old reasoning work as they do at inference.
+For each assistant turn the chat template renders the prompt that an inference server would have seen, and the text that
+includes the turn. The difference is what the policy says, its end-of-turn token included. A turn whose prompt continues
+the text so far extends the segment, any other begins a new one. Rollouts follow the same rule, so templates that drop
+old reasoning work as at inference.
 
-Arguments of tool calls that are written as a string of JSON become the object that it spells, as an inference server makes
-them: a template that prints them with `tojson` would quote the string again.
+Arguments of tool calls that are a JSON string become the object that they encode, as in an inference server: a template
+that prints them with `tojson` would quote the string again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDES = ("chosen", "rejected")
 
 
 class Piece(NamedTuple):
-    """A stretch of text that is tokenised on its own, as its writer (template or policy) wrote it."""
+    """A stretch of text that is tokenized separately, as its writer (template or policy) wrote it."""
 
     text: str
     trained: bool
@@ -41,7 +41,7 @@ Conversation: TypeAlias = list[list[Piece]]
 
 
 class Pair(NamedTuple):
-    """Two ways to go on from the same prompt."""
+    """Two continuations of the same prompt."""
 
     chosen: Sample
     rejected: Sample
@@ -51,7 +51,7 @@ def read_demonstrations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[
     """The samples of a JSONL file of `{"messages": [...], "tools": [...]}`.
 
     Raises:
-        UsageError: a line is no demonstration, or the chat template cannot render it; all such lines are named.
+        UsageError: a line is not a demonstration, or the chat template cannot render it; all such lines are named.
     """
 
     def rendered(row: dict[str, Any]) -> list[Conversation]:
@@ -64,14 +64,14 @@ def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
     """The pairs of a JSONL file of `{"prompt": [...], "chosen": [...], "rejected": [...], "tools": [...]}`.
 
     Raises:
-        UsageError: a line is no pair, its sides say the same, or the chat template cannot render it; all are named.
+        UsageError: a line is not a pair, its sides are equal, or the chat template cannot render it; all are named.
     """
 
     def rendered(row: dict[str, Any]) -> list[Conversation]:
         start = len(row["prompt"])
         sides = [list(_segments(row["prompt"] + row[side], start, row.get("tools"), tokenizer)) for side in SIDES]
         if sides[0] == sides[1]:
-            raise _Unrenderable("chosen and rejected say the same, and nothing can be learned from that; drop the row")
+            raise _Unrenderable("chosen and rejected are equal, so there is no learning signal; drop the row")
         return sides
 
     samples = _tokenize(_read(path, _pair_problem, rendered), tokenizer)
@@ -83,7 +83,7 @@ def _read(
     problem: Callable[[dict[str, Any]], str | None],
     rendered: Callable[[dict[str, Any]], list[Conversation]],
 ) -> list[Conversation]:
-    """What is rendered of all rows, one after the other."""
+    """The rendered rows, one after the other."""
     conversations: list[Conversation] = []
 
     def check(row: dict[str, Any]) -> str | None:
@@ -101,14 +101,14 @@ def _read(
 
 
 class _Unrenderable(Exception):
-    """The chat template cannot say this conversation."""
+    """The chat template cannot render this conversation."""
 
 
 def _problem(row: dict[str, Any]) -> str | None:
     if not _are_messages(row.get("messages")):
-        return 'no demonstration: it needs "messages", a list of {"role", "content"}'
+        return 'not a demonstration: it needs "messages", a list of {"role", "content"}'
     if row["messages"] and row["messages"][0]["role"] == "assistant":
-        return "the assistant speaks first: there is no prompt that its words could be learned from"
+        return "the assistant speaks first: a prompt must come before it"
     if not _has_assistant(row["messages"]):
         return "nothing to train on: no message has the role 'assistant'"
     return None
@@ -117,9 +117,9 @@ def _problem(row: dict[str, Any]) -> str | None:
 def _pair_problem(row: dict[str, Any]) -> str | None:
     for key in ("prompt", *SIDES):
         if not _are_messages(row.get(key)):
-            return f'no preference pair: it needs "{key}", a list of {{"role", "content"}}'
+            return f'not a preference pair: it needs "{key}", a list of {{"role", "content"}}'
     if not row["prompt"]:
-        return "the prompt is empty: nobody says anything that could be answered"
+        return "the prompt is empty: it needs at least one message"
     for side in SIDES:
         if not _has_assistant(row[side]):
             return f"nothing to train on: no message of {side!r} has the role 'assistant'"
@@ -162,7 +162,7 @@ def _segments(
             raise _Unrenderable(
                 f"message {index}: the chat template does not begin the turn with its own generation prompt"
             )
-        # what a template writes between two turns is white space, and belongs to the next prompt
+        # white space between two turns belongs to the next prompt
         said = whole[len(prompt) :].rstrip()
         if segment and prompt.startswith(so_far):
             segment.append(Piece(prompt[len(so_far) :], False))
@@ -183,7 +183,7 @@ def _for_templates(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """OpenAI's form, and the one without the `function` around it."""
+    """Accepts OpenAI's form, and the one without the `function` around it."""
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
@@ -210,5 +210,5 @@ def _segment(pieces: list[Piece], ids_of: dict[str, list[int]]) -> Segment:
         if piece.trained and len(token_ids) > start:
             spans.append((start, len(token_ids)))
     if not token_ids or (spans and spans[0][0] == 0):
-        raise UsageError("the chat template renders an empty prompt, and nothing predicts the first token of a turn")
+        raise UsageError("the chat template renders an empty prompt; the first token of a turn needs a token before it")
     return Segment(token_ids, spans)

@@ -1,4 +1,4 @@
-"""A finished JSONL file as batches: made if need be, read, cut to what fits, shuffled anew each epoch."""
+"""Batches from a finished JSONL file: created by a script if needed, read, filtered by length, and shuffled each epoch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 def check(data: DataOptions, tree: Tree) -> None:
-    """ConfigError if there is neither the file nor a script that makes it."""
+    """Raise ConfigError if neither the file nor a script that creates it exists."""
     if find(data.path) is None and not data.made_by:
         raise ConfigError(
             f"{tree.where('data.path')}: data.path: there is no {data.path}; "
@@ -38,18 +38,18 @@ def check(data: DataOptions, tree: Tree) -> None:
 
 
 def make(data: DataOptions, say: Say) -> None:
-    """Run the script that makes the file, if it is not there."""
+    """Run the script that creates the file, if it is missing."""
     if find(data.path) is not None:
         return
     say(f"making {data.path}")
     words = [sys.executable, *data.made_by, "--output", data.path]
     done = subprocess.run(words, check=False)
     if done.returncode != 0:
-        raise UsageError(f"data.made_by: {' '.join(data.made_by)} ended with exit code {done.returncode}")
+        raise UsageError(f"data.made_by: {' '.join(data.made_by)} failed with exit code {done.returncode}")
 
 
 def digest(data: DataOptions) -> str:
-    """Of the file's content."""
+    """The digest of the file's content."""
     with (find(data.path) or Path(data.path)).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -63,12 +63,12 @@ def prepared(
     say: Say,
     limit: int | None = None,
 ) -> list[Sample]:
-    """The samples of the file that fit and teach something; what is left out is said.
+    """The samples of the file that fit and have a learning signal; reports what is left out.
 
     limit: the first samples only.
 
     Raises:
-        UsageError: there are none.
+        UsageError: no sample is left.
     """
     read = algorithm.samples(find(data.path) or Path(data.path), tokenizer)[:limit]
     bound = min(data.max_tokens or learner.policy.context, learner.policy.context)
@@ -79,35 +79,35 @@ def prepared(
         raise UsageError(f"{data.path}: no sample to train on; data.max_tokens is {bound}")
     samples = algorithm.prepare(kept, learner, budget)
     if len(samples) < len(kept):
-        say(f"{len(kept) - len(samples):,} of {len(kept):,} samples teach nothing: left out")
+        say(f"{len(kept) - len(samples):,} of {len(kept):,} samples have no learning signal: left out")
     if not samples:
-        raise UsageError(f"{data.path}: no sample teaches anything: in every group all rewards are equal")
+        raise UsageError(f"{data.path}: no sample has a learning signal: in every group all rewards are equal")
     return samples
 
 
 def steps(samples: Sequence[Sample], recipe: Recipe) -> int:
-    """How many optimiser steps the recipe takes on them."""
+    """How many optimizer steps the recipe takes on them."""
     assert recipe.batch_size is not None and recipe.epochs is not None
     count = math.ceil(len(samples) / recipe.batch_size) * recipe.epochs
     return min(count, recipe.max_steps or count)
 
 
 def batches(samples: Sequence[Sample], recipe: Recipe, done: int) -> Iterator[Batch]:
-    """Each an optimiser step; those after the first `done`."""
+    """The batches after the first `done`, each an optimizer step."""
     assert recipe.batch_size is not None and recipe.epochs is not None
     parts = epochs(samples, recipe.batch_size, recipe.epochs, recipe.seed)
     return (Batch([part]) for part in islice(parts, done, steps(samples, recipe)))
 
 
 def in_turn(batches: Iterator[Batch], algorithm: Algorithm, learner: Engine, budget: int) -> Iterator[Batch]:
-    """Each batch prepared again when its turn comes: by then a critic says other values than at the start of the run."""
+    """Prepare each batch again when its turn comes: the critic's values have changed since the start of the run."""
     for batch in batches:
         updates = [algorithm.prepare(update, learner, budget) for update in batch.updates]
         yield Batch([update for update in updates if update], batch.values)
 
 
 def epochs(samples: Sequence[Sample], batch_size: int, count: int, seed: int) -> Iterator[list[Sample]]:
-    """Each epoch shuffles anew; its last batch may be smaller."""
+    """Shuffles again for each epoch; the last batch of an epoch may be smaller."""
     for epoch in range(count):
         order = list(range(len(samples)))
         random.Random(f"{seed} epoch {epoch}").shuffle(order)

@@ -1,7 +1,7 @@
-"""Scored rollouts (wire.md, section 3) as the learner sees them: reward, group, segments. Nothing is tokenised again.
+"""Training samples from scored rollouts (wire.md, section 3): reward, group, segments. Nothing is tokenized again.
 
-Left out, and counted: failed attempts, rewards of null ("could not be scored" is not a 0). Refused: rows without tokens,
-and rows that were sampled from anything but the plain distribution at the recipe's temperature, because then the
+Left out and counted: failed attempts, and null rewards ("could not be scored" is not a 0). Refused: rows without
+tokens, and rows that were not sampled from the plain distribution at the recipe's temperature, because then the
 sampler's logprobs are not the policy's.
 """
 
@@ -22,7 +22,7 @@ from ngym.schema import Json
 from ..losses.advantages import all_equal
 from .samples import Sample, Segment
 
-# name -> the values that leave the distribution as the model made it
+# name -> the values that leave the model's distribution unchanged
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
@@ -42,10 +42,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said(Segment):
-    """A segment that a policy sampled. [trained] each, of its sampled tokens; None until `prepare` has found them.
+    """A segment that a policy sampled. Each field is [trained], over its sampled tokens; None until `prepare` fills it.
 
-    sampler: log p as the engine that sampled gave it. old: as the trainer gives it before its first update.
-    reference: under the reference policy. values: the critic's before the first update; returns: what they should have been.
+    sampler: log p from the engine that sampled. old: from the trainer before its first update. reference: under the
+    reference policy. values: the critic's before the first update; returns: their targets.
     """
 
     sampler: list[float]
@@ -58,9 +58,9 @@ class Said(Segment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout(Sample):
-    """One attempt at a task, of which only the segments with sampled tokens are kept; there may be none.
+    """One attempt at a task, with only the segments that have sampled tokens; there may be none.
 
-    group: which task. truncated: it was cut off.
+    group: the task. truncated: it was cut off.
     """
 
     segments: tuple[Said, ...]
@@ -75,7 +75,7 @@ class Rollout(Sample):
 
 @dataclass
 class Read:
-    """The rollouts that can be learned from, and how many cannot."""
+    """The usable rollouts, and the counts of the others."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     unscored: int = 0
@@ -86,7 +86,7 @@ def read_rollouts(path: Path, temperature: float) -> Read:
     """The rollouts of a JSONL file.
 
     Raises:
-        UsageError: rows that are no rollouts, not of this temperature, or there twice; each is named.
+        UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
     """
     read, seen = Read(), set[str]()
 
@@ -95,7 +95,7 @@ def read_rollouts(path: Path, temperature: float) -> Read:
             return said
         name = (row.get("ng") or {}).get("rollout_id")
         if name in seen:
-            return f"the rollout {name} stands twice in this file; remove one of the two"
+            return f"the rollout {name} is in this file twice; remove one of the two"
         seen.update([name] if name else [])
         return None
 
@@ -105,7 +105,7 @@ def read_rollouts(path: Path, temperature: float) -> Read:
 
 
 def take(row: Json, read: Read) -> None:
-    """Sort a row that has no problem."""
+    """Add a row without problems to the result."""
     if "failure" in row:
         read.failed += 1
     elif row["reward"] is None:
@@ -115,11 +115,11 @@ def take(row: Json, read: Read) -> None:
 
 
 def problem(row: Json, temperature: float) -> str | None:
-    """Why nothing can be learned from a row, though it should be; None if it can, or need not."""
+    """Why a row that should be usable is not; None if it is usable or may be left out."""
     if "failure" in row:
         return None
     if "reward" not in row or not isinstance(row.get("ng"), dict):
-        return "no scored rollout: it needs a reward and an ng record, as ng_collect_rollouts writes them"
+        return "not a scored rollout: it needs a reward and an ng record, as ng_collect_rollouts writes them"
     if row["reward"] is None:
         return None
     if not isinstance(row["reward"], int | float) or not math.isfinite(row["reward"]):
@@ -128,7 +128,7 @@ def problem(row: Json, temperature: float) -> str | None:
         return bent
     segments = row["ng"].get("segments")
     if not segments:
-        return "no token ids (ng.segments is empty): only a model server that returns them, as models/vllm does, can be trained"
+        return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
     return next(filter(None, map(_segment_problem, segments)), None)
 
 
@@ -142,12 +142,14 @@ def bent_sampling(params: Json, temperature: float) -> str | None:
         case {"text": {"format": {"type": kind}}}:
             settings["text.format"] = kind
     match settings:
-        case {"tool_choice": {"mode": kind}} | {"tool_choice": {"type": kind}}:  # of some tools, or of one to be called
+        case {"tool_choice": {"mode": kind}} | {
+            "tool_choice": {"type": kind}
+        }:  # of some tools, or of one that must be called
             settings["tool_choice"] = kind
     for name, neutral in NEUTRAL.items():
         if settings.get(name) not in neutral:
             return (
-                f"{name} is {settings[name]!s:.60}: the sampler's logprobs would be those of another distribution than the one "
+                f"{name} is {settings[name]!s:.60}: the sampler's logprobs would belong to another distribution than the one "
                 f"that is trained; leave {name} out of training rollouts"
             )
     said = settings.get("temperature")
@@ -159,7 +161,7 @@ def bent_sampling(params: Json, temperature: float) -> str | None:
 def _segment_problem(segment: Any) -> str | None:
     try:
         ids, mask, logprobs = segment["token_ids"], segment["mask"], segment["logprobs"]
-        end = 1  # nothing predicts the first token
+        end = 1  # there is no prediction of the first token
         for start, stop in mask:
             if not end <= start < stop <= len(ids):
                 return f"a segment's mask has the span [{start}, {stop}): spans ascend within [1, {len(ids)})"
@@ -168,11 +170,11 @@ def _segment_problem(segment: Any) -> str | None:
         if len(logprobs) != masked:
             return f"a segment has {len(logprobs)} logprobs for {masked} sampled tokens"
         if not all(map(math.isfinite, logprobs)):
-            return "a segment has logprobs that are no numbers"
+            return "a segment has logprobs that are not numbers"
         if not all(len(span) == 3 for span in segment["policy_version"]):
             return "a segment's policy_version must be spans [start, end, version]"
     except (KeyError, TypeError, ValueError) as error:
-        return f"a segment is none (token_ids, mask, logprobs, policy_version): {type(error).__name__} {error}"
+        return f"a segment is malformed (token_ids, mask, logprobs, policy_version): {type(error).__name__} {error}"
     return None
 
 
@@ -196,7 +198,7 @@ def _rollout(row: Json) -> Rollout:
 
 
 def filled(rollouts: Sequence[Rollout], name: str, values: Sequence[Sequence[list[float]]]) -> list[Rollout]:
-    """The rollouts with this field of their segments. values: of each rollout, of each segment, of each token."""
+    """The rollouts with this field of their segments. values: by rollout, by segment, by token."""
     named: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
     return [
         replace(
@@ -208,7 +210,7 @@ def filled(rollouts: Sequence[Rollout], name: str, values: Sequence[Sequence[lis
 
 
 def grouped(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
-    """The rollouts of each task together, in the order of their first."""
+    """The rollouts grouped by task, in the order of each task's first."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
@@ -216,7 +218,7 @@ def grouped(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
 
 
 def described(read: Read) -> dict[str, float]:
-    """What was collected, as metrics."""
+    """Metrics of the collected rollouts."""
     rollouts = read.rollouts
     left_out: dict[str, float] = {
         "num_unscored": read.unscored,
@@ -242,6 +244,6 @@ def described(read: Read) -> dict[str, float]:
         "num_turns": fmean(rollout.turns for rollout in rollouts),
         "tool_calls": fmean(rollout.tool_calls for rollout in rollouts),
         "tool_errors": fmean(rollout.tool_errors for rollout in rollouts),
-        # on average over what a policy says, -log p is its entropy
+        # on average over sampled tokens, -log p is the entropy
         "approx_entropy": -fmean(said) if said else 0.0,
     }

@@ -1,7 +1,8 @@
-"""What the trainer steps on: a batch is lists of samples, and a sample is the segments that belong together.
+"""The records that the trainer steps on: a batch is lists of samples, and a sample is the segments that belong
+together.
 
-A demonstration is one sample, of one segment as long as each turn's prompt continues the turn before. The segments of a
-sample always share a micro-batch.
+A demonstration is one sample, with one segment as long as each turn's prompt continues the turn before. The segments of
+a sample always share a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 class Segment:
     """One unbroken context.
 
-    token_ids: [T]. spans: [start, end) of the trained tokens; start >= 1, for nothing predicts the first token.
+    token_ids: [T]. spans: [start, end) of the trained tokens; start >= 1, because the first token has no prediction.
     """
 
     token_ids: list[int]
@@ -22,7 +23,7 @@ class Segment:
 
     @property
     def trained(self) -> int:
-        """How many tokens are trained."""
+        """The number of trained tokens."""
         return sum(end - start for start, end in self.spans)
 
 
@@ -32,12 +33,12 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model computes."""
+        """The number of tokens that the model computes."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def longest(self) -> int:
-        """The tokens of its longest segment."""
+        """The number of tokens of the longest segment."""
         return max(len(segment.token_ids) for segment in self.segments)
 
     @property
@@ -47,9 +48,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is trained between two reports.
+    """The samples that are trained between two reports.
 
-    updates: an optimiser step is taken on each. values: what is known of them beforehand, for the log.
+    updates: the samples of each optimizer step. values: metrics known beforehand, for the log.
     """
 
     updates: Sequence[Sequence[Sample]]

@@ -1,1 +1,1 @@
-"""The training engine: DeepSpeed, the optimizer, and the ranks with their failures."""
+"""The training engine: DeepSpeed, the optimizer, and the handling of failed ranks."""

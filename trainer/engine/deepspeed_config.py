@@ -1,6 +1,6 @@
 """DeepSpeed's config, and the offload of states to CPU memory.
 
-Without ZeRO there is nothing that moves them, and ZeRO-3 moves only those of DeepSpeed's fused Adam.
+Offloading needs ZeRO; ZeRO-3 offloads only the states of DeepSpeed's fused Adam.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from . import tensor_parallel
 
 
 class Offloaded:
-    """Which of a DeepSpeed engine's states are away, and how they come back."""
+    """Tracks which of a DeepSpeed engine's states are offloaded, and loads them back."""
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine = engine
         self._device = device
-        self._frozen = [one for one in engine.module.parameters() if not one.requires_grad]  # ZeRO has no part in these
+        self._frozen = [
+            one for one in engine.module.parameters() if not one.requires_grad
+        ]  # ZeRO does not manage these
 
     def away(self, *, weights: bool) -> None:
-        """Everything but the weights goes, or stays away; these go, too, or are here.
+        """Offload everything except the weights; these are offloaded or loaded as asked.
 
-        weights: those that compute; the optimiser's own copies are no part of them.
+        weights: offload the compute weights too; the optimizer's own copies are not among them.
         """
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
@@ -43,7 +45,7 @@ class Offloaded:
             torch.cuda.empty_cache()
 
     def back(self) -> None:
-        """All of it is where it is computed."""
+        """Load everything back to where it is computed."""
         self._engine.reload_states()
         self._move_frozen(self._device)
 
@@ -53,22 +55,22 @@ class Offloaded:
 
 
 def imported() -> Any:
-    """deepspeed, quiet, and on a machine without a GPU told so: it would look for a compiler otherwise."""
+    """deepspeed with less logging. Without a GPU it is told so; otherwise it would look for a compiler."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's to mend
-    # On a CPU it would compile an operator now, and a build that was once killed leaves a lock at which this hangs for
-    # ever. Through sys.modules, because the attribute `deepspeed.comm.torch` is torch itself.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # a bug in DeepSpeed
+    # On a CPU it would compile an operator here, and a killed build leaves a lock that blocks it forever. Through
+    # sys.modules, because the attribute `deepspeed.comm.torch` is torch itself.
     backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
     return deepspeed
 
 
 def settings(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, Any]:
-    """DeepSpeed's config. Micro-batches and their weights are ours: to DeepSpeed each is a batch of its own."""
+    """DeepSpeed's config. We handle micro-batches and their weights: for DeepSpeed each micro-batch is a batch."""
     clips_itself = options.zero_stage > 0
     pinned = torch.cuda.is_available()
     zero: dict[str, Any] = {"stage": options.zero_stage, "overlap_comm": torch.cuda.is_available()}
@@ -83,7 +85,7 @@ def settings(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, 
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch's own fused AdamW is as fast, and needs no compiler
-        # without the check a bf16 step would be taken on a gradient that is no number
+        # without the check, a bf16 step would use a gradient that is not finite
         "bf16": {"enabled": options.precision == "bf16", "check_grad_overflow": options.precision == "bf16"},
         "gradient_clipping": (optimizing.max_grad_norm or 0.0) if clips_itself else 0.0,
         "steps_per_print": 1 << 30,

@@ -1,9 +1,10 @@
 """The process group, and the heartbeat that detects dead or hung ranks.
 
-A rank whose process dies breaks the others' next collective (gloo at once, NCCL never); one that hangs breaks nothing.
-The signs go through the store where the ranks meet (rank 0, or torchrun's agent, has it), over connections of their own.
-Time is counted in this rank's own looks at the others: if all were stopped together, none has missed anything. A store that
-did not answer in time is met anew: a rank that was stopped for a while, or a network that was away, ends no run.
+A rank whose process dies breaks the others' next collective (gloo at once, NCCL never); a rank that hangs breaks
+nothing. The heartbeats go through the rendezvous store (on rank 0 or in torchrun's agent), over separate connections.
+Time is counted in this rank's own checks of the others: if all ranks were stopped together, none has missed a
+heartbeat. After a timeout of the store the rank reconnects, so that a paused rank or a short network failure does not
+end the run.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from ngym.errors import NgymError
 
 from ..recipe.recipe import Launch
 
-MEET_S = 90  # from when the first rank is there; none has loaded a model yet
+MEET_S = 90  # seconds, from the arrival of the first rank; no rank has loaded a model yet
 LOOK_S = 1.0
-STORE_S = 5  # for an answer of the store
-GONE = 5  # looks without a sign, once a collective has failed
-SILENT = 45  # looks without a sign while nothing has failed: a straggler is waited for
+STORE_S = 5  # seconds, for an answer of the store
+GONE = 5  # checks without a heartbeat, once a collective has failed
+SILENT = 45  # checks without a heartbeat while nothing has failed: slow ranks are waited for
 Told = TypeVar("Told")
-# Ranks wait while the first one collects, evaluates, or sits an outage out; one that is lost is found by its signs of life.
+# Ranks wait while rank 0 collects, evaluates, or waits out an outage; the heartbeat finds lost ranks.
 PATIENCE = timedelta(days=7)
 
 
@@ -40,39 +41,39 @@ FIRST, DONE, FAILED = b"0", b"done", b"failed"
 
 
 class RankGone(NgymError):
-    """A rank is dead, hangs or has ended before the others."""
+    """A rank is dead, hangs or ended before the others."""
 
 
 class Seen(NamedTuple):
-    """A rank's last sign, and at which look it was new."""
+    """A rank's last heartbeat, and the check at which it was new."""
 
     sign: bytes
     look: int
 
 
 class Company:
-    """This rank among the others, from when they have met until they part.
+    """This rank's membership in the process group, from rendezvous to exit.
 
     Raises:
-        RankGone: a rank did not come.
+        RankGone: a rank did not arrive.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._others = [other for other in range(ranks) if other != rank]
-        self._store = self._meet()  # rank 0 has it for as long as it has this
+        self._store = self._meet()  # on rank 0 the store lives as long as this object
         self._seen = dict.fromkeys(self._others, Seen(FIRST, 0))
         self._looks = 0
         self._parted = threading.Event()
         self._last = FAILED
-        # In two threads: whoever asks the store of a rank that was stopped waits for as long as that is.
+        # In two threads: a request to the store of a stopped rank blocks until that rank continues.
         self._watch = threading.Thread(target=self._look, name="look for the others", daemon=True)
         self._talk = threading.Thread(target=self._exchange, name="signs of life", daemon=True)
         self._watch.start()
         self._talk.start()
 
     def _meet(self) -> TCPStore:
-        """The store, once each rank's first sign is there."""
+        """The store, once each rank's first heartbeat has arrived."""
         host, port = _address()
         has_it = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         try:
@@ -95,11 +96,11 @@ class Company:
                 ) from error
             raise RankGone(self._alone([0])) from error
         try:
-            store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes, too
+            store.set(_key(self._rank), FIRST)  # type: ignore[arg-type]  # bytes are accepted too
             _in_time(lambda: store.wait(list(map(_key, self._others)), timedelta(seconds=MEET_S)), MEET_S)
             store.set_timeout(timedelta(seconds=STORE_S))
         except RuntimeError as error:
-            missing = [0]  # unless it answers
+            missing = [0]  # unless the store answers
             with suppress(RuntimeError):
                 missing = _in_time(lambda: [other for other in self._others if not store.check([_key(other)])], STORE_S)
             raise RankGone(self._alone(missing)) from error
@@ -108,21 +109,23 @@ class Company:
     def _alone(self, missing: list[int]) -> str:
         named = ", ".join(map(str, missing))
         return (
-            f"rank {named} did not come to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time (about {MEET_S} s), so "
-            f"rank {self._rank} ends, too; the output of the former says why; start all ranks again"
+            f"rank {named} did not arrive at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} in time "
+            f"(about {MEET_S} s), so rank {self._rank} ends too; see the output of the former; start all ranks again"
         )
 
     def part(self, last: bytes) -> None:
-        """This rank does nothing more with the others: it is DONE, or has FAILED."""
+        """Announce that this rank has finished: DONE or FAILED."""
         self._last = last
         self._parted.set()
         self._watch.join()
         self._talk.join(STORE_S)
 
     def gone(self) -> str | None:
-        """Who has given no sign since a collective failed, or None if all of them do: a few looks later."""
+        """Names a rank without a heartbeat since a collective failed, or None if all ranks sent one; takes a few
+        checks.
+        """
         failed = self._looks
-        while self._looks <= failed + GONE + 3:  # its last sign may have come while this one failed
+        while self._looks <= failed + GONE + 3:  # its last heartbeat may have come while this one failed
             if missing := self._missing(GONE):
                 return missing
             time.sleep(LOOK_S / 4)
@@ -132,7 +135,7 @@ class Company:
         while not self._parted.wait(LOOK_S):
             self._looks += 1
             if missing := self._missing(SILENT):
-                # the main thread may be in a collective that never ends
+                # the main thread may hang in a collective
                 print(f"ng_train: {missing}", file=sys.stderr, flush=True)
                 os._exit(1)
 
@@ -143,10 +146,8 @@ class Company:
                 store = store or _met_again()
                 store.set(_key(self._rank), str(self._looks))
                 signs = store.multi_get(list(map(_key, self._others)))
-            except (
-                RuntimeError
-            ):  # it has gone with its rank, and the others' last signs grow old; or it is out of reach
-                store = None  # what comes late over this connection would answer another question
+            except RuntimeError:  # the store died with its rank and heartbeats grow old, or it is unreachable
+                store = None  # a late answer on this connection would be taken for that of another request
                 continue
             for other, sign in zip(self._others, signs, strict=True):
                 if sign != self._seen[other].sign:
@@ -165,21 +166,25 @@ class Company:
             return None
         named = "rank " + ", ".join(map(str, failed or silent))
         how = "has failed" if failed else f"has given no sign of life for {looks * LOOK_S:.0f} s"
-        return f"{named} {how}, so rank {self._rank} ends, too; the output of the former says why; go on with --resume"
+        return (
+            f"{named} {how}, so rank {self._rank} ends too; see the output of the former; to continue, run the same "
+            "command with --resume"
+        )
 
 
 def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
-    """What the store is asked. Its own timeout does not hold where somebody listens and says nothing: the thread is left behind then.
+    """Ask the store with a timeout. Its own timeout fails against a listener that never answers; the thread is then
+    abandoned.
 
     Raises:
-        RuntimeError: nobody answered.
+        RuntimeError: there was no answer.
     """
     told: Future[Told] = Future()
 
     def run() -> None:
         try:
             told.set_result(ask())
-        except BaseException as error:  # noqa: BLE001 (whoever waits is told)
+        except BaseException as error:  # noqa: BLE001 (the waiting thread gets it)
             told.set_exception(error)
 
     threading.Thread(target=run, name="meet", daemon=True).start()
@@ -190,7 +195,7 @@ def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
 
 
 def _met_again() -> TCPStore:
-    """A new connection to the store. RuntimeError: nobody is there."""
+    """A new connection to the store. RuntimeError: it cannot be reached."""
     store = TCPStore(*_address(), is_master=False, timeout=timedelta(seconds=LOOK_S), wait_for_workers=False)
     store.set_timeout(timedelta(seconds=STORE_S))
     return store
@@ -202,7 +207,7 @@ def _address() -> tuple[str, int]:
 
 @contextmanager
 def watched(rank: int, ranks: int) -> Iterator[None]:
-    """In a company whose losses are named; alone there is none.
+    """Watch the other ranks and name the lost ones; does nothing with a single rank.
 
     Raises:
         RankGone: a collective failed, because a rank is gone.
@@ -228,7 +233,7 @@ def _key(rank: int) -> str:
 
 @contextmanager
 def joined(launch: Launch) -> Iterator[None]:
-    """In the company of the other ranks (the launcher's environment says where they meet), or alone without one."""
+    """In the process group (the launcher's environment has its address), or alone without a launcher."""
     os.environ.setdefault("LOCAL_RANK", str(launch.local_rank))
     backend = "gloo"
     if torch.cuda.is_available():
@@ -246,7 +251,7 @@ def joined(launch: Launch) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Through DeepSpeed, where it was used: it remembers groups, and would use dead ones in the next company."""
+    """Leave through DeepSpeed if it was used: it caches groups, and would use dead ones in the next process group."""
     comm: Any = sys.modules.get("deepspeed.comm")
     if comm is not None and comm.is_initialized():
         comm.destroy_process_group()
@@ -255,5 +260,5 @@ def _leave() -> None:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has called this."""
     distributed.barrier()

@@ -43,7 +43,7 @@ Shared = TypeVar("Shared")
 
 
 class Update(NamedTuple):
-    """What a step did. grad_norm: before clipping. critic_grad_norm: the critic's own, where it is clipped on its own."""
+    """The result of a step. grad_norm: before clipping. critic_grad_norm: the critic's, where it is clipped separately."""
 
     grad_norm: float
     lr: float
@@ -59,7 +59,7 @@ class Engine:
         self.policy = policy
         self.rank = launch.rank
         self.ranks = launch.ranks
-        self.steps = 0  # that changed the weights
+        self.steps = 0  # steps that changed the weights
         self._together = options.together
         if options.sequence_parallel > 1:
             policy.check_shared("engine.sequence_parallel", options.sequence_parallel, "num_key_value_heads")
@@ -81,7 +81,7 @@ class Engine:
             dist_init_required=False,
         )
         if options.tensor_parallel > 1:
-            # it compares the first arguments of all ranks, which it knows to do for tensors, lists and dicts
+            # it compares the first arguments across ranks, which works only for tensors, lists and dicts
             self._deepspeed.first_dataloader_check.remove()
             tensor_parallel.mark(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
         self.device = torch.device(self._deepspeed.device)
@@ -89,11 +89,12 @@ class Engine:
 
     @property
     def dtype(self) -> str:
-        """Of the weights that it computes with, as torch calls it."""
+        """The dtype of the compute weights, in torch's name."""
         return "bfloat16" if self._options.precision == "bf16" else "float32"
 
     def micro_batches(self, samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-        """Those of this rank; each has equally many, and some may be empty. Ranks that compute together have the same.
+        """This rank's micro-batches. Each rank has the same number, some may be empty; ranks that compute together
+        share them.
 
         budget: tokens that a rank computes at once.
         """
@@ -103,14 +104,14 @@ class Engine:
         ]
 
     def scores(self, packed: Packed, asks: Asks) -> Scores:
-        """What is asked of the trained tokens, at the temperature that is trained at."""
+        """The requested outputs for the trained tokens, at the training temperature."""
         scores: Scores = self._deepspeed(packed, asks)
         return scores
 
     def logprobs(self, packed: Packed, temperature: float | None = None) -> Tensor:
-        """Log p of the trained tokens, [N]; under torch.no_grad() nothing is kept for a backward.
+        """Log p of the trained tokens, [N]; under torch.no_grad() without a graph.
 
-        temperature: None is the one that is trained at.
+        temperature: None for the training temperature.
         """
         scores: Scores = self._deepspeed(packed, Asks(), temperature)
         return scores.logprobs_N
@@ -122,26 +123,26 @@ class Engine:
         return values_N
 
     def base_logprobs(self, packed: Packed) -> Tensor:
-        """The same under the network without its adapter, which is what it was before training."""
+        """Log p under the network without its adapter, which is the network before training."""
         with lora.off(self.policy.network):
             return self.logprobs(packed)
 
     def backward(self, loss_sum: Tensor, weight: float, *, last: bool) -> None:
-        """Add the gradient of loss_sum / weight, where `weight` is that of the whole batch over all ranks.
+        """Add the gradient of loss_sum / weight, where `weight` is for the whole batch over all ranks.
 
-        DeepSpeed averages over ranks (those that share a layer are one), hence the factor; it is not to divide by
-        micro-batches again.
+        DeepSpeed averages over ranks (those that share a layer count as one), hence the factor. It must not divide by
+        the number of micro-batches again.
         """
         self._deepspeed.set_gradient_accumulation_boundary(last)
         averaged = self.ranks // self._options.tensor_parallel
         self._deepspeed.backward(loss_sum * (averaged / weight), scale_wrt_gas=False)
 
     def step(self, factor: float) -> Update:
-        """Clip, update, forget the gradients; learning rates are scaled by `factor`.
+        """Clip, update and clear the gradients; learning rates are scaled by `factor`.
 
-        Policy and critic are clipped each on its own; ZeRO knows only the norm of both together, and clips by that.
+        Policy and critic are clipped separately; ZeRO knows only their joint norm and clips by that.
 
-        A gradient that is no number changes nothing, on any rank; grad_norm tells.
+        A gradient that is not finite changes nothing on any rank; grad_norm shows it.
         """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
@@ -151,7 +152,7 @@ class Engine:
             norm = float(self._deepspeed.get_global_grad_norm())
             self.steps += math.isfinite(norm)
             return Update(norm, lr)
-        # without ZeRO, DeepSpeed keeps the norm to itself, and steps in any case
+        # without ZeRO, DeepSpeed does not return the norm, and always steps
         norm, of_critic = self._clipped(self.policy.network), None
         if self.policy.critic is not None:
             of_critic = self._clipped(self.policy.critic)
@@ -164,13 +165,13 @@ class Engine:
         return Update(norm, lr, of_critic)
 
     def _clipped(self, network: nn.Module) -> float:
-        """The norm that its gradient had."""
+        """Clip the gradient; returns its norm before clipping."""
         bound = self._optimizing.max_grad_norm or float("inf")
         return float(nn.utils.clip_grad_norm_(network.parameters(), bound))
 
     @contextmanager
     def gradients_seen(self) -> Iterator[set[str]]:
-        """The names of the policy's parameters that get a gradient in this block; this rank's micro-batches decide."""
+        """The names of the policy's parameters that get a gradient in this block, from this rank's micro-batches."""
         seen: set[str] = set()
         hooks = [
             parameter.register_hook(partial(_note, seen, name))
@@ -184,7 +185,7 @@ class Engine:
                 hook.remove()
 
     def overflown(self) -> list[str]:
-        """The names of this rank's trainable parameters, or of its parts of them, whose norm is not finite in float32."""
+        """The names of this rank's trainable parameters (or shards) whose norm is not finite in float32."""
         trainable = ((name, one) for name, one in self.policy.named_parameters() if one.requires_grad)
         parts = ((name, getattr(one, "ds_tensor", one).detach()) for name, one in trainable)  # under ZeRO-3, its shard
         return [name for name, part in parts if not part.norm(dtype=torch.float32).isfinite()]
@@ -205,7 +206,7 @@ class Engine:
         return values
 
     def add_up(self, values: list[float]) -> list[float]:
-        """Each value summed over all ranks; what ranks compute together counts once."""
+        """Each value summed over all ranks; values of ranks that compute together count once."""
         if self.ranks == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -213,11 +214,11 @@ class Engine:
         return [float(value) / self._together for value in total]
 
     def offload(self, *, weights: bool) -> None:
-        """Leave the GPU's memory to somebody else; without `weights`, those that compute stay or come back."""
+        """Free the GPU's memory; without `weights`, the compute weights stay or come back."""
         self._offloaded.away(weights=weights)
 
     def reload(self) -> None:
-        """Everything is where it is trained."""
+        """Load everything back for training."""
         self._offloaded.back()
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -240,7 +241,7 @@ class Engine:
         wait_for_all()
 
     def save_state(self, folder: Path) -> Json:
-        """Write the trained weights and what the optimizer knows of them; what `load_state` needs besides, as JSON.
+        """Write the trained weights and the optimizer's state; returns what else `load_state` needs, as JSON.
 
         Every rank calls it, rank 0 writes.
         """
@@ -252,17 +253,18 @@ class Engine:
         } | {name: self.everyones(state) for name, state in states(self.device).items()}
 
     def load_state(self, folder: Path, told: Json) -> None:
-        """Go on from what `save_state` wrote; every rank reads it. ZeRO stage, ranks and precision may be others.
+        """Load what `save_state` wrote; every rank reads it. ZeRO stage, number of ranks and precision may differ.
 
         Raises:
-            StateMissing: it is not that of this model.
+            StateMissing: the state belongs to another model.
         """
         load(self._deepspeed, self.policy, folder, told["optimizer_steps"])
         self.steps = told["steps"]
         restore(self.device, told, self.rank)
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into copies.
+        """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into
+        copies.
 
         Every rank calls it: under ZeRO-3 each holds a shard and helps to gather.
         """
@@ -299,6 +301,6 @@ def _note(seen: set[str], name: str, gradient: Tensor) -> None:
 
 
 def _let_all_read(folder: Path) -> None:
-    """safetensors makes its file private, and a server may be another user."""
+    """safetensors makes its file private, but a server may run as another user."""
     for file in folder.iterdir():
         file.chmod(0o644)

@@ -1,7 +1,9 @@
-"""Losses, gradients and weights that are not numbers.
+"""The guard against losses, gradients and weights that are not finite, and the report of steps without a learning
+signal.
 
-A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; a few in a row
-end the run. Weights are checked before they are saved: what a too large step left behind is neither a checkpoint nor a policy.
+A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; several in a
+row end the run. Weights are checked before they are saved, so that a step that was too large reaches neither a
+checkpoint nor the policy.
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ NOT_SAVED = (
     "so they are not saved, and the last good checkpoint is kept. Train again with a lower optimizer.lr, or with "
     "optimizer.max_grad_norm, from the start or from the policy/ of that checkpoint"
 )
-UNIFORM = 1e-5  # from here on, a logprob is not that of a uniform distribution
+UNIFORM = 1e-5  # a logprob at least this far from log(1/V) is not from a uniform distribution
 
 
 class NotFinite(NgymError):
-    """The loss, the gradient or the weights are not finite, or the network does not depend on its input any more."""
+    """The loss, the gradient or the weights are not finite, or the network no longer depends on its input."""
 
 
 class Guard:
-    """Counts the optimiser steps that were skipped, and checks the weights that the others left.
+    """Counts the skipped optimizer steps, and checks the weights after the others.
 
-    skipping: the last step was skipped, so the weights of the one before it may be what is wrong.
+    skipping: the last step was skipped, so the weights before it may be at fault.
 
     Args:
-        folder: where the batches of skipped steps go, one file each; None on all ranks but one.
-        limit: so many skipped steps in a row end the run.
+        folder: for the batches of skipped steps, one file each; None on all ranks but one.
+        limit: this many skipped steps in a row end the run.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
@@ -54,10 +56,10 @@ class Guard:
         self._limit = limit
 
     def passes(self, step: int, samples: Sequence[Sample], loss: float, grad_norm: float) -> bool:
-        """Whether the optimiser step was one. The engine has skipped it where the gradient was no number.
+        """Whether the optimizer step was taken. The engine has skipped it if the gradient was not finite.
 
         Raises:
-            NotFinite: too many were none in a row.
+            NotFinite: too many steps in a row were skipped.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
@@ -68,8 +70,8 @@ class Guard:
         kept = self._dump(step, samples)
         if self._in_a_row >= self._limit:
             raise NotFinite(
-                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}, {self._in_a_row} optimiser steps in "
-                f"a row; the weights are those before. Lower optimizer.lr{kept}"
+                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}, {self._in_a_row} optimizer steps in "
+                f"a row; the weights are unchanged since. Lower optimizer.lr{kept}"
             )
         return False
 
@@ -83,12 +85,13 @@ class Guard:
         budget: tokens that a rank computes at once.
 
         Raises:
-            NotFinite: the last steps were skipped, or a tensor is not finite or so large that its norm overflows float32, or the
-                policy's logprobs are not finite, or exactly uniform: an overflow within the network ends in zeros.
+            NotFinite: the last steps were skipped, or a tensor is not finite or so large that its norm overflows
+                float32, or the policy's logprobs are not finite, or exactly uniform: an overflow within the network
+                ends in zeros.
         """
         if self.skipping:
             raise NotFinite(
-                f"the last {self._in_a_row} optimiser steps were skipped, because their loss or gradient was not finite: the "
+                f"the last {self._in_a_row} optimizer steps were skipped, because their loss or gradient was not finite: the "
                 f"weights may be what is wrong with them, {NOT_SAVED}"
             )
         overflown = [name for found in engine.everyones(engine.overflown()) for name in found]
@@ -115,22 +118,22 @@ class Guard:
 
 
 class Untrained:
-    """Says that steps trained nothing, because no rollout of theirs had a learning signal: the first time, and at the end."""
+    """Reports steps that trained nothing because no rollout had a learning signal: the first time, and at the end."""
 
     def __init__(self) -> None:
         self._said = False
 
     def noted(self, values: Mapping[str, float]) -> str:
-        """What to say of a step with these metrics, if anything."""
+        """The message about a step with these metrics, or ""."""
         if self._said or values["global_valid_toks"]:
             return ""
         self._said = True
         return f"nothing was trained: {_why(values)}"
 
     def summary(self, history: Iterable[Mapping[str, float]], steps: int) -> str:
-        """What to say at the end, if anything.
+        """The message at the end, or "".
 
-        history: the metrics of the run. steps: those that changed the weights.
+        history: the metrics of the run. steps: how many steps changed the weights.
         """
         trained = [row["global_valid_toks"] > 0 for row in history if "global_valid_toks" in row]
         if all(trained):
@@ -152,7 +155,7 @@ def _why(values: Mapping[str, float]) -> str:
 
 
 def _wrong(logprobs_N: Tensor, vocabulary: int) -> str:
-    """What is wrong with the logprobs of a policy; empty if nothing is."""
+    """What is wrong with the logprobs of a policy; "" if nothing is."""
     if not bool(logprobs_N.isfinite().all()):
         return "not finite"
     from_uniform = (logprobs_N + math.log(vocabulary)).abs()

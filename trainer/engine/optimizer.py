@@ -1,4 +1,4 @@
-"""What a gradient does to a weight: AdamW, or Muon for matrices and AdamW for the rest; and the schedule of a run."""
+"""The optimizers (AdamW, or Muon for matrices and AdamW for the rest) and the learning-rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITERATIONS = 5
 def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork | None = None) -> torch.optim.AdamW:
     """The optimizer over all trainable weights; each group keeps its own full learning rate as `base_lr`.
 
-    critic: its weights take AdamW's steps, whatever the network's take.
+    critic: its weights always use AdamW.
     """
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     head = getattr(network, "get_output_embeddings", lambda: None)()
@@ -54,7 +54,7 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
         "betas": options.betas,
         "eps": options.eps,
         "weight_decay": options.weight_decay,
-        "fused": True,  # on a CPU, where the offloaded step is taken, twelve times as fast
+        "fused": True,  # twelve times as fast on a CPU, where the offloaded step runs
     }
     return Muon(groups, momentum=options.muon_momentum, **adamw) if muon else torch.optim.AdamW(groups, **adamw)
 
@@ -71,7 +71,7 @@ def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but in groups marked `muon` a matrix moves by its orthogonalised Nesterov momentum."""
+    """AdamW, except that in groups marked `muon` a matrix moves by its orthogonalized Nesterov momentum."""
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **adamw: Any) -> None:
         super().__init__(groups, **adamw)
@@ -82,7 +82,7 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             if group["muon"]:
                 self._step_matrices(group)
-        return super().step(closure)  # skips what has no gradient left
+        return super().step(closure)  # skips parameters whose gradient was cleared
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         by_shape: defaultdict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
@@ -105,7 +105,8 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly: singular values end between 0.7 and 1.2. [B, rows <= columns].
+    """The nearest semi-orthogonal matrices, approximately: singular values end between 0.7 and 1.2. [B, rows <=
+    columns].
 
     Five steps of X <- (a + b R + c R^2) X with R = X X^T. R and the product of the polynomials commute, so both are
     iterated as small square matrices and X is touched at the end (https://tridao.me/blog/2026/gram-newton-schulz/).

@@ -1,8 +1,8 @@
-"""The state of the optimizer and of random numbers, as checkpoints hold it.
+"""The state of the optimizer and of random number generators in checkpoints.
 
 Each trainable weight has its float32 master value and the optimizer's tensors (AdamW: exp_avg, exp_avg_sq), all in the
-weight's own shape. Nothing here depends on the ZeRO stage, the number of ranks or the precision that wrote it, so a run
-may go on with others: what DeepSpeed calls a universal checkpoint, without its pickles.
+weight's own shape. The format does not depend on the ZeRO stage, the number of ranks or the precision that wrote it, so
+a run may resume with others (DeepSpeed's universal checkpoint, without its pickles).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE_BYTES = 2 << 30
 
 
 def states(device: torch.device) -> dict[str, str | None]:
-    """Of each generator, in base64; None where this rank has no such device."""
+    """The state of each generator, in base64; None if this rank has no such device."""
     return {
         name: None if generator is None else base64.b64encode(bytes(generator.get_state().numpy())).decode()
         for name, generator in _generators(device).items()
@@ -36,7 +36,7 @@ def states(device: torch.device) -> dict[str, str | None]:
 
 
 def restore(device: torch.device, told: Json, rank: int) -> None:
-    """told: `states` of every rank under each name. A rank, or a device, that was not there then draws as it would."""
+    """told: `states` of every rank, by name. A rank or device without a stored state keeps its fresh seed."""
     for name, generator in _generators(device).items():
         of_ranks = told.get(name, [])
         if generator is not None and rank < len(of_ranks) and of_ranks[rank] is not None:
@@ -50,7 +50,7 @@ def _generators(device: torch.device) -> dict[str, torch.Generator | None]:
 
 
 class StateMissing(NgymError):
-    """A stored state is not that of these weights."""
+    """A stored state does not belong to these weights."""
 
 
 class Entry(NamedTuple):
@@ -65,7 +65,8 @@ class Entry(NamedTuple):
 
 
 def gather(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(key, float32 tensor on the CPU) of every trainable weight, one after another; every rank must iterate to the end.
+    """(key, float32 tensor on the CPU) of every trainable weight, one after another; every rank must iterate to the
+    end.
 
     engine: what deepspeed.initialize returned. Before the first step there are only masters.
     """
@@ -81,7 +82,7 @@ def gather(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def steps_of(engine: Any, network: nn.Module) -> dict[str, float]:
-    """How many steps the optimizer has counted for each weight; ZeRO counts for all of them together."""
+    """How many steps the optimizer has counted for each weight; ZeRO has one count for all."""
     if not _sharded(engine):
         state = engine.optimizer.state
         return {name: float(state[one][STEP]) for name, one in _trainable(network) if STEP in state.get(one, {})}

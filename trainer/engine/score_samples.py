@@ -1,4 +1,4 @@
-"""The logprobs of all trained tokens of many samples under a policy as it is now: the ranks share the work, all know it all."""
+"""The current policy's logprobs of all trained tokens of many samples: the ranks share the work and all get the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANNED_AT_ONCE = 1024
 def score(
     samples: Sequence[Sample], logprobs: Callable[[Packed], Tensor], engine: Engine, budget: int
 ) -> list[list[list[float]]]:
-    """Of each sample, of each of its segments, of each of its trained tokens. Every rank calls it.
+    """Values by sample, by segment, by trained token. Every rank calls it.
 
     logprobs: [N] of the trained tokens of a micro-batch, such as engine.logprobs. budget: tokens computed at once.
     """
@@ -42,7 +42,7 @@ def _score(
             count += segment.trained
     found = [0.0] * count
     for mine in engine.micro_batches(samples, budget):
-        # a rank without work computes something and keeps none of it: the ranks' collectives must match
+        # a rank without work computes something and discards it: the ranks' collectives must match
         packed = pack(mine or samples[:1], engine.device)
         with torch.no_grad():
             values = logprobs(packed).tolist()

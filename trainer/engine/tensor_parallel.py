@@ -1,7 +1,7 @@
-"""Ranks that share each layer (DeepSpeed's AutoTP): which weights are cut, and how a cut tensor is whole again.
+"""Tensor parallelism (DeepSpeed's AutoTP): which weights are cut across ranks, and how a cut tensor is reassembled.
 
-A projection into the heads or into the wide middle of the MLP is cut by rows, the one back by columns; everything else is
-on every rank. Weights, and what an optimizer knows of them, leave this process whole: files and pushes know no ranks.
+A projection into the heads or into the MLP's intermediate size is cut by rows, the projection back by columns;
+everything else is on every rank. Files and weight pushes contain whole tensors, of weights and of optimizer states.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SHARD = "ngym_shard"
 SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 ROWS = (r".*\.[qkv]_proj\.(weight|bias)$", r".*\.(gate|up)_proj\.(weight|bias)$")
 COLUMNS = (r".*\.(o|down)_proj\.(weight|bias)$",)
-# they are whole, and see this rank's heads only: the ranks' gradients are to be added up
+# replicated, but applied to this rank's heads only: their gradients must be summed over the ranks
 OF_HEADS = (r".*\.[qk]_norm\.weight$",)
 
 
 class Shard(NamedTuple):
-    """A rank's part of a weight: of `ranks` equal parts along a dimension, the one at `rank`."""
+    """A rank's part of a weight: part `rank` of `ranks` equal parts along a dimension."""
 
     dim: int
     ranks: int
@@ -47,15 +47,15 @@ def settings(ranks: int) -> dict[str, Any]:
 
 
 def shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
-    """Of all parameters; `mark` is told those from before DeepSpeed cut them."""
+    """The shapes of all parameters, for `mark` to compare after DeepSpeed has cut them."""
     return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
 
 
 def mark(policy: Policy, before: Mapping[str, tuple[int, ...]], group: distributed.ProcessGroup) -> None:
-    """Note at each parameter that is another shape than before how it was cut.
+    """Record on each parameter whose shape has changed how it was cut.
 
     Raises:
-        ConfigError: none was.
+        ConfigError: no parameter was cut.
     """
     ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
     cut = 0
@@ -69,7 +69,7 @@ def mark(policy: Policy, before: Mapping[str, tuple[int, ...]], group: distribut
 
 
 def whole(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """The tensor of all ranks from each one's part; of an uncut parameter the value itself. Every rank calls it."""
+    """The whole tensor from each rank's part; for an uncut parameter the value itself. Every rank calls it."""
     shard: Shard | None = getattr(parameter, SHARD, None)
     if shard is None:
         return value
@@ -86,7 +86,7 @@ def part(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """That of the parameter of all ranks."""
+    """The shape of the whole parameter."""
     shard: Shard | None = getattr(parameter, SHARD, None)
     sizes = list(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the parameter itself is empty
     if shard is not None:
@@ -96,9 +96,9 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """The parameters are whole in this block. Every rank enters it.
+    """Makes the parameters whole within this block. Every rank enters it.
 
-    Their own data is put back, not cut anew: it is a view of the flat buffer that ZeRO updates.
+    Afterwards their original data is put back, not cut again: it is a view of the flat buffer that ZeRO updates.
     """
     kept = [(parameter, parameter.data) for parameter in parameters]
     for parameter, data in kept:

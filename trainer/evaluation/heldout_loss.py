@@ -1,6 +1,6 @@
-"""How good is the policy on a held-out file? The algorithm's own loss and metrics on it, without a step.
+"""Evaluation on a held-out file: the algorithm's own loss and metrics on it, without a training step.
 
-val/loss              as in training; for sft the mean of -log p over all tokens, and val/perplexity = exp of it
+val/loss              as in training; for sft the mean of -log p over all tokens, with val/perplexity = exp of it
 val/rewards/...       for dpo: accuracies, margins ... against the starting policy
 """
 
@@ -29,7 +29,7 @@ SHOWN = ("val/loss", "val/perplexity", "val/rewards/accuracies", "val/rewards/ma
 
 
 class HeldOutNotFinite(NotFinite):
-    """The held-out loss is not a number: the policy of this step is not worth saving."""
+    """The held-out loss is not finite: the weights of this step must not be saved."""
 
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(f"the held-out loss after step {step} is {loss}: the weights cannot be used, {NOT_SAVED}")
@@ -37,12 +37,12 @@ class HeldOutNotFinite(NotFinite):
 
 
 class HeldOutData:
-    """Every rank has one and calls it at the same time.
+    """Measures a held-out file. Every rank has an instance and calls it at the same time.
 
     Args:
-        samples: prepared for the algorithm, while the policy was the one that the run begins with.
+        samples: prepared for the algorithm with the policy that the run starts from.
         budget: tokens that a rank computes at once.
-        note: told the step, the metrics, and a line for the screen.
+        note: called with the step, the metrics, and a line for the screen.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class HeldOutData:
         self._note = note
 
     def evaluated(self, batches: Iterable[Batch], done: int) -> Iterator[Batch]:
-        """The batches after the first `done`; the policy is evaluated before the first of all, every so many, and at the end.
+        """The batches after the first `done`; evaluates before the first batch, every so many batches, and at the end.
 
-        A batch is measured after its checkpoint was saved, so a run that goes on from there has it still to do.
+        A batch is evaluated after its checkpoint is saved, so a run that resumes from that evaluates it again.
         """
         if done % self._every == 0:
             self._measure(done)
@@ -79,7 +79,7 @@ class HeldOutData:
     def _measure(self, step: int) -> None:
         """
         Raises:
-            HeldOutNotFinite: the loss is not a number.
+            HeldOutNotFinite: the loss is not finite.
         """
         began = time.monotonic()
         values = {f"val/{name}": value for name, value in self.means().items()}
@@ -92,7 +92,7 @@ class HeldOutData:
             raise HeldOutNotFinite(step, values["val/loss"])
 
     def means(self) -> dict[str, float]:
-        """Each metric of the algorithm, a mean over the samples of all ranks."""
+        """Each metric of the algorithm, as a mean over the samples of all ranks."""
         sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
         with torch.no_grad(), _no_dropout(self._engine.policy):
@@ -106,7 +106,7 @@ class HeldOutData:
         engine, algorithm = self._engine, self._algorithm
         step_loss = algorithm.step_loss(samples)
         for mine in engine.micro_batches(samples, self._budget):
-            # a rank without work computes something and counts none of it: the ranks' collectives must match
+            # a rank without work computes something with count 0: the ranks' collectives must match
             packed = pack(mine or samples[:1], engine.device)
             loss = step_loss.loss(engine.scores(packed, algorithm.asks), packed)
             for name, mean in loss.metrics.items():
@@ -116,7 +116,7 @@ class HeldOutData:
 
 @contextmanager
 def _no_dropout(policy: torch.nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in policy.modules()}  # they may differ: see activations.py
+    modes = {module: module.training for module in policy.modules()}  # they may differ: see model/layers.py
     policy.eval()
     try:
         yield

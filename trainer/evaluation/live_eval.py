@@ -1,18 +1,19 @@
-"""How good is the policy on tasks that it does not train on? Through the same services, several attempts and a greedy one.
+"""Evaluation on held-out tasks through the services: several sampled attempts and a greedy one per task.
 
     eval/{environment}/avg@k    the mean reward of k sampled attempts at each task
-    eval/{environment}/pass@j   the chance that one of j attempts gets the whole reward, 1; j = 1, 2, 4 ... k (unbiased)
+    eval/{environment}/pass@j   the unbiased estimate that one of j attempts gets the whole reward, 1; j = 1, 2, 4 ... k
     eval/{environment}/greedy   the mean reward without sampling
     val/accuracy                the mean of avg@k over the environments
 
-Each with /low and /high, the 95 % interval with the tasks as its independent units, and /count, /failed and /unscored:
-attempts with a reward, and those without one. They count in no mean: "could not be scored" is not a 0.
+Each has /low and /high, the 95 % interval with the tasks as its independent units, and /count, /failed and /unscored:
+attempts with a reward, failed attempts, and attempts with a null reward. The last two count in no mean: "could not be
+scored" is not a 0.
 
-Each sampled attempt has a seed of its own, derived from the run's seed, the step, the task and the attempt. Every rollout is
-kept in the run's folder:
+Each sampled attempt has a separate seed, derived from the run's seed, the step, the task and the attempt. Every rollout
+is kept in the run's folder:
 
     eval_rollouts.jsonl             finished ones; `_ng_train.oldest` is the step, `evaluation` the way: `sums/avg@4`
-    eval_rollouts_failures.jsonl    those that were given up
+    eval_rollouts_failures.jsonl    failed ones
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SOLVED = 1.0  # the whole reward
 
 @dataclass
 class Tally:
-    """The attempts at the tasks of one environment, made in one way. attempts: at each task."""
+    """The attempts of one kind at the tasks of one environment. attempts: at each task."""
 
     environment: str
     greedy: bool
@@ -58,7 +59,7 @@ class Tally:
     unscored: int = 0
 
     def add(self, outcome: Outcome) -> None:
-        """Count a rollout, or one that was given up."""
+        """Count a finished or failed rollout."""
         if isinstance(outcome, FailedAttempt):
             self.failed += 1
         elif outcome.row["reward"] is None:
@@ -109,16 +110,17 @@ class HeldOut(NamedTuple):
 
 
 class Evaluation:
-    """Of a live run, on the rank that has the services.
+    """The evaluation of a live run, on the rank that has the services.
 
     Args:
-        temperature: of the sampled attempts.
-        note: told the step, the metrics, and a line for the screen.
-        seed: of the run. file: where rollouts are kept. done: steps that were trained; what is kept of these weights and of
-            later ones is dropped, for it is attempted again.
+        temperature: for the sampled attempts.
+        note: called with the step, the metrics, and a line for the screen.
+        seed: of the run. file: where rollouts are kept. done: number of trained steps; stored rollouts of these weights
+        and of later ones are dropped, because they are attempted again.
 
     Raises:
-        UsageError: held-out rows that are no tasks of their agent; the file cannot be used. FileLocked: another run writes it.
+        UsageError: held-out rows that are not tasks of their agent; the file cannot be used. FileLocked: another run
+            writes it.
     """
 
     def __init__(
@@ -142,11 +144,11 @@ class Evaluation:
         self._kept = Kept(file, done)
 
     def close(self) -> None:
-        """No more evaluations; what was collected is on the disk then."""
+        """End evaluation; everything that was collected is then on the disk."""
         self._services.call(self._kept.close())
 
     def after(self, step: int, last: bool) -> None:
-        """Evaluate, if it is time after this many steps."""
+        """Evaluate, if an evaluation is due after this step."""
         if step % self._options.every and not last:
             return
         began = time.monotonic()
@@ -167,9 +169,9 @@ class Evaluation:
         self._note(step, values, "\n".join(lines))
 
     async def _attempted(self, step: int) -> list[Tally]:
-        """All attempts, of all environments and in all ways at once: what is slow keeps nothing else waiting."""
+        """All attempts, of all environments and kinds, concurrently: a slow one does not delay the others."""
         tallies: list[Tally] = []
-        owners: dict[int, Tally] = {}  # of each number that a task goes by
+        owners: dict[int, Tally] = {}  # by task number
         keys: dict[int, str] = {}
 
         async def keep(outcome: Outcome) -> None:
@@ -189,7 +191,7 @@ class Evaluation:
     def _plan(
         self, step: int, tallies: list[Tally], owners: dict[int, Tally], keys: dict[int, str]
     ) -> Iterator[PlannedRollout]:
-        """Their task numbers are those of no other evaluation of the run, so that no two groups are taken for one."""
+        """The tasks, with numbers that no other evaluation of the run uses, so that groups stay separate."""
         ways = [(False, self._options.attempts, self._temperature), (True, 1, 0.0)][: 1 + self._options.greedy]
         first = step * len(ways) * sum(len(held_out.tasks) for held_out in self._held_out)
         for options, tasks, params in self._held_out:
@@ -206,13 +208,13 @@ class Evaluation:
 
 
 class Kept:
-    """The two files of held-out rollouts, in the order of their steps; on an event loop but for its beginning.
+    """The two files of held-out rollouts, in the order of their steps. Used on an event loop, except at the beginning.
 
     Args:
-        done: rows of weights that have learned so many batches, or more, are dropped.
+        done: rows of weights after this many batches or more are dropped.
 
     Raises:
-        FileLocked: another trainer writes them. UsageError: a line is bad.
+        FileLocked: another trainer writes them. UsageError: a line is invalid.
     """
 
     def __init__(self, file: Path, done: int) -> None:
@@ -224,17 +226,17 @@ class Kept:
                 log.cut(starts[0])
 
     async def append(self, row: Json) -> None:
-        """Returns when it is on the disk.
+        """Returns when the row is on the disk.
 
         Raises:
-            DiskFull, WriteFailed: it is not.
+            DiskFull, WriteFailed: it could not be written.
         """
         await (self._failed if "failure" in row else self._finished).append(orjson.dumps(row))
 
     async def close(self) -> None:
         """
         Raises:
-            DiskFull, WriteFailed: not everything is on the disk.
+            DiskFull, WriteFailed: some rows could not be written.
         """
         try:
             await self._finished.flush()
@@ -247,7 +249,7 @@ class Kept:
 def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[HeldOut]:
     """
     Raises:
-        UsageError: rows that are no tasks of their agent.
+        UsageError: rows that are not tasks of their agent.
     """
     return [_read(each, rollouts, options.limit) for each in options.held_out(rollouts)]
 

@@ -1,7 +1,7 @@
 """Advantage estimators over groups of rollouts, and the groups that have no learning signal. Imports no torch.
 
-A group of one and a group of equal rewards teach nothing: exactly 0, and so does a reward of None (could not be
-scored), which is left out of its group's statistics too. Equal means equal but for rounding, as 0.1 + 0.2 and 0.3 are.
+A group of one and a group of equal rewards have advantages of exactly 0. So does a reward of None (could not be
+scored), which is also left out of its group's statistics. Rewards are equal up to rounding, as 0.1 + 0.2 and 0.3 are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import fmean
 
 from ..recipe.objective import Advantage
 
-ROUNDING = 1e-6  # of the largest reward; float32 rounds at 6e-8
+ROUNDING = 1e-6  # relative to the largest reward; float32 rounds at 6e-8
 Reward = float | None
 
 
@@ -22,10 +22,10 @@ def advantages(options: Advantage, rewards_B: Sequence[Reward], groups_B: Sequen
 
     Args:
         rewards_B: None where a rollout could not be scored.
-        groups_B: each rollout's group. A group is who is here: rollouts that failed do not count in it.
+        groups_B: each rollout's group. Only the rollouts given here count; failed ones do not.
 
     Returns:
-        [B]; with estimators `reward` and `gae` the rewards themselves, for gae.py to lay out over the tokens.
+        [B]; with estimators `reward` and `gae` the rewards themselves, which are spread over the tokens later.
     """
     of_group = _ESTIMATORS[options.estimator]
     found = [0.0] * len(rewards_B)
@@ -42,9 +42,9 @@ def component_advantages(
     weights_K: Sequence[float],
     groups_B: Sequence[Hashable],
 ) -> list[float]:
-    """GDPO (arXiv 2601.05242): normalise each reward within its group, add up, normalise over the step, [B, K] -> [B].
+    """GDPO (arXiv 2601.05242): normalize each reward within its group, add up, normalize over the step, [B, K] -> [B].
 
-    A component of None adds nothing; a rollout without any component has advantage 0 and no part in the statistics.
+    A component of None adds nothing; a rollout without any component has advantage 0 and is left out of the statistics.
     """
     normalised_KB = [advantages(options, component_B, groups_B) for component_B in zip(*components_BK, strict=True)]
     whole_step: list[Reward] = []
@@ -55,18 +55,18 @@ def component_advantages(
 
 
 def less_kl(rewards_B: Sequence[Reward], kl_B: Sequence[float], coef: float) -> list[Reward]:
-    """Rewards minus coef x each rollout's KL summed over its tokens (RLOO); before the baseline is taken."""
+    """Rewards minus coef x each rollout's KL summed over its tokens (RLOO), before the baseline is subtracted."""
     pairs = zip(rewards_B, kl_B, strict=True)
     return [None if reward is None else reward - coef * kl for reward, kl in pairs]
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """But for rounding."""
+    """Whether all rewards are equal up to rounding."""
     return max(rewards) - min(rewards) <= ROUNDING * max(map(abs, rewards))
 
 
 def _scored(rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[list[tuple[int, float]]]:
-    """The groups, as (place, reward) of each scored member."""
+    """The groups, as (index, reward) of each scored member."""
     groups: defaultdict[Hashable, list[tuple[int, float]]] = defaultdict(list)
     for index, (reward, group) in enumerate(zip(rewards_B, groups_B, strict=True)):
         if reward is not None:
@@ -103,7 +103,7 @@ def _leave_one_out(rewards: list[float], eps: float) -> list[float]:
 
 
 def _leave_one_out_std(rewards: list[float], eps: float) -> list[float]:
-    """(r - mean of the others) / (std of the others + eps); not divided where the others are equal. NeMo RL's default."""
+    """(r - mean of the others) / (std of the others + eps); undivided if the others are equal. NeMo RL's default."""
     values = _leave_one_out(rewards, eps)
     others = [rewards[:index] + rewards[index + 1 :] for index in range(len(rewards))]
     return [
@@ -114,7 +114,7 @@ def _leave_one_out_std(rewards: list[float], eps: float) -> list[float]:
 
 def _std(values: Sequence[float]) -> float:
     mean = fmean(values)
-    # not a sum of squares, which overflows where the deviation itself does not
+    # hypot instead of a sum of squares, which may overflow where the deviation does not
     return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)
 
 
@@ -129,20 +129,20 @@ _ESTIMATORS: dict[str, Callable[[list[float], float], list[float]]] = {
 
 
 def informative(rewards: Sequence[Reward]) -> bool:
-    """Dynamic sampling: whether a group has a gradient, so two scored rollouts that differ. Ask before shaping."""
+    """Dynamic sampling: whether a group has a gradient, that is, two scored rollouts that differ. Call before shaping."""
     scored = [reward for reward in rewards if reward is not None]
     return len(scored) > 1 and not all_equal(scored)
 
 
 def informative_components(components: Sequence[Mapping[str, Reward]]) -> bool:
-    """The same of a group whose components are normalised each on its own: one that differs is enough."""
+    """The same for a group whose components are normalized separately: one that differs is enough."""
     names = {name for of_rollout in components for name in of_rollout}
     return any(informative([of_rollout.get(name) for of_rollout in components]) for name in names)
 
 
 def soft_overlong(length: int, limit: int, buffer: int) -> float:
-    """A penalty to add to the reward: 0 up to limit - buffer tokens, then linear down to -1 at the limit and beyond.
+    """A penalty to add to the reward: 0 up to limit - buffer tokens, then linear to -1 at the limit and beyond.
 
-    length: all tokens that the rollout sampled, over all its turns.
+    length: all sampled tokens of the rollout, over all its turns.
     """
     return min(0.0, max(-1.0, (limit - buffer - length) / buffer))

@@ -1,11 +1,11 @@
-"""Advantages token by token: rewards laid out over a rollout, GAE or returns to go, whitened over the whole step.
+"""Advantages per token: rewards spread over a rollout, GAE or returns to go, whitened over the whole step.
 
-All on the sampled tokens alone, a rollout's tokens in the order of time and rollout after rollout:
+Flat arrays hold the sampled tokens only, in order of time, rollout after rollout:
 
     [ a a a a | b b | c c c ]      lengths_B = [4, 2, 3]
 
-What tools wrote is not among them. So GAE steps from the last token before a tool's answer straight to the first one after
-it, as if the answer were part of the environment's move: exact across gaps, with nothing to mask.
+Tokens from tools are not among them: GAE steps from the last token before a tool's answer to the first one after it, as
+if the answer were part of the environment's transition. This is exact across gaps and needs no mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST_VARIANCE = 1e-8
 
 
 class Estimates(NamedTuple):
-    """advantages_N, and returns_N = advantages + values, which the critic learns."""
+    """advantages_N, and returns_N = advantages + values, the targets of the critic."""
 
     advantages_N: Tensor
     returns_N: Tensor
@@ -33,7 +33,7 @@ class Estimates(NamedTuple):
 def token_rewards(rewards_B: Sequence[float], lengths_B: Sequence[int], kl_N: Tensor, coef: float) -> Tensor:
     """-coef x KL on each token, and a rollout's reward (or advantage) on its last one, [N].
 
-    kl_N: estimates by `kl_estimate`, without a gradient; zeros without a reference.
+    kl_N: KL estimates without a gradient; zeros without a reference.
     """
     ends = torch.tensor(lengths_B, device=kl_N.device).cumsum(0) - 1
     present = torch.tensor([length > 0 for length in lengths_B], device=kl_N.device)
@@ -44,7 +44,7 @@ def token_rewards(rewards_B: Sequence[float], lengths_B: Sequence[int], kl_N: Te
 def gae(rewards_N: Tensor, values_N: Tensor, lengths_B: Sequence[int], gamma: float, lam: float) -> Estimates:
     """Generalised advantage estimation (arXiv 1506.02438), eq. 16; after the last token the value is 0.
 
-    values_N: the critic's, of the state in which each token was chosen.
+    values_N: the critic's value of the state in which each token was chosen.
     """
     grid = _Grid.of(lengths_B, rewards_N.device)
     rewards_TB, values_TB = grid.lay(rewards_N), grid.lay(values_N)
@@ -65,13 +65,13 @@ def returns_to_go(rewards_N: Tensor, lengths_B: Sequence[int], gamma: float) -> 
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
-    """How much of the returns' variance the values foresaw: 1 all, 0 none (and where all returns are equal), less: misled."""
+    """The share of the returns' variance that the values explain: 1 all, 0 none (or all returns equal), < 0 misleading."""
     variance = float(returns_N.var(correction=0))
     return 1 - float((returns_N - values_N).var(correction=0)) / variance if variance > 0 else 0.0
 
 
 class Moments(NamedTuple):
-    """Sums over tokens; those of all micro-batches and ranks, added up, are the moments of the step."""
+    """Sums over tokens; added up over all micro-batches and ranks, they are the moments of the step."""
 
     tokens: float
     total: float
@@ -86,7 +86,7 @@ class Moments(NamedTuple):
 def whiten(values_N: Tensor, step: Moments) -> Tensor:
     """(value - mean) / std over all tokens of the step, [N]; exactly 0 where all of them are equal.
 
-    The variance is the population's and at least 1e-8, as REINFORCE++ (arXiv 2501.03262) has it in OpenRLHF and NeMo RL.
+    The population variance, at least 1e-8, as for REINFORCE++ (arXiv 2501.03262) in OpenRLHF and NeMo RL.
     """
     mean = step.total / max(step.tokens, 1.0)
     variance = max(step.squares / max(step.tokens, 1.0) - mean * mean, 0.0)
@@ -97,7 +97,7 @@ def whiten(values_N: Tensor, step: Moments) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Places in [T, B] that the flat tokens take; rollouts end together, at T - 1."""
+    """Positions of the flat tokens in [T, B]; all rollouts end together, at T - 1."""
 
     time_N: Tensor
     rollout_N: Tensor
@@ -106,7 +106,7 @@ class _Grid:
 
     @classmethod
     def of(cls, lengths_B: Sequence[int], device: torch.device) -> Self:
-        """Rollout after rollout."""
+        """The grid for rollouts of these lengths."""
         lengths = torch.tensor(lengths_B, device=device)
         longest = max(lengths_B, default=0)
         rollout_N = torch.arange(len(lengths_B), device=device).repeat_interleave(lengths)

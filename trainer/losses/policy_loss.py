@@ -1,35 +1,31 @@
 """The policy-gradient loss: ratios, clipping, importance sampling, KL, and its reduction.
 
-With d = log p - log p_ref of a sampled token, on average over tokens: k1 = d, k2 = d^2 / 2 (close to it), and
-k3 = exp(-d) - 1 + d are KL(policy || reference); k2 and k3 are never negative, k1 and k3 are unbiased
+With d = log p - log p_ref of a sampled token: k1 = d, k2 = d^2 / 2 and k3 = exp(-d) - 1 + d estimate
+KL(policy || reference). k2 and k3 are never negative, k1 and k3 are unbiased, k2 nearly so
 (http://joschu.net/blog/kl-approx.html).
 
-As a loss they differ in their gradients. d/dtheta KL = E[d x grad log p]; the pathwise gradient of k1 is zero on
-average, that of k3 is the one of KL(reference || policy), that of k2 is right on-policy. With the score-function term,
-k x grad log p, and the ratio r of p to the p that sampled, k3 has the gradient r d grad log p, k1 the same plus a term
-that is zero on average. So `exact` uses r d grad log p for all of them; the estimator only decides what is reported.
-It agrees with TRL's use_bias_correction_kl and NeMo RL for k3, and with OpenRLHF's unbiased_gradient for all.
+As losses they differ in their gradients. d/dtheta KL = E[d x grad log p]. The pathwise gradient of k1 is zero on
+average, that of k3 belongs to KL(reference || policy), that of k2 is correct on-policy. With the score-function term k
+x grad log p and the ratio r of p to the sampling p, k3 has the gradient r d grad log p, and k1 the same plus a term
+that is zero on average. So `exact` uses r d grad log p for all of them, and the estimator only decides what is
+reported. This agrees with TRL's use_bias_correction_kl and NeMo RL for k3, and with OpenRLHF's unbiased_gradient for
+all.
 
-    loss of a step = sum over its tokens of weight x term / total,   weight and total from all of its rollouts
+The sampler (vLLM) rounds differently, uses other kernels and may be a version behind. Corrections with
+w = p(trainer) / p(sampler), without a gradient:
 
-`weigh` sees the whole optimiser step, so cutting it into micro-batches and ranks changes nothing. A rollout without
-trained tokens counts nothing: it is as if it were not there.
-
-The sampler (vLLM) rounds elsewhere, runs other kernels, and may be a version behind. With w = p(trainer) / p(sampler):
-
-token         w, cut to [low, high]: TIS                   https://fengyao.notion.site/off-policy-rl
-sequence      the product of a rollout's w, cut to [low, high]
+token         w, clipped to [low, high]: TIS               https://fengyao.notion.site/off-policy-rl
+sequence      the product of a rollout's w, clipped to [low, high]
 icepop        w, or 0 outside of [low, high]               https://ringtech.notion.site/icepop
-sequence_mask w, or 0 for all of a rollout whose geometric mean of w is outside of [low, high]
-
-The weights have no gradient. What is dropped stays in the divisor: a step with much of it dropped is a small one.
-
-The sums are weighted by the optimiser step that they belong to (reduction.weigh), and the loop divides them, once, by that
-step's total: policy, KL and entropy terms alike.
+sequence_mask w, or 0 for a whole rollout whose geometric mean of w is outside of [low, high]
 
     ratio_N    = exp(logprobs - anchor)                    by token, or one a rollout
     policy_N   = clipped, cispo or reinforce               x correction_N
-    loss       = sum of weight_N x (policy_N + kl.coef x kl_N - entropy_coef x entropy_N)
+    loss       = sum of weight_N x (policy_N + kl.coef x kl_N - entropy_coef x entropy_N) / total
+
+`weigh` computes weight and total from all rollouts of the optimizer step, so cutting the step into micro-batches and
+ranks changes nothing; the loop divides by total once. Dropped tokens stay in total: a step with many of them is a small
+one. A rollout without trained tokens does not count.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ from torch import Tensor
 
 from ..recipe.objective import Aggregation, Correction, Critic, Kl, KlEstimator, Objective, PolicyLoss
 
-CAP = 10.0  # on an estimate and on the ratio: one token must not outweigh a batch
+CAP = 10.0  # limit of an estimate and of the ratio: one token must not outweigh a batch
 EXPONENT = 20.0  # exp of it is finite in float32
 Totals = Mapping[str, tuple[Tensor, float]]  # a metric as a scalar on the device, and its count
 
@@ -63,7 +59,7 @@ def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator,
 
 
 def kl_term(options: Kl, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:
-    """What each token adds to the loss before `coef`, [N]. old_N: logprobs that the ratio is taken to."""
+    """What each token adds to the loss before `coef`, [N]. old_N: the logprobs in the denominator of the ratio."""
     k = kl_estimate(logprobs_N, reference_N, options.estimator)
     if options.gradient == "pathwise":
         return k
@@ -75,14 +71,14 @@ def kl_term(options: Kl, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A metric as a sum and what it is divided by; both are added up over micro-batches and ranks."""
+    """A metric as a sum and its divisor; both are added up over micro-batches and ranks."""
 
     total: float
     count: float
 
 
 class Loss(NamedTuple):
-    """sum: a scalar to descend on, not yet divided. metrics: by name."""
+    """sum: the scalar to minimize, not yet divided. metrics: by name."""
 
     sum: Tensor
     metrics: dict[str, Mean]
@@ -112,19 +108,19 @@ class Rows:
         return self.sum(torch.ones_like(self.row_N))
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """Each token gets its row's value, [R] -> [N]."""
+        """Give each token its row's value, [R] -> [N]."""
         return values_R.index_select(0, self.row_N)
 
 
 class Weights(NamedTuple):
-    """Of each rollout of a step: token_B, what each of its tokens counts; share_B, its part of the divisor."""
+    """For each rollout of a step: token_B, the weight of each of its tokens; share_B, its part of the divisor."""
 
     token_B: list[float]
     share_B: list[float]
 
     @property
     def total(self) -> float:
-        """The divisor of the step: tokens, rollouts or tasks. 0 if nothing is trained."""
+        """The divisor of the step: tokens, rollouts or tasks; 0 if nothing is trained."""
         return math.fsum(self.share_B)
 
 
@@ -135,7 +131,7 @@ def weigh(
     fixed_length: int | None = None,
     tasks_B: Sequence[Hashable] = (),
 ) -> Weights:
-    """Weights of all rollouts of an optimiser step, over all ranks.
+    """Weights of all rollouts of an optimizer step, over all ranks.
 
     Args:
         lengths_B: trained tokens of each rollout, over all its segments; 0 for one that is left out.
@@ -167,7 +163,7 @@ def measured(totals: Totals) -> dict[str, Mean]:
 
 
 class Corrected(NamedTuple):
-    """weights_N: to multiply each token's policy term by."""
+    """weights_N: factors of each token's policy term."""
 
     weights_N: Tensor
     totals: Totals
@@ -178,13 +174,13 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Row
 
     Args:
         options: of a kind other than none.
-        trainer_N: the trainer's logprobs before its step, without a gradient.
-        sampler_N: the sampler's own, as recorded with the rollout.
+        trainer_N: the trainer's logprobs before its step, without gradient.
+        sampler_N: the sampler's, as recorded with the rollout.
     """
     low, high = options.bounds
     log_w_N = trainer_N - sampler_N
     w_N = _exp(log_w_N)
-    judged_N = w_N  # what is held against the bounds
+    judged_N = w_N  # what is compared with the bounds
     if options.kind == "sequence":
         judged_N = _exp(rows.spread(rows.sum(log_w_N)))
     elif options.kind == "sequence_mask":
@@ -206,7 +202,7 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Row
 
 
 def mismatch(trainer_N: Tensor, sampler_N: Tensor) -> Totals:
-    """How far the two are apart, whatever is done about it.
+    """How far trainer and sampler are apart, before any correction.
 
     token_mult_prob_error: mean of exp |difference|, 1 when they agree; above 1.05 something is wrong (NeMo RL).
     mismatch_kl: k3 of KL(sampler || trainer).
@@ -227,9 +223,9 @@ def _exp(log_N: Tensor) -> Tensor:
 class Tokens:
     """The sampled tokens of a micro-batch, flat; only logprobs_N and entropy_N carry a gradient.
 
-    rows: the rollout of each. weight_R, share: of these rollouts, from `weigh`; share is their part of the divisor.
-    old_N: the trainer's logprobs before its first update on this batch; None on that first update, when they are the same.
-    sampler_N: the sampler's. reference_N: the reference policy's. entropy_N: of the whole distribution at each token.
+    rows: the rollout of each. weight_R, share: from `weigh`, for these rollouts; share is their part of the divisor.
+    old_N: the trainer's logprobs before its first update on this batch; None on that first update, when they are equal.
+    sampler_N: the sampler's. reference_N: the reference policy's. entropy_N: of each token's whole distribution.
     """
 
     logprobs_N: Tensor
@@ -244,10 +240,10 @@ class Tokens:
 
 
 def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
-    """The objective summed over a micro-batch.
+    """The loss of the objective, summed over a micro-batch.
 
     Raises:
-        ValueError: a tensor that the objective asks for is not there.
+        ValueError: a tensor that the objective needs is missing.
     """
     weight_N, count = tokens.rows.spread(tokens.weight_R), float(len(tokens.logprobs_N))
     trainer_N = tokens.logprobs_N.detach() if tokens.old_N is None else tokens.old_N
@@ -265,7 +261,7 @@ def policy_loss(objective: Objective, tokens: Tokens) -> Loss:
         kl_N = kl_term(objective.kl, tokens.logprobs_N, _given(tokens.reference_N, "reference_N"), anchor_N)
         terms_N = terms_N + objective.kl.coef * kl_N
         totals["kl_penalty"] = (kl_N.sum(), count)
-    elif tokens.reference_N is not None:  # it is in the advantages; here it is told
+    elif tokens.reference_N is not None:  # the KL is in the advantages; here it is only reported
         kl_N = kl_estimate(tokens.logprobs_N.detach(), tokens.reference_N, objective.kl.estimator)
         totals["kl_penalty"] = (kl_N.sum(), count)
     if objective.loss.entropy_coef > 0:
@@ -286,7 +282,7 @@ def nll_loss(logprobs_N: Tensor) -> Loss:
 class Values:
     """The critic's values of the sampled tokens, flat; only values_N carries a gradient.
 
-    old_N: before the first update on this batch. returns_N: what they should have been. The rest: as in Tokens.
+    old_N: before the first update on this batch. returns_N: their targets. The rest: as in Tokens.
     """
 
     values_N: Tensor
@@ -298,7 +294,8 @@ class Values:
 
 
 def value_loss(critic: Critic, values: Values) -> Loss:
-    """Half the squared error; of a value that moved further than value_clip, the larger of its own and of the clipped one's.
+    """Half the squared error; for a value that moved further than value_clip, the larger of the two errors, unclipped
+    and clipped.
 
     As in OpenAI's implementation of PPO (baselines, ppo2).
     """
@@ -329,7 +326,7 @@ def _surrogate(options: PolicyLoss, tokens: Tokens, anchor_N: Tensor) -> _Surrog
     low, high = 1 - options.clip_low, 1 + options.clip_high
     clamped_N = ratio_N.clamp(low, high)
     below_N, above_N = ratio_N < low, ratio_N > high
-    if options.surrogate == "cispo":  # every token keeps its gradient; only the weight on it is bounded
+    if options.surrogate == "cispo":  # every token keeps its gradient; only its weight is bounded
         terms_N = -clamped_N.detach() * advantages_N * logprobs_N
     else:
         terms_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * clamped_N)

@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred -> the loss that widens the policy's margin between them over the reference's.
+"""The preference loss on pairs of answers: it widens the policy's margin between them over the reference's.
 
 margin = (log p - log p of the reference, of the chosen answer) - (the same of the rejected one), each a sum over the
 answer's tokens, or their mean

@@ -1,1 +1,1 @@
-"""The network, and what it computes for the tokens that it is trained on."""
+"""The network, and its outputs for the trained tokens."""

@@ -1,11 +1,12 @@
 """Attention over packed sequences.
 
 Hugging Face models call `packed_attention` by its registered name, with the layout passed through their `forward`. Only
-attention is ever padded: sequences of similar length form a group that one fused kernel computes, padded to the group's
-longest by at most a quarter. A row that several sequences begin with is computed once, and read by each of them here.
+attention is ever padded: one fused kernel computes a group of sequences of similar length, padded to the group's
+longest by at most a quarter. A row that several sequences share (a common prefix) is computed once, and each of them
+reads it here.
 
-    rows    [ s s s | a a a | b ]                what the network computes: b begins as a does
-    places  [ s s s a a a   s s s b b b ]        what attention computes; the last two of b are padding
+        rows    [ s s s | a a a | b ]                what the network computes: b shares the prefix of a
+        places  [ s s s a a a   s s s b b b ]        what attention computes; the last two of b are padding
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ SIMILAR = 0.8
 
 @dataclass(frozen=True)
 class Kind:
-    """What a layer asks for.
+    """The kind of attention of a layer.
 
-    scaling: of the scores; None: 1 / sqrt(D). window: how many tokens back each sees, itself included. softcap: scores are
-    bent to c tanh(score / c). sinks_H: a score of each head that takes probability and gives nothing (gpt-oss).
+    scaling: of the scores; None: 1 / sqrt(D). window: how many tokens back each sees, itself included. softcap: scores
+    become c tanh(score / c). sinks_H: a score per head that takes probability and contributes nothing (gpt-oss).
     """
 
     scaling: float | None = None
@@ -43,7 +44,7 @@ class Kind:
 
 
 def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kind) -> Tensor:
-    """Of S sequences of L tokens each, [S, H, L, D]; K heads of keys serve H of queries."""
+    """Attention of S sequences of L tokens each, [S, H, L, D]; K key heads serve H query heads."""
     length = query_SHLD.shape[2]
     window = kind.window if kind.window is not None and kind.window < length else None
     if kind.softcap is not None or kind.sinks_H is not None:
@@ -61,13 +62,13 @@ def attended(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kin
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Whether a token (row) sees another (column), [L, L]."""
+    """Whether a token (row) attends to another (column), [L, L]."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
 
 
 def _by_hand(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kind, window: int | None) -> Tensor:
-    """The scores as a tensor [S, H, L, L]: no fused kernel bends them, or has a sink."""
+    """Attention with explicit scores [S, H, L, L]: fused kernels support neither softcap nor sinks."""
     heads, length, size = query_SHLD.shape[1:]
     repeat = heads // key_SKLD.shape[1]
     key_SHLD, value_SHLD = (x.repeat_interleave(repeat, dim=1) for x in (key_SKLD, value_SKLD))
@@ -85,7 +86,7 @@ def _by_hand(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kin
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length: so many, padded to one length, at places [start, end)."""
+    """Sequences of similar length: their number, padded length, and places [start, end)."""
 
     start: int
     end: int
@@ -95,11 +96,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a micro-batch stand in attention. The tensors are None where places are rows.
+    """The places in attention of a micro-batch's rows. The tensors are None if places are rows.
 
-    row_P: the row that each place reads; padding reads a row of its own sequence and lies behind every real token, where
-    the causal mask hides it. place_T: a place of each row, the one whose output it takes. shared: whether rows have more
-    than one.
+    row_P: the row that each place reads; padding reads a row of its own sequence and is behind every real token, where
+    the causal mask hides it. place_T: the place from which each row takes its output. shared: whether some row has more
+    than one place.
     """
 
     tokens: int
@@ -110,7 +111,7 @@ class Layout:
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
-        """rows: of each sequence the rows that it consists of, in order; every row is somebody's."""
+        """rows: for each sequence the rows that it consists of, in order; every row belongs to a sequence."""
         longest_first = sorted(rows, key=len, reverse=True)
         groups, padded = [], []
         first = start = 0
@@ -125,14 +126,14 @@ class Layout:
         tokens, places = int(row_P.max()) + 1, torch.arange(len(row_P))
         if torch.equal(row_P, places):
             return cls(tokens, tuple(groups), None, None, False)
-        # padding comes after the token that it repeats, so the first place of a row is a real one
+        # padding comes after the token that it repeats, so the first place of a row is not padding
         place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
         shared = sum(map(len, rows)) > tokens
         return cls(tokens, tuple(groups), row_P.to(device), place_T.to(device), shared)
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to their places. Backwards, a row's gradient is that of its one place, or the sum over all of them."""
+    """Copies rows to their places. Backward, a row's gradient is that of its output place, or the sum over its places."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_P: Tensor, place_T: Tensor, summed: bool) -> Tensor:
@@ -151,7 +152,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The one place of each row; the others have no gradient."""
+    """Takes each row's output from its one place; the other places have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, place_T: Tensor) -> Tensor:
@@ -184,16 +185,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    group: ranks that share the tokens, T are this one's; it attends with its heads from and to the tokens of all.
+    group: ranks that share the tokens, T of which are this rank's; it attends with its share of the heads to all
+    tokens.
     """
     assert layout is not None, "the model was called without a layout"
     if s_aux is not None and group is not None:
-        raise NotImplementedError(f"{type(module).__name__}: its attention sinks are not cut for sequence_parallel")
+        raise NotImplementedError(f"{type(module).__name__}: its attention sinks do not support sequence_parallel")
     kind = Kind(scaling, dropout, sliding_window, softcap, s_aux)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     if group is not None:
         query_THD, key_TKD, value_TKD = (group.to_heads(x, layout.tokens) for x in (query_THD, key_TKD, value_TKD))
-    # every place has the key and value of its row; of its queries only the one that the row takes its output from counts
+    # every place has the key and value of its row; only the query at the row's output place counts
     query_PHD, key_PKD, value_PKD = (
         _spread(query_THD, layout, summed=False),
         _spread(key_TKD, layout, summed=layout.shared),
@@ -217,6 +219,6 @@ def _spread(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
 
 
 def _to_batch(places: Tensor, group: Group) -> Tensor:
-    """[P, heads, D] -> [S, heads, L, D] of the group."""
+    """The group's part of the places, [P, heads, D] -> [S, heads, L, D]."""
     own = places[group.start : group.end]
     return own.reshape(group.sequences, group.length, *own.shape[1:]).transpose(1, 2)

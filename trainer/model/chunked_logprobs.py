@@ -1,10 +1,10 @@
-"""Hidden states -> logprobs and entropies of tokens, with the logits of a few rows at a time.
+"""Logprobs and entropies of tokens from hidden states, with the logits of only a few rows in memory at a time.
 
     hidden_CH --head--> logits_CV --log_softmax--> logprobs_CV -> log p of one token a row, entropy of the row
 
-Logits are by far the largest tensor of a step: 8,192 tokens x 150,000 words x 4 bytes = 5 GB, several times over. One
-chunk keeps its logprobs for the backward, which turns them into the gradient in place. More than one keep nothing: the
-backward computes each again, for one matrix product more.
+Logits are by far the largest tensor of a step: 8,192 tokens x 150,000 words x 4 bytes = 5 GB, several times over. A
+single chunk keeps its logprobs for the backward, which turns them into the gradient in place. Several chunks keep
+nothing: the backward computes each again, at the cost of one more matrix product.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .decoder import Scores
 
 LOGITS_BYTES = (
     256 << 20
-)  # less makes chunks of so few rows that adding up the head's gradient costs more than computing it
+)  # with less, chunks have so few rows that adding up the head's gradient costs more than computing it
 
 
 class Scorer(nn.Module):
-    """The distributions softmax(head(hidden) / temperature), as far as they are asked for.
+    """The requested values of the distributions softmax(head(hidden) / temperature).
 
-    A module, so that ZeRO-3 gathers the head's weights around it: once, however many chunks each rank has.
+    A module, so that ZeRO-3 gathers the head's weights around it: once, for any number of chunks.
     """
 
     def forward(
@@ -39,7 +39,7 @@ class Scorer(nn.Module):
         entropy: bool,
         logits_bytes: int,
     ) -> Scores:
-        """logits_bytes: what the float32 logits of a chunk may take."""
+        """logits_bytes: memory limit of the float32 logits of a chunk."""
         rows = max(1, logits_bytes // (4 * head.out_features))
         asked = _Asked(rows, temperature, entropy)
         return Scores(*_Scored.apply(hidden_NH, head.weight, head.bias, token_ids_N, asked))  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True)
 class _Asked:
-    """rows: of a chunk."""
+    """rows: rows of a chunk."""
 
     rows: int
     temperature: float
@@ -62,7 +62,7 @@ def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, te
 
 
 class _Scored(torch.autograd.Function):
-    """log p of one token a row, and the entropy of each row."""
+    """Log p of one token per row, and the entropy of each row."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _of_logits(logprobs_CV: Tensor, token_ids_C: Tensor, entropy_C: Tensor | None, gradients: list[Tensor]) -> Tensor:
-    """The gradient of the scaled logits, in the place of the logprobs.
+    """The gradient of the scaled logits, written over the logprobs.
 
     d log p_i / d logit_j = [i = j] - p_j,   d entropy / d logit_j = -p_j (log p_j + entropy).
     """

@@ -31,9 +31,9 @@ def states(decoder: nn.Module, packed: Packed, group: Group | None = None) -> Te
 
 
 class Asks(NamedTuple):
-    """Each costs something: entropy a pass over the logits, values a pass through the critic.
+    """The outputs to compute. Each costs time: entropy a pass over the logits, values a pass through the critic.
 
-    logprobs: False when values alone are wanted.
+    logprobs: False if only values are needed.
     """
 
     logprobs: bool = True
@@ -42,10 +42,10 @@ class Asks(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of the trained tokens of a micro-batch, float32, in the order of its segments; None where it was not asked for.
+    """Outputs for the trained tokens of a micro-batch, float32, in the order of its segments; None if not requested.
 
-    logprobs_N: log p of each token given what stands before it ([0] if not asked for). entropy_N: of the whole
-    distribution that it was drawn from. values_N: the critic's, of the state in which it was chosen.
+    logprobs_N: log p of each token given the tokens before it ([0] if not requested). entropy_N: of the whole
+    distribution that it was sampled from. values_N: the critic's value of the state in which it was chosen.
     """
 
     logprobs_N: Tensor

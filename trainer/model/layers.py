@@ -1,10 +1,11 @@
 """Layers wrapped for torch.compile and for activation checkpointing.
 
-A layout is Python that differs from micro-batch to micro-batch: compiled with it, each new one would take longer than the
-steps that it serves. Attention is one fused kernel anyhow; what gains is the rest of a layer.
+torch.compile leaves attention out: its layout is Python that differs between micro-batches, and each recompilation
+would take longer than the steps that it serves. Attention is one fused kernel anyway.
 
-Transformers does it in layers that are in training mode, and a policy under reinforcement learning is in evaluation mode so
-that no dropout breaks its ratios. So the layers are put into training mode one by one: what they are made of stays as it is.
+Transformers checkpoints activations only in layers in training mode, but a policy under reinforcement learning is in
+evaluation mode, because dropout would break its ratios. So each layer is put into training mode by itself, without its
+submodules.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ COMPILERS = ("g++", "clang++")
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """From now on its layers are compiled when they are first called: without a gradient, with one.
+    """Compile the model's layers on their first call, separately with and without a gradient.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: there is no C++ compiler.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,10 +47,10 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """From now on its layers keep their inputs only; gradients stay the same.
+    """Make the layers keep only their inputs and recompute the rest in the backward; gradients stay the same.
 
     Raises:
-        ConfigError: its layers cannot.
+        ConfigError: the layers do not support it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -62,11 +63,11 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     for layer in layers:
         if not layer.training:
             _no_dropout_of_its_own(layer)
-            layer.training = True  # not layer.train(): that is for all that it is made of
+            layer.training = True  # not layer.train(), which includes the submodules
 
 
 def _no_dropout_of_its_own(layer: nn.Module) -> None:
-    """Some layers, OPT's for one, draw in their own forward, with a probability that is an attribute of theirs."""
+    """Disable dropout in the layer's own forward: some layers (OPT's) have its probability as an attribute."""
     for name, value in vars(layer).items():
         if "drop" in name and isinstance(value, float):
             setattr(layer, name, 0.0)

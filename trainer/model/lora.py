@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a few trained matrices beside linear layers that stay as they are, through PEFT.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through PEFT: small trained matrices next to frozen linear layers.
 
 add(network, options)              # before the engine: only lora_A and lora_B of each target have gradients
-with off(network): ...             # the network as it was before training: the reference of KL
+with off(network): ...             # the network before training: the reference of KL
 checkpoint_tensors(network)        # W + alpha / rank * B A under the name of W: a checkpoint like any other
 adapter_tensors(network)           # A and B under PEFT's names
 """
@@ -25,7 +25,7 @@ from ..recipe.recipe import LoraOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "default"  # of the only adapter; PEFT leaves it out of a file's names
+NAME = "default"  # of the only adapter; PEFT omits it from the names in a file
 PREFIX = "base_model.model."
 BASE = ".base_layer."
 MATRICES = (".lora_A.", ".lora_B.")
@@ -33,7 +33,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's n
 
 
 class Made(NamedTuple):
-    """One tensor of a checkpoint. parameters: those that it is computed from (ZeRO-3 has to gather them first)."""
+    """One tensor of a checkpoint. parameters: those it is computed from (ZeRO-3 must gather them first)."""
 
     name: str
     parameters: list[nn.Parameter]
@@ -41,10 +41,10 @@ class Made(NamedTuple):
 
 
 def add(network: PreTrainedModel, options: LoraOptions) -> None:
-    """Put an adapter beside each target, and freeze everything else. The network computes what it computed before.
+    """Add an adapter to each target and freeze everything else. The network's outputs do not change.
 
     Raises:
-        ConfigError: a target is no linear layer of the decoder.
+        ConfigError: a target is not a linear layer of the decoder.
     """
     import peft
 
@@ -77,7 +77,7 @@ def off(network: nn.Module) -> Iterator[None]:
 
 
 def checkpoint_tensors(network: nn.Module) -> Iterator[Made]:
-    """The tensors of the network by their names in transformers, adapters merged into copies; a tied one comes once."""
+    """The network's tensors by their names in transformers, with adapters merged into copies; a tied tensor comes once."""
     adapted = _adapted(network)
     seen = set()
     for name, tensor in network.state_dict(keep_vars=True).items():
@@ -94,14 +94,14 @@ def checkpoint_tensors(network: nn.Module) -> Iterator[Made]:
 
 
 def adapter_tensors(network: nn.Module) -> Iterator[Made]:
-    """The adapter's own tensors, as PEFT names them in a file."""
+    """The adapter's own tensors, by PEFT's names in a file."""
     for name, layer in _adapted(network).items():
         for matrix, weight in (("lora_A", layer.lora_A[NAME].weight), ("lora_B", layer.lora_B[NAME].weight)):
             yield Made(f"{PREFIX}{name}.{matrix}.weight", [weight], weight.detach)
 
 
 def write(folder: Path, tensors: dict[str, Tensor], options: LoraOptions, base: str | None) -> None:
-    """An adapter as `peft.PeftModel.from_pretrained` and vLLM read it.
+    """Write an adapter in the format of `peft.PeftModel.from_pretrained` and vLLM.
 
     base: the model that it belongs to.
     """
@@ -126,22 +126,22 @@ def _described(tensors: dict[str, Tensor], options: LoraOptions) -> dict[str, An
 
 
 def _merged(layer: Any) -> Tensor:
-    """Computed in float32 and rounded once; the layer's own weights stay as they are."""
+    """The merged weight, computed in float32 and rounded once; the layer's own weights do not change."""
     weight = layer.get_base_layer().weight.detach()
     low_rank = layer.lora_B[NAME].weight.detach().float() @ layer.lora_A[NAME].weight.detach().float()
     return torch.add(weight.float(), low_rank, alpha=layer.scaling[NAME]).to(weight.dtype)
 
 
 def _adapted(network: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by name."""
+    """The layers that have an adapter, by name."""
     return {name: module for name, module in network.named_modules() if hasattr(module, "lora_A")}
 
 
 def _linear_layers(network: PreTrainedModel) -> list[str]:
-    """The last words of the names of the decoder's linear layers, in their order."""
+    """The last parts of the names of the decoder's linear layers, in order."""
     linear = (name for name, module in network.get_decoder().named_modules() if isinstance(module, nn.Linear))
     return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
 
 
 def _gathered(tensor: Tensor) -> list[nn.Parameter]:
-    return [tensor] if isinstance(tensor, nn.Parameter) else []  # a buffer is whole everywhere
+    return [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded

@@ -1,4 +1,4 @@
-"""A batch -> micro-batches -> flat tensors: no padding, no beginning that several have in common computed twice.
+"""Packs a batch into micro-batches of flat tensors, without padding, and with common prefixes computed once.
 
 `plan` cuts a batch into micro-batches of about equal size within a token budget, the same number for every rank; `pack`
 lays one micro-batch out. Rollouts of a task share its prompt, tasks of an environment its instructions and tools:
@@ -7,8 +7,9 @@ lays one micro-batch out. Rollouts of a task share its prompt, tasks of an envir
     positions  [ 0 1 2 3 4 5 6 7 8 | 5 6 7 | 3 4 5 6 ]
     trained    [           x x x x | x x x |     x x ]      indices [N]; logprob i is predicted from row trained[i] - 1
 
-Each sequence still sees just its own. (So that a first trained token is predicted from the row before it, each sequence
-has a last prompt token of its own: b is preceded by a second q that is not drawn here.)
+Each sequence attends only to its own tokens. (A first trained token is predicted from the row before it, so each
+sequence
+has a separate last prompt token: b is preceded by a second q that is not shown here.)
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class Packed:
 def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sample]]:
     """Micro-batches of at most `budget` tokens, a multiple of `ranks` of them; rank r takes every ranks-th from r.
 
-    Samples that begin alike are neighbours. Every rank plans the whole batch and gets the same plan. A sample longer than
-    the budget is alone; with fewer samples than ranks some micro-batches are empty.
+    Samples with a common prefix are neighbors. Every rank plans the whole batch and gets the same plan. A sample longer
+    than the budget is alone; with fewer samples than ranks some micro-batches are empty.
     """
     alike = sorted(samples, key=lambda sample: sample.segments[0].token_ids)
     total = sum(sample.tokens for sample in samples)
     count = math.ceil(math.ceil(total / budget) / ranks) * ranks
     parts: list[list[Sample]] = [[] for _ in range(count)]
     before = 0
-    for sample in alike:  # goes where its middle lies when all are cut into equal parts
+    for sample in alike:  # goes where its middle is when the total is cut into equal parts
         parts[(2 * before + sample.tokens) * count // (2 * total)].append(sample)
         before += sample.tokens
     micro_batches = [piece for part in parts for piece in _within(budget, part)]
@@ -61,7 +62,7 @@ def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sa
 
 
 def _within(budget: int, part: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Its pieces, cut where the next sample would be too much."""
+    """Cut a part into pieces within the budget."""
     piece: list[Sample] = []
     filled = 0
     for sample in part:
@@ -75,7 +76,7 @@ def _within(budget: int, part: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
-    """Lay the segments of a micro-batch side by side, those that begin alike next to each other."""
+    """Concatenate the segments of a micro-batch, with those that share a prefix next to each other."""
     owned = [(segment, owner) for owner, sample in enumerate(samples) for segment in sample.segments]
     owned.sort(key=lambda pair: pair[0].token_ids)
     segments = tuple(segment for segment, _ in owned)
@@ -106,7 +107,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> Packed:
 
 
 def _in_common(before: list[int], segment: Segment) -> int:
-    """How many tokens it begins with that `before` begins with, too; not the last one before it is trained."""
+    """The length of the prefix shared with `before`, without the last token before the first trained one."""
     ids = segment.token_ids
     low, high = 0, min(len(before), (segment.spans[0][0] if segment.spans else len(ids)) - 1)
     while low < high:  # comparing slices is much faster than comparing elements

@@ -1,7 +1,7 @@
-"""The policy, and a critic on the same decoder.
+"""The policy, and a critic on a copy of its decoder.
 
-It starts as a copy of the policy's decoder, with a scalar head of zeros: a new critic says 0. The policy is untouched by
-its loss, and neither shares a weight with the other.
+The critic starts with a scalar head of zeros, so a new critic returns 0. It shares no weight with the policy, and its
+loss does not change the policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 JUST_LOGPROBS = Asks()
-# A folder's weights are data: no pickle is opened, no code that comes with a model runs.
+# Weights are data: pickles are not opened, and code that comes with a model does not run.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
 
@@ -37,8 +37,8 @@ class CriticNetwork(nn.Module):
     """A decoder with a scalar head.
 
     Args:
-        network: the policy's, as it is now; an adapter in it is copied, too, and then trained as the policy's is.
-        lr: the full learning rate; None is that of the policy.
+        network: the policy's current one; an adapter in it is copied too, and then trained as the policy's is.
+        lr: the full learning rate; None for the policy's.
     """
 
     def __init__(self, network: PreTrainedModel, lr: float | None) -> None:
@@ -55,12 +55,11 @@ class CriticNetwork(nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with logprobs, and what else it is asked.
+    """A causal language model that returns logprobs and other requested values of the trained tokens.
 
-    temperature: what its logits are divided by, as when its rollouts were sampled. scale: what the head's outputs are
-    multiplied by before that, in models that do so (Granite, Cohere). critic: None where nobody asks for values.
-    logits_bytes: what its float32 logits may take at once.
-    group: the ranks that compute each micro-batch together; None: this one does.
+    temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
+    in models that have one (Granite, Cohere). critic: None if values are not needed. logits_bytes: memory limit of its
+    float32 logits. group: the ranks that compute each micro-batch together; None: this rank alone.
     """
 
     def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -75,11 +74,11 @@ class Policy(nn.Module):
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have."""
+        """The maximum length of a sequence in tokens."""
         return int(self.network.config.max_position_embeddings)
 
     def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
-        """Of each trained token, given what stands before it in its sequence."""
+        """The outputs for each trained token, given the tokens before it in its sequence."""
         scores = Scores(torch.empty(0))
         if asks.logprobs:
             token_ids_N = packed.token_ids_T[packed.trained_N]
@@ -101,7 +100,7 @@ class Policy(nn.Module):
         return scores
 
     def check_shared(self, key: str, ranks: int, *sizes: str) -> None:
-        """ConfigError, under this key of the recipe, where so many ranks cannot share a size of the network."""
+        """Raise ConfigError, with this key of the recipe, if that many ranks cannot share a size of the network."""
         described = self.network.config.get_text_config()
         for name in sizes:
             if getattr(described, name) % ranks:
@@ -110,7 +109,7 @@ class Policy(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that it knows."""
+        """The number of tokens in its vocabulary."""
         size: int = self.network.config.get_text_config().vocab_size
         return size
 
@@ -122,10 +121,10 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def logit_scale(network: PreTrainedModel) -> float:
-    """What a model multiplies its head's outputs by; measured, for every family has another name for it.
+    """The factor that a model applies to its head's outputs; measured, because each model family names it differently.
 
     Raises:
-        ConfigError: its logits are no multiple of them.
+        ConfigError: its logits are not a multiple of them.
     """
     probe = pack([Sample((Segment([1, 2, 3, 5, 8], [(1, 5)]),))], network.device)
     of_head = network.get_output_embeddings()(states(network.get_decoder(), probe))
@@ -144,7 +143,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     """The tokenizer of the recipe.
 
     Raises:
-        ConfigError: it cannot be loaded, has no chat template, or is another than that of the model's folder.
+        ConfigError: it cannot be loaded, has no chat template, or differs from that of the model's folder.
     """
     name = options.tokenizer or options.path
     tokenizer = _tokenizer(str(name))
@@ -166,17 +165,17 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _has_tokenizer(name: str) -> bool:
-    """transformers makes an empty one for a model without."""
+    """Whether there are tokenizer files: transformers makes an empty tokenizer for a model without one."""
     from transformers.utils.hub import cached_file
 
     try:
         return cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False) is not None
-    except OSError:  # it is no folder and cannot be asked for: what loads the model says so
+    except OSError:  # not a folder and not on the hub: loading the model reports it
         return False
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, options: ModelOptions) -> None:
-    """Tokens may be added to those that the model knows; one with another id would be read as another one."""
+    """Check that all tokens of the model's own tokenizer have the same ids here; additional tokens are allowed."""
     ids = tokenizer.get_vocab()
     other = next((token for token, number in own.get_vocab().items() if ids.get(token) != number), None)
     if other is not None:
@@ -189,7 +188,7 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBa
 def load_policy(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int, temperature: float = 1.0
 ) -> Policy:
-    """The network of the recipe, in float32 (master weights); `seed` decides new weights.
+    """The network of the recipe, in float32 (master weights); `seed` initializes new weights.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -221,7 +220,7 @@ def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase) -> object:
     return Qwen3Config(
         **fields,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        # the two must agree: an id without a text would be sampled as nothing
+        # the two sizes must agree: an id without a text would be sampled as an empty text
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,9 +1,9 @@
-"""Ranks that share a micro-batch: each has some of its tokens, and in attention some of its heads (arXiv 2309.14509).
+"""Sequence parallelism: ranks share a micro-batch's tokens, and in attention its heads (Ulysses, arXiv 2309.14509).
 
     [T/n tokens, H heads] -- all to all --> [T tokens, H/n heads] -> attention -- all to all --> [T/n tokens, H heads]
 
-A token's logprob is computed where the token is, and then told to all, so every rank of the group has the whole loss; its
-gradient there is that of its own tokens, and the gradients of all ranks add up to the whole.
+A token's logprob is computed on its rank and sent to all, so every rank of the group has the whole loss. Its gradient
+there is that of the rank's own tokens, and the gradients of all ranks add up to the whole.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, ranks: int) -> Group:
-        """Neighbours form groups of so many ranks. Every rank of the run calls it."""
+        """Groups of this many neighboring ranks. Every rank of the run calls it."""
         world, rank = distributed.get_world_size(), distributed.get_rank()
         groups = [distributed.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
         return cls(groups[rank // ranks], ranks, rank % ranks)
 
     def first(self, tokens: int) -> int:
-        """Where this rank's share of so many tokens begins; the shares are equal, and the last ones may reach beyond."""
+        """The index at which this rank's share of the tokens begins; shares are equal, and the last ones may exceed the
+        end.
+        """
         return self.rank * math.ceil(tokens / self.ranks)
 
     def mine(self, packed: Packed) -> Tensor:
-        """The trained tokens, as indices into N, that this rank predicts: from the token before them."""
+        """The indices into N of the trained tokens that this rank predicts, from the tokens before them."""
         tokens = len(packed.token_ids_T)
         place_N = packed.trained_N - 1 - self.first(tokens)
         return ((place_N >= 0) & (place_N < math.ceil(tokens / self.ranks))).nonzero().squeeze(1)
 
     def share(self, values_T: Tensor) -> Tensor:
-        """This rank's part, [ceil(T / n)]; zeros where it reaches beyond."""
+        """This rank's part, [ceil(T / n)], padded with zeros."""
         return self._padded(values_T).chunk(self.ranks)[self.rank]
 
     def to_heads(self, tokens_LHD: Tensor, tokens: int) -> Tensor:
@@ -53,12 +55,12 @@ class Group(NamedTuple):
         return self._exchanged(to_rank).flatten(0, 1)[:tokens]
 
     def to_tokens(self, heads_THD: Tensor) -> Tensor:
-        """And back: [T, H/n, D] -> [L, H, D]."""
+        """The inverse of `to_heads`: [T, H/n, D] -> [L, H, D]."""
         to_rank = self._padded(heads_THD).unflatten(0, (self.ranks, -1))
         return self._exchanged(to_rank).transpose(0, 1).flatten(1, 2)
 
     def told(self, values_n: Tensor, packed: Packed) -> Tensor:
-        """Every rank's values of its own trained tokens -> those of all, [N]."""
+        """All ranks' values of their trained tokens, [N], from this rank's values [n]."""
         mine_N = values_n.new_zeros(len(packed.trained_N)).index_put((self.mine(packed),), values_n)
         return cast(Tensor, _Told.apply(mine_N, self.group))  # type: ignore[no-untyped-call]
 
@@ -71,7 +73,9 @@ class Group(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """[n, ...]: row r goes to rank r, and what it sent becomes row r. The gradients go the same way back."""
+    """All-to-all over [n, ...]: row r goes to rank r and is replaced by the row from rank r. Gradients go the same way
+    back.
+    """
 
     @staticmethod
     def forward(ctx: Any, to_rank: Tensor, group: distributed.ProcessGroup) -> Tensor:
@@ -91,7 +95,7 @@ def _exchange(to_rank: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 
 class _Told(torch.autograd.Function):
-    """The sum over the ranks. Backwards the identity: every rank computes the same loss, and it counts once."""
+    """The sum over the ranks. Backward it is the identity: every rank computes the same loss, which counts once."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: distributed.ProcessGroup) -> Tensor:

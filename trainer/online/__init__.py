@@ -1,1 +1,1 @@
-"""Live rollouts: their tasks, services and groups, and the batches made of them."""
+"""Live rollouts: their tasks, services, groups and batches."""

@@ -1,13 +1,12 @@
-"""Which tasks are worth another try? Those that are sometimes solved; those always or never solved are drawn less often.
+"""A curriculum that draws tasks by difficulty: those that are always or never solved come less often.
 
-Of each task, m is the running mean of its groups' mean rewards x in [0, 1]; its weight in the draw is w:
+For each task, m is the running mean of its groups' mean rewards x in [0, 1], and w its weight in the draw:
 
     m = 1/2 at first, then m <- decay m + (1 - decay) x
     w = floor + (1 - floor) 4 m (1 - m)
 
-4 m (1 - m) is the variance of a reward of 0 or 1, and with it the size of a group's advantages, as a share of the largest
-possible one. A task that was never seen counts 1, one that is always or never solved comes down to `floor`, and never
-below: what was learned is asked again now and then.
+4 m (1 - m) is the variance of a 0/1 reward, and thus the size of a group's advantages, relative to its maximum. An
+unseen task has weight 1. A task that is always or never solved approaches `floor` and stays in the draw.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ngym.schema import Json
 from ..recipe.rl import CurriculumOptions
 
 PRIOR = 0.5
-FULL = 1 << 20  # weights are whole numbers, so that a sum of them does not depend on the order in which they changed
-NEARLY = 0.95  # a running mean from here on is "always"
+FULL = 1 << 20  # weights are integers, so that their sum does not depend on the order of updates
+NEARLY = 0.95  # a running mean of at least this counts as "always"
 
 
 class Known(Enum):
@@ -34,10 +33,10 @@ class Known(Enum):
 
 
 class Curriculum:
-    """Draws tasks by their weight; no task twice in one draw, as long as there are others.
+    """Draws tasks by weight, each at most once per draw as long as others are left.
 
     Args:
-        seed: the same draws for the same seed, rewards and sizes of draws.
+        seed: the same seed, rewards and draw sizes give the same draws.
         count: how many tasks there are.
     """
 
@@ -65,11 +64,11 @@ class Curriculum:
         return drawn
 
     def draw_again(self, index: int) -> None:
-        """Count a draw that gave this index in an earlier life of the run; the draws after it are those of that life."""
+        """Count a draw of this index from before a resumption; later draws then continue as in the original run."""
         self._draws += 1
 
     def learn(self, index: int, mean_reward: float) -> None:
-        """A group of attempts at this task had this mean reward; outside [0, 1] it counts as the nearer end."""
+        """Record the mean reward of a group of attempts at this task, clamped to [0, 1]."""
         decay, known = self._options.decay, self._known(index)
         self._means[index] = decay * self._means[index] + (1 - decay) * min(max(mean_reward, 0.0), 1.0)
         self._visits[index] += 1
@@ -78,7 +77,7 @@ class Curriculum:
         self._census[self._known(index)] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Shares of the tasks, and the number of equally weighted tasks that a draw like this one is worth (Kish 1965)."""
+        """Shares of the tasks, and the effective number of tasks in a draw (Kish 1965)."""
         count = len(self._means)
         shares = {known.value: self._census[known] / count for known in Known}
         return {**shares, "effective": self._lottery.total**2 / self._lottery.squares}
@@ -112,7 +111,7 @@ class Curriculum:
     def _known(self, index: int) -> Known:
         if not self._visits[index]:
             return Known.UNSEEN
-        prior = self._options.decay ** self._visits[index]  # what is left in the mean of the 1/2 that it began with
+        prior = self._options.decay ** self._visits[index]  # weight of the initial 1/2 in the mean
         rate = (self._means[index] - PRIOR * prior) / (1 - prior)
         if rate >= NEARLY:
             return Known.SOLVED
@@ -124,7 +123,8 @@ class Curriculum:
 
 
 class Lottery:
-    """Who owns a ticket? Each owner has as many as its weight says; finding one and changing a weight take log n steps.
+    """Weighted sampling: each owner has as many tickets as its weight; finding an owner and changing a weight take log
+    n steps.
 
     A Fenwick tree (10.1002/spe.4380240306): node i, from 1, holds the sum over the last i & -i weights up to i.
     """
@@ -150,7 +150,7 @@ class Lottery:
             node += node & -node
 
     def owner(self, ticket: int) -> int:
-        """ticket: in [0, total)."""
+        """The owner of a ticket. ticket: in [0, total)."""
         node, step = 0, 1 << (len(self._weights)).bit_length()
         while step:
             further = node + step

@@ -1,8 +1,8 @@
-"""Live rollouts as batches: push what was learned, evaluate now and then, take tasks x group from the stream, train, again.
+"""Live rollouts as batches: push the new weights, evaluate if due, take groups of rollouts from the stream, train.
 
     push -> stream -> prepare -> updates (the loop trains them) -> push -> ...
 
-Every rank iterates; rank 0 has the services and the stream, and shares what they gave.
+Every rank iterates; rank 0 has the services and the stream, and shares their results.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SPOOL = "rollouts.jsonl"
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What a live run is told. budget: tokens that a rank computes at once. output: the run's folder.
+    """The parameters of a live run. budget: tokens that a rank computes at once. output: the run's folder.
 
-    by_component: the components of a reward are looked at each on its own.
+    by_component: each component of the reward is considered separately.
     """
 
     options: RolloutOptions
@@ -78,7 +78,7 @@ class Live:
         self._at_hand = 0
 
     def open(self, state: Json | None) -> int:
-        """Begin, or go on from a state of `state()`; how many rollouts of an earlier life need not be collected again."""
+        """Begin, or continue from a `state()`; returns how many earlier rollouts need not be collected again."""
         if self._services is not None:
             self._at_hand = self._services.call(self._open(self._services, state))
         if state is not None:
@@ -86,17 +86,17 @@ class Live:
         return self._at_hand
 
     def state(self) -> Json:
-        """What `open` needs to go on after the batch that was trained last; on ranks without services less."""
+        """What `open` needs to continue after the last trained batch; less on ranks without services."""
         stream = self._services.call(self._state_of(self._stream)) if self._services and self._stream else None
         return {"version": self._publisher.version, "stream": stream}
 
     def close(self) -> None:
-        """Let go of the stream; what it collected is on the disk then."""
+        """Close the stream; everything it collected is then on the disk."""
         if self._services is not None and self._stream is not None:
             self._services.call(self._stream.close())
 
     def batches(self, done: int, evaluation: Evaluation | None) -> Iterator[Batch]:
-        """One for each step after the first `done`; what the last one taught is pushed, too."""
+        """One batch for each step after the first `done`; the weights after the last one are pushed too."""
         self._evaluation = evaluation
         for step in range(done, self._run.steps):
             sync_s = self._publish(step)
@@ -137,7 +137,7 @@ class Live:
         return stream.state()
 
     def _publish(self, step: int, last: bool = False) -> float:
-        """Have the services serve what is trained, and evaluate it when it is time; the seconds that the push took."""
+        """Push the current weights and evaluate if due; returns the seconds of the push."""
         began = time.monotonic()
         self._push(step)
         seconds = time.monotonic() - began
@@ -151,7 +151,7 @@ class Live:
         self._publisher.publish(lambda version: self._call(Stream.announced, step))
 
     def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
-        """Tell the stream, on its event loop, of the current version."""
+        """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
             self._services.call(_told(tell, self._stream, self._publisher.version, step))
 
@@ -166,7 +166,7 @@ class Live:
             self._call(Stream.published, step)
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
-        """The samples in random order, in as many parts of about the same size as there are updates."""
+        """The samples in random order, in one part per update, of about equal size."""
         order = random.Random(f"{self._run.seed} step {step}").sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
@@ -185,7 +185,7 @@ async def _told(tell: Callable[[Stream, int, int], None], stream: Stream, versio
 
 
 def _read(taken: Taken, temperature: float) -> tuple[Read, dict[str, float]]:
-    """The rollouts, and what is only known of the rows.
+    """The rollouts, and metrics that only the rows contain.
 
     Raises:
         UsageError: a row cannot be trained.

@@ -1,12 +1,12 @@
-"""The journal of a live run: every task that was drawn and every rollout that was collected. A resumed run repeats neither.
+"""The journal of a live run: every drawn task and every collected rollout, so that a resumed run repeats neither.
 
-    rollouts_tasks.jsonl       which task each number is, in the order in which they were drawn
+    rollouts_tasks.jsonl       the task of each number, in the order of the draws
     rollouts.jsonl             finished rollouts, in order of completion (wire.md, section 3)
-    rollouts_failures.jsonl    those that were given up (section 4)
+    rollouts_failures.jsonl    failed rollouts (section 4)
 
-Each row says in `_ng_train` which task it was an attempt at, and how many batches the oldest weights in it had learned.
-Tasks that a curriculum draws depend on which groups were complete first. The order is therefore recorded, not derived: a
-row of a task is written after its number, so that a number never is one task before a resumption and another one after it.
+`_ng_train` in each row has the task's number and the number of batches behind the oldest weights in it. The draws of a
+curriculum depend on which groups finish first, so their order is recorded instead of derived. A task's number is
+written before its rows, so that a number means the same task after a resumption.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OURS = "_ng_train"
 
 
 class Place(NamedTuple):
-    """Where a row stands."""
+    """The position of a row."""
 
     path: Path
     start: int
@@ -38,11 +38,11 @@ class Spool:
     """The three files of a run, open for writing; on an event loop.
 
     Args:
-        file: rollouts.jsonl; the others stand beside it.
-        wanted: whether the task of this number, and its rows, may be asked for.
+        file: rollouts.jsonl; the others are next to it.
+        wanted: whether the task with this number, and its rows, may be requested.
 
     Raises:
-        FileLocked: another trainer writes them. UsageError: a line is bad.
+        FileLocked: another trainer writes them. UsageError: a line is invalid.
     """
 
     def __init__(self, file: Path, wanted: Callable[[int], bool]) -> None:
@@ -68,7 +68,9 @@ class Spool:
         return len(self._known)
 
     def rows(self, number: int, task: str) -> Iterator[Json]:
-        """What an earlier life of this run collected for this task under this number, in order; it is told only once."""
+        """The rows that were collected for this task and number before a resumption, in order; each is returned only
+        once.
+        """
         for key in sorted(key for key in self._known if key[0] == number):
             whose, place = self._known.pop(key)
             if whose == task:
@@ -77,7 +79,7 @@ class Spool:
                     yield orjson.loads(file.read(place.end - place.start))
 
     def record(self, task: Task) -> None:
-        """Have the number of a task that was just drawn written, before any of its rows."""
+        """Write the number of a newly drawn task, before any of its rows."""
         if task.number in self.drawn:
             return
         row = orjson.dumps({"number": task.number, "environment": task.environment, "index": task.index})
@@ -85,7 +87,7 @@ class Spool:
         self._recording[task.number].add_done_callback(lambda _: self._recording.pop(task.number))
 
     def keep(self, row: Json) -> None:
-        """Have it written; `check` tells if that failed. It may be used before it is on the disk."""
+        """Write a row in the background; `check` raises if that failed. The row may be used before it is on the disk."""
         self._write(self._append(row))
 
     async def _append(self, row: Json) -> None:
@@ -117,7 +119,7 @@ class Spool:
         """Returns when everything is on the disk.
 
         Raises:
-            DiskFull, WriteFailed: not everything is.
+            DiskFull, WriteFailed: some rows could not be written.
         """
         logs = (self._order, self._finished, self._failed)
         try:

@@ -2,13 +2,13 @@
 
     tasks -> admitted -> attempts in flight -> complete -> taken by a step
 
-With `step` batches trained and published, (max_lag + step + 1) x tasks_per_step tasks may have been admitted. A step takes
-what is complete in the order of its admission, and waits for as much as would be too old for the steps after it: then nothing
-is thrown away for its age. max_lag 0 is the plain loop: a step's tasks are admitted when its weights are served, and the
-step waits for all of them.
+After `step` trained and published batches, at most (max_lag + step + 1) x tasks_per_step tasks have been admitted. A
+step takes complete groups in the order of their admission, and waits for those that would be too old for later steps,
+so that no group is discarded for its age. With max_lag 0, a step's tasks are admitted when its weights are served, and
+the step waits for all of them.
 
-A rollout that other weights had a part in than the recipe allows (a server died and came back with its first ones) is
-collected again, once the weights were pushed again.
+A rollout that was partly sampled with weights older than the recipe allows (a server restarted with its initial
+weights) is collected again after the weights are pushed again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ..recipe.rl import RolloutOptions
 from .rollout_spool import OURS, Spool
 from .task_sampler import Task, TaskSource, sampling_seed
 
-NEVER = -(1 << 30)  # batches that weights nobody pushed have learned: further behind than any lag
-MOST_STALE = 5  # times that a whole group is collected again
+NEVER = -(1 << 30)  # stands for weights that were never pushed: older than any allowed lag
+MOST_STALE = 5  # limit of repeated collections of a whole group
 
 
 @dataclass
 class Group:
-    """The attempts at one task. step: batches that were trained when it was admitted. asked: the next attempt's index."""
+    """The attempts at one task. step: trained batches at its admission. asked: the next attempt's index."""
 
     task: Task
     step: int
@@ -55,12 +55,12 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Those that there are."""
+        """The rewards so far."""
         return [row["reward"] for row in self._scored]
 
     @property
     def components(self) -> list[dict[str, float]]:
-        """Of each of the rewards."""
+        """The components of each of the rewards."""
         return [row["ng"].get("reward_components") or {} for row in self._scored]
 
     @property
@@ -70,10 +70,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step trains on. rows: of all attempts, those that were given up too, in the order of the tasks.
+    """The input of a step. rows: of all attempts, including failed ones, in the order of the tasks.
 
-    lags: of each row, the batches that the trainer is ahead of the oldest weights in it. stale: rollouts that had to be
-    collected again. equal: groups that were left out, because they teach nothing. metrics: of the tasks.
+    lags: for each row, how many batches its oldest weights are behind the trainer. stale: rollouts that were collected
+    again. equal: groups left out because they have no learning signal. metrics: of the tasks.
     """
 
     rows: list[Json]
@@ -84,14 +84,14 @@ class Taken:
 
 
 def next_batch(groups: Iterable[Group], size: int, step: int, max_lag: int) -> list[Group]:
-    """The complete groups that came first, `size` of them; none yet if what stays behind could not all be trained in time.
+    """The first `size` complete groups; empty if the remaining ones could then not all be trained in time.
 
-    A group may be trained after group.step + max_lag batches at the latest. Those that stay are trained in their order, `size`
-    a batch: so it is not enough to look at those for which this batch is the last one.
+    A group must be trained after at most group.step + max_lag batches. The remaining groups are trained in order,
+    `size` per batch, so it is not enough to look at the groups that are due with this batch.
 
     Args:
         groups: all that wait for a batch, complete or not.
-        step: batches that were trained.
+        step: number of trained batches.
     """
     waiting = sorted(groups, key=lambda group: group.task.number)
     chosen = [group for group in waiting if group.complete][:size]
@@ -102,13 +102,14 @@ def next_batch(groups: Iterable[Group], size: int, step: int, max_lag: int) -> l
 
 
 class Stream:
-    """On the event loop of the services. `open`, then in turns `announced`, `published` and `take`; `close` in any case.
+    """Runs on the event loop of the services. Call `open`, then `announced`, `published` and `take` in turn; always
+    `close`.
 
     Args:
         temperature: of all attempts.
-        steps: batches in all; nothing is collected for later ones.
+        steps: number of batches in all; nothing is collected for later ones.
         file: the spool.
-        teaches: whether a group has something to learn from, for dynamic sampling.
+        teaches: whether a group has a learning signal, for dynamic sampling.
     """
 
     def __init__(
@@ -139,18 +140,18 @@ class Stream:
         )
         self._step = 0
         self._admitted = 0
-        self._left_out = 0  # groups, in all
+        self._left_out = 0  # total number of groups
         self._equal = 0  # groups that were left out since the last `take`
         self._stale = 0
         self._groups: dict[int, Group] = {}
-        self._again: deque[Group] = deque()  # each wants one more attempt, when the weights were pushed again
-        self._learned: dict[int, int] = {}  # policy version -> batches
+        self._again: deque[Group] = deque()  # groups that need one more attempt after the next push
+        self._learned: dict[int, int] = {}  # policy version -> number of trained batches
         self._due: asyncio.Queue[PlannedRollout] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._served = asyncio.Event()
 
     async def open(self, state: Json | None) -> int:
-        """Begin, or go on from a state; how many rollouts of an earlier life are at hand.
+        """Begin, or continue from a state; returns how many earlier rollouts are available.
 
         Raises:
             UsageError, FileLocked: the spool cannot be used.
@@ -170,7 +171,7 @@ class Stream:
         return at_hand
 
     def state(self) -> Json:
-        """What `open` needs to go on after the batches that were taken so far, as JSON."""
+        """What `open` needs to continue after the batches that were taken so far, as JSON."""
         groups = self._groups.values()
         return {
             "step": self._step,
@@ -184,7 +185,7 @@ class Stream:
         }
 
     def announced(self, version: int, step: int) -> None:
-        """This version, which has learned `step` batches, is about to be pushed: rollouts of it may come before the push ends."""
+        """This version, after `step` batches, is about to be pushed: rollouts with it may arrive before the push ends."""
         self._learned[version] = step
 
     def published(self, version: int, step: int) -> None:
@@ -192,16 +193,16 @@ class Stream:
         self._learned[version] = self._step = step
         while self._again:
             group = self._again.popleft()
-            group.running -= 1  # it was to come
+            group.running -= 1  # was counted for the next attempt
             self._ask_another(group)
         self._admit()
         self._served.set()
 
     async def take(self) -> Taken | None:
-        """The groups of the next batch; None if a service serves other weights, and must be given the right ones first.
+        """The groups of the next batch; None if a service serves other weights, which must be pushed again first.
 
         Raises:
-            UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot go on.
+            UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot continue.
         """
         while not self._again:
             self._spool.check()
@@ -222,9 +223,9 @@ class Stream:
         return None
 
     async def close(self) -> None:
-        """Cancel what is in flight; returns when all that was collected is on the disk."""
+        """Cancel what is in flight; returns when everything that was collected is on the disk."""
         self._collecting.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # `take` has told of it
+        with suppress(asyncio.CancelledError, Exception):  # `take` has raised it
             await self._collecting
         for task in self._judging:
             task.cancel()
@@ -241,7 +242,7 @@ class Stream:
             self._begin(Group(task, self._step))
 
     def _begin(self, group: Group) -> None:
-        """Ask for its attempts, but for those that an earlier life of the run has made."""
+        """Request the group's attempts, except those collected before a resumption."""
         self._groups[group.task.number] = group
         size = self._options.group_size
         rows = list(self._spool.rows(group.task.number, group.task.key))
@@ -263,10 +264,10 @@ class Stream:
         group.running += 1
         recipe = Recipe(params={"temperature": self._temperature}, seed=self._seed_of(group, index))
         for one in planned([group.task.row], recipe):
-            self._due.put_nowait(_renumbered(one, index))  # its group is compared here, as it ends up
+            self._due.put_nowait(_renumbered(one, index))  # _judge compares the group once it is complete
 
     def _seed_of(self, group: Group, index: int) -> int | None:
-        """For the sampling of an attempt: with the same weights, the same rollout."""
+        """The sampling seed of an attempt: the same weights give the same rollout."""
         if not self._options.seeded:
             return None
         return sampling_seed(self._seed, group.task.number, index)
@@ -288,7 +289,7 @@ class Stream:
         oldest = self._step if "failure" in outcome.row else min(self._learned.get(one, NEVER) for one in versions)
         outcome.row[OURS] = {"task": group.task.key, "oldest": oldest}
         if is_pending(outcome.row):
-            return  # kept with its reward, by _judge; a trainer that dies before collects the group again
+            return  # _judge stores it with its reward; after a crash before that, the group is collected again
         if not isinstance(outcome, FailedAttempt) or outcome.final:
             self._spool.keep(outcome.row)
 
@@ -298,7 +299,7 @@ class Stream:
         if self._lag(outcome.row) > self._options.max_lag:
             self._note_stale(group, outcome.row)
             self._again.append(group)
-            group.running += 1  # to come
+            group.running += 1  # for the next attempt
         else:
             group.rows.append(outcome.row)
             if group.complete and any(map(is_pending, group.rows)):
@@ -311,7 +312,7 @@ class Stream:
         self._changed.set()
 
     async def _judge(self, group: Group) -> None:
-        """Give the rows whose reward needs one another their rewards; without a judge they are unscored."""
+        """Give rewards to rows that are compared within their group; without a judge they stay unscored."""
         pending = [row for row in group.rows if is_pending(row)]
         scored = await judged(self._peers[pending[0]["agent_ref"]["name"]].post, pending)
         for row in scored:
@@ -336,7 +337,7 @@ class Stream:
             )
 
     def _finish(self, group: Group) -> None:
-        """All its attempts are there; a group that teaches nothing makes room for another one, if the recipe says so."""
+        """All attempts are there. A group without a learning signal is replaced if the recipe uses dynamic sampling."""
         room = (self._options.dynamic_sampling - 1) * self._options.tasks_per_step
         if self._equal < room and not self._teaches(group):
             self._tasks.learned(group.task.key, group.rewards)
@@ -357,7 +358,9 @@ class Stream:
         return taken
 
     def _lag(self, row: Json) -> int:
-        """Of what an earlier life collected with weights that this one has not learned yet: 0."""
+        """The lag of a row; 0 if it was collected before a resumption with weights that are newer than the current
+        ones.
+        """
         oldest: int = row[OURS]["oldest"]
         return max(0, self._step - oldest)
 

@@ -1,7 +1,7 @@
-"""The services that live rollouts come from: started here, or those of a running `ng_run`; reached from a thread of their own.
+"""The services for live rollouts: started here, or those of a running `ng_run`; used from a separate thread.
 
-The learner computes for seconds without a pause. Whoever watches and restarts services meanwhile lives on an event loop
-in another thread; `Services.call` runs a coroutine there and waits for it.
+The trainer computes for seconds without a pause. The event loop that watches and restarts services runs in another
+thread; `Services.call` runs a coroutine there and waits for it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OWNER = "ng_train"
 
 @dataclass(frozen=True)
 class Reached:
-    """Services that can be used.
+    """Services that are ready.
 
-    token: opens the weight push of the model servers. failure: waits for ever; raises when a service had to be given up.
+    token: authorizes weight pushes to the model servers. failure: waits forever; raises when a service is given up.
     """
 
     peers: Peers
@@ -48,10 +48,10 @@ class Reached:
 
 
 class Services:
-    """`with Services(connect) as services`: `start` begins to start them, `reached` waits until they are ready.
+    """`with Services(connect) as services`: starts them in the background; `reached` waits until they are ready.
 
     Args:
-        connect: an async context manager of the services, such as `started(...)` or `running(...)`.
+        connect: an async context manager of the services: `started(...)` or `running(...)`.
     """
 
     def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Reached]]) -> None:
@@ -67,29 +67,29 @@ class Services:
         try:
             self._life = self._thread.submit(lambda: event_loop.run(self._live()))
             self._life.add_done_callback(self._nothing_comes)
-        except BaseException:  # a signal
+        except BaseException:  # such as a signal
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Also stops services that are not ready yet."""
+        """Stop the services, including those that are not ready yet."""
         self._begun.wait()
         if self._task is not None and not self._task.done():
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         self._thread.shutdown()
 
     def _nothing_comes(self, _: object) -> None:
-        """Also where no event loop could be made."""
+        """Also covers a failure to create the event loop."""
         self._begun.set()
         self._known.set()
 
     @property
     def reached(self) -> Reached:
-        """Blocks until every service is ready.
+        """Block until every service is ready.
 
         Raises:
-            NgymError: one of them cannot be started or found.
+            NgymError: a service cannot be started or found.
         """
         self._known.wait()
         assert self._life is not None
@@ -99,10 +99,10 @@ class Services:
         return self._reached
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run it beside the services and return its result.
+        """Run a coroutine on the services' event loop and return its result.
 
         Raises:
-            NgymError: a service was given up meanwhile.
+            NgymError: a service was given up in the meantime.
         """
         reached = self.reached
         assert self._task is not None
@@ -126,16 +126,16 @@ class Services:
 
 
 def serving_options(recipe: Recipe) -> list[str]:
-    """Those of the policy's stanza that this run needs: what is served, and how it takes new weights.
+    """The options of the policy's stanza that this run needs: the served model, and how it receives new weights.
 
     Raises:
-        UsageError: there is no policy yet.
+        UsageError: the recipe has no policy.
     """
     if recipe.model.path is None:
-        raise UsageError("live rollouts are sampled by a policy that exists; set model.path")
+        raise UsageError("live rollouts need an existing policy; set model.path")
     options, transport = [f"model={recipe.model.path}"], recipe.live.transport if recipe.live else "http"
     path = Path(recipe.model.path)
-    if path.is_absolute() and not path.exists():  # a new policy, which is written while its server starts
+    if path.is_absolute() and not path.exists():  # a new policy, written while its server starts
         options.append(f"model_within_s={NEW_POLICY_WITHIN_S}")
     if recipe.live is not None and recipe.live.colocated:
         options.append("engine.enable_sleep_mode=true")
@@ -150,7 +150,9 @@ def serving_options(recipe: Recipe) -> list[str]:
 async def started(
     file: Path, agents: Sequence[str], policy: str, options: Sequence[str], say: Callable[[str], None]
 ) -> AsyncIterator[Reached]:
-    """Of a config's services, those that these agents need; `options` are the policy's. They stop when the block ends."""
+    """The services of a config that these agents need, started here; `options` are the policy's. They stop with the
+    block.
+    """
     launcher = Launcher.start()
     try:
         config = needed(load_config([file], [f"{policy}.{option}" for option in options]), agents, policy)
@@ -169,7 +171,7 @@ async def started(
 
 @asynccontextmanager
 async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIterator[Reached]:
-    """The services of the `ng_run` that was started in this folder."""
+    """The services of the `ng_run` that runs in this folder."""
     run = find_running(folder)
     if run is None:
         raise UsageError(
@@ -189,7 +191,7 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
 
 
 def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
-    """The config with only what these agents lead to: the services that their options name, theirs, and so on."""
+    """The config with only the services that these agents need, directly or through other services."""
     for agent in agents:
         stanza = config.stanza(agent)
         if stanza.kind != "agent":
@@ -203,7 +205,7 @@ def needed(config: Config, agents: Sequence[str], policy: str) -> Config:
 
 
 def _failures(say: Callable[[str], None]) -> Callable[[State], None]:
-    """Say only what somebody should hear: a service that died."""
+    """Report only services that died."""
 
     def on_event(state: State) -> None:
         if state.status in ("restarting", "failed"):

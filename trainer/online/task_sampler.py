@@ -1,9 +1,10 @@
 """Tasks of a live run: their files, the mix of environments, and the order of draws.
 
-    environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row, ready to collect
+    environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row, ready to
+    collect
 
-What comes next depends on the seed, the state and the rewards that are learned. Which rewards are known at a draw may depend
-on the clock; what was drawn is therefore recorded (rollout_spool.py), and a resumed run takes the recorded tasks (`repeat`).
+The next draw depends on the seed, the state and the learned rewards. Which rewards are known at a draw depends on
+timing, so draws are recorded (rollout_spool.py), and a resumed run repeats the recorded ones (`repeat`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from .curriculum import Curriculum
 
 
 class TaskFile:
-    """The rows of a JSONL file by their index, without those in memory.
+    """Random access to the rows of a JSONL file, without keeping them in memory.
 
     Args:
-        check: what is wrong with a row, or None.
+        check: returns what is wrong with a row, or None.
         limit: the first rows only.
 
     Raises:
-        UsageError: a row does not pass the check, or there is none.
+        UsageError: a row does not pass the check, or there are no rows.
     """
 
     def __init__(self, path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> None:
@@ -50,7 +51,7 @@ class TaskFile:
             self._starts.append(line.start)
             self._ends.append(line.end)
         if not self._starts:
-            raise UsageError(f"{path}: no tasks in it; each line is one")
+            raise UsageError(f"{path}: no tasks in it; each line must be a task")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -66,33 +67,33 @@ class TaskFile:
                     raise UsageError(f"{self._path}: changed while this run reads it; leave it as it was") from None
 
     def digest(self) -> str:
-        """Of the file's content."""
+        """The digest of the file's content."""
         with self._path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def task_problem(row: Json, agent: str) -> str | None:
-    """Why a row is no task for this agent, or None."""
+    """Why a row is not a task for this agent, or None."""
     params = row.get("responses_create_params")
     if not isinstance(params, dict):
-        return 'no task: it needs {"responses_create_params": {"input": ...}}'
+        return 'not a task: it needs {"responses_create_params": {"input": ...}}'
     reference = row.get("agent_ref")
     if reference is None:
         return None
     named = reference.get("name") if isinstance(reference, dict) else reference
     if named != agent:
-        return f"agent_ref names {named!r}, and these tasks are for {agent!r}; give it an environment of its own"
+        return f"agent_ref names {named!r}, and these tasks are for {agent!r}; move it to a separate environment"
     return None
 
 
 def sampling_seed(*parts: object) -> int:
-    """A seed for the sampling of an attempt: the same for the same parts, and as good as random."""
+    """A seed for the sampling of an attempt: a hash of the parts."""
     digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 def for_agent(row: Json, agent: str, params: Mapping[str, Any]) -> Json:
-    """The row with its agent, and these parameters over its own."""
+    """The row with this agent, and with these parameters overriding its own."""
     return {
         "agent_ref": {"type": AGENT_TYPE, "name": agent},
         **row,
@@ -101,11 +102,11 @@ def for_agent(row: Json, agent: str, params: Mapping[str, Any]) -> Json:
 
 
 class Turns:
-    """After any number n of turns each has had n times its share, by less than one more or less.
+    """Weighted round robin: after any number of turns n, each has had n times its share, rounded up or down.
 
-    taken: the turns that each has had. A turn goes to the one that must have it soonest, of those that may have it already:
-    number j of one with the share s belongs into the turns floor(j / s) to ceil((j + 1) / s) - 1. Earliest deadline first
-    keeps all deadlines, since that can be done at all (Tijdeman, 10.1016/0012-365X(80)90269-1).
+    taken: the turns so far of each. A turn goes to the one with the earliest deadline among those that are allowed it:
+    turn number j of one with share s belongs in floor(j / s) to ceil((j + 1) / s) - 1. Earliest deadline first keeps
+    all deadlines, because a schedule that keeps them exists (Tijdeman, 10.1016/0012-365X(80)90269-1).
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -129,8 +130,8 @@ class Turns:
 class Task:
     """One turn of one task.
 
-    index: its place among the tasks of its environment. number: how many were taken before it in this run; the row's
-    `_ng_task_index`. row: names its agent and has its environment's parameters.
+    index: in its environment. number: how many tasks this run took before it; the row's `_ng_task_index`. row: has its
+    agent and its environment's parameters.
     """
 
     environment: str
@@ -140,22 +141,22 @@ class Task:
 
     @property
     def key(self) -> str:
-        """The same at each of its turns."""
+        """The same for each turn of a task."""
         return f"{self.environment}/{self.index}"
 
 
 class Drawn(NamedTuple):
-    """Which task a number is."""
+    """The task of a number."""
 
     environment: str
-    index: int  # type: ignore[assignment]  # a tuple has a method of this name
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
 
 class TaskSource:
     """The tasks of all environments of a run.
 
     Raises:
-        UsageError: rows that are no tasks, name another agent, or set what training rollouts must not.
+        UsageError: rows that are not tasks, name another agent, or set parameters that training rollouts must not set.
     """
 
     def __init__(self, options: RolloutOptions, seed: int) -> None:
@@ -166,21 +167,21 @@ class TaskSource:
         self._turns = Turns([each.weight for each in options.sources])
 
     def take(self, count: int) -> list[Task]:
-        """The next tasks: first those that an earlier life of the run drew, then newly drawn ones."""
+        """The next tasks: first those drawn before a resumption, then new ones."""
         numbers = range(self._taken, self._taken + count)
         again = [self._drawn_again(number) for number in takewhile(self._drawn.__contains__, numbers)]
         self._taken += count
         return again + self._draw(numbers[len(again) :])
 
     def repeat(self, drawn: Mapping[int, Drawn]) -> None:
-        """Give these numbers to these tasks, whatever was learned meanwhile: an earlier life of the run drew them."""
+        """Assign these numbers to the tasks that were drawn before a resumption, independent of later rewards."""
         self._drawn = drawn
 
     def _drawn_again(self, number: int) -> Task:
         name, index = self._drawn[number]
         if name not in self._environments:
             raise UsageError(
-                f"task {number} was drawn from {name!r} before, and there is no such environment now; set "
+                f"task {number} was drawn from {name!r}, which is no longer an environment; set "
                 "rollouts.environments back, or begin a new run"
             )
         self._turns.taken[list(self._environments).index(name)] += 1
@@ -198,17 +199,17 @@ class TaskSource:
         return tasks
 
     def again(self, environment: str, index: int, number: int) -> Task:
-        """A task that was taken before, as it was then."""
+        """A task that was taken before, unchanged."""
         return _task(environment, index, number, self._environments[environment].row(index))
 
     def learned(self, key: str, rewards: Sequence[float]) -> None:
-        """A group of attempts at this task got these rewards; those of null are left out."""
+        """Record the rewards of a group of attempts at this task, without null ones."""
         if rewards:
             name, index = key.rsplit("/", 1)
             self._environments[name].learn(int(index), fmean(rewards))
 
     def metrics(self) -> dict[str, float]:
-        """How far each environment is; of several, the mean reward of the groups that were learned since the last call."""
+        """Progress of each environment; with several, also the mean reward of the groups since the last call."""
         values: dict[str, float] = {}
         for name, environment in self._environments.items():
             values |= {f"tasks/{name}/{metric}": value for metric, value in environment.metrics().items()}
@@ -218,7 +219,7 @@ class TaskSource:
         return values
 
     def state(self) -> Json:
-        """What `restore` needs to go on from here, as JSON."""
+        """What `restore` needs to continue from here, as JSON."""
         turns = self._turns.taken
         return {
             "seed": self._seed,
@@ -230,10 +231,10 @@ class TaskSource:
         }
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was.
+        """Continue from `state`.
 
         Raises:
-            UsageError: it was of other tasks, or of another order of them; nothing was changed.
+            UsageError: it belongs to other tasks or another order; nothing was changed.
         """
         if state["seed"] != self._seed:
             raise UsageError(f"seed: {state['seed']} when the tasks were drawn before, {self._seed} now; set it back")
@@ -278,7 +279,7 @@ class _Environment:
         return list(zip(indices, self._rows(indices), strict=True))
 
     def draw_again(self, index: int) -> None:
-        """Count a draw of an earlier life of the run.
+        """Count a draw from before a resumption.
 
         Raises:
             UsageError: there is no such task in the file.
@@ -301,7 +302,7 @@ class _Environment:
         self._sampler.learn(index, mean_reward)
 
     def told(self) -> list[float]:
-        """What was learned since the last call."""
+        """The mean rewards since the last call."""
         told, self._told = self._told, []
         return told
 
@@ -319,7 +320,7 @@ class _Environment:
         }
 
     def expect(self, state: Json) -> None:
-        """UsageError if that is the state of another file, or of another way to draw."""
+        """Raise UsageError if the state belongs to another file or another sampler."""
         path = self._options.tasks
         if (state["tasks"], state["digest"]) != (len(self._file), self._digest):
             raise UsageError(
@@ -343,14 +344,14 @@ class _Environment:
 
 
 class Sampler(Protocol):
-    """Indices of tasks, in an order that the seed, and what it was told, decide."""
+    """Chooses indices of tasks, in an order determined by the seed and the recorded rewards."""
 
     kind: str
 
     def draw(self, count: int) -> list[int]: ...
 
     def draw_again(self, index: int) -> None:
-        """Count a draw that gave this index in an earlier life of the run."""
+        """Count a draw of this index from before a resumption."""
 
     def learn(self, index: int, mean_reward: float) -> None: ...
 
@@ -362,7 +363,7 @@ class Sampler(Protocol):
 
 
 class Epochs:
-    """Each task once, then each again in a new order; a Sampler."""
+    """A Sampler that takes each task once per epoch, in a new order each time."""
 
     kind = "epochs"
 
@@ -386,11 +387,11 @@ class Epochs:
         return drawn
 
     def draw_again(self, index: int) -> None:
-        """The order of an epoch depends on nothing else: it is the next one."""
+        """The order of an epoch depends only on the seed: the index is the next one."""
         self.draw(1)
 
     def learn(self, index: int, mean_reward: float) -> None:
-        """Changes nothing: each has its turn."""
+        """Does nothing: rewards do not change the order."""
 
     def metrics(self) -> dict[str, float]:
         return {"epoch": self._epoch + self._position / self._count}

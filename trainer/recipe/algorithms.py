@@ -1,4 +1,4 @@
-"""The options of every algorithm, by name. A name stands for a published setting; each of its keys can be overridden.
+"""The options of every algorithm, by name. A name stands for a published setting; each key can be overridden.
 
 | name | paper | setting |
 |---|---|---|
@@ -7,16 +7,16 @@
 | grpo | 2402.03300 | advantage group_std; its aggregation is DAPO's (token), and it has no reference |
 | dr_grpo | 2503.20783 | group_mean, aggregation fixed (needs loss.fixed_length) |
 | dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
-| gspo | 2507.18071 | one ratio for a sequence, narrow bounds |
+| gspo | 2507.18071 | one ratio per sequence, narrow bounds |
 | cispo | 2506.13585 | a clipped weight instead of a clipped objective |
-| rloo | 2402.14740 | leave_one_out, one ratio for a rollout, KL in the reward |
-| reinforce_pp | 2501.03262 | the whitened reward itself, KL in the reward |
+| rloo | 2402.14740 | leave_one_out, one ratio per rollout, KL in the reward |
+| reinforce_pp | 2501.03262 | whitened rewards, KL in the reward |
 | reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
-| gdpo | 2601.05242 | each component of the reward normalised on its own |
+| gdpo | 2601.05242 | each component of the reward normalized separately |
 | ppo | 1707.06347 | GAE with a critic |
 
-`name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is an algorithm of the user's: a subclass of one of
-these classes. Imports no torch.
+`name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is a custom algorithm: a subclass of one of these
+classes. Does not import torch.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class AlgorithmOptions(Record):
     @model_validator(mode="before")
     @classmethod
     def _over_the_defaults(cls, given: Any) -> Any:
-        """A group of keys replaces those keys of this algorithm's setting, and leaves the others as they are."""
+        """A group of keys overrides those keys of this algorithm's setting and keeps the others."""
         if not isinstance(given, dict):
             return given
         defaults = {key: field.default for key, field in cls.model_fields.items()}
         return {key: _merged(defaults.get(key), value) for key, value in given.items()}
 
     def create(self, setup: Setup) -> Algorithm:
-        """The algorithm with these options. Override it for an algorithm of your own."""
+        """The algorithm with these options. Override it for a custom algorithm."""
         module = importlib.import_module(f"..algorithms.{self.implementation}", __package__)
         return cast("Algorithm", module.create(setup))
 
     def refusals(self) -> list[Refusal]:
-        """Every combination that makes no sense, with its key below `algorithm` and the reason."""
+        """Every invalid combination, with its key below `algorithm` and the reason."""
         return []
 
 
@@ -85,18 +85,20 @@ def _merged(default: Any, given: Any) -> Any:
 
 
 class SftOptions(AlgorithmOptions):
-    """Supervised fine-tuning on demonstrations: what the assistant says becomes likelier."""
+    """Supervised fine-tuning on demonstrations: raises the likelihood of the assistant's turns."""
 
     implementation = "sft"
     name: Literal["sft"] = "sft"
 
 
 class DpoOptions(Preference, AlgorithmOptions):
-    """Direct preference optimisation (arXiv 2305.18290) on pairs."""
+    """Direct preference optimization (arXiv 2305.18290) on pairs."""
 
     implementation = "dpo"
     name: Literal["dpo"] = "dpo"
-    sft_weight: float = Field(default=0.0, ge=0, description="Of the negative log-likelihood of what was chosen.")
+    sft_weight: float = Field(
+        default=0.0, ge=0, description="Weight of the negative log-likelihood of the chosen side."
+    )
 
     def refusals(self) -> list[Refusal]:
         return preference_refusals(self)
@@ -114,10 +116,10 @@ class SoftOverlong(Record):
 
 
 class Shaping(Record):
-    """DAPO's treatment of groups without a learning signal and of rollouts that are too long.
+    """DAPO's treatment of groups without a learning signal and of overlong rollouts.
 
     skip_equal_groups: leave out groups whose rewards are all equal, instead of counting their tokens.
-    drop_truncated: what was cut off counts in its group's statistics, and is not trained.
+    drop_truncated: truncated rollouts count in their group's statistics but are not trained.
     """
 
     skip_equal_groups: bool = True
@@ -128,8 +130,8 @@ class Shaping(Record):
 class PolicyGradientOptions(AlgorithmOptions):
     """An algorithm that learns from scored rollouts. Its formulas are in docs/algorithms.md.
 
-    temperature: that of the rollouts; the trainer's logits are divided by it.
-    max_mismatch: bound on token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
+    temperature: sampling temperature of the rollouts; the trainer's logits are divided by it.
+    max_mismatch: limit of token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
     """
 
     implementation = "policy_gradient"
@@ -152,10 +154,10 @@ class PolicyGradientOptions(AlgorithmOptions):
         estimator = self.advantage.estimator
         found = refusals(self.objective)
         if self.shaping.skip_equal_groups and estimator in UNCOMPARED:
-            reason = f"estimator {estimator} learns from groups of equal rewards, too; set it to false"
+            reason = f"estimator {estimator} also learns from groups of equal rewards; set it to false"
             found.append(Refusal("shaping.skip_equal_groups", reason))
         if self.shaping.soft_overlong is not None and self.advantage.components != "sum":
-            reason = "normalise_then_sum looks at the components of the reward, which have no length penalty; use sum"
+            reason = "normalise_then_sum uses the components of the reward, which have no length penalty; use sum"
             found.append(Refusal("advantage.components", reason))
         return found
 
@@ -170,7 +172,7 @@ class GrpoOptions(PolicyGradientOptions):
 
 
 class DrGrpoOptions(PolicyGradientOptions):
-    """Dr. GRPO (arXiv 2503.20783, section 3.2): not divided by deviations or lengths. Needs loss.fixed_length."""
+    """Dr. GRPO (arXiv 2503.20783, section 3.2): no division by deviations or lengths. Needs loss.fixed_length."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
     advantage: Advantage = Advantage(estimator="group_mean")
@@ -218,7 +220,7 @@ class ReinforcePpOptions(PolicyGradientOptions):
 
 
 class ReinforcePpBaselineOptions(PolicyGradientOptions):
-    """REINFORCE++-baseline (arXiv 2501.03262): less the group's mean, then whitened over the step."""
+    """REINFORCE++-baseline (arXiv 2501.03262): minus the group's mean, then whitened over the step."""
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     advantage: Advantage = Advantage(estimator="group_mean", whiten=True)
@@ -226,7 +228,7 @@ class ReinforcePpBaselineOptions(PolicyGradientOptions):
 
 
 class GdpoOptions(PolicyGradientOptions):
-    """GDPO (arXiv 2601.05242): each component of the reward is normalised within its group."""
+    """GDPO (arXiv 2601.05242): each component of the reward is normalized within its group."""
 
     name: Literal["gdpo"] = "gdpo"
     advantage: Advantage = Advantage(estimator="group_std", components="normalise_then_sum")
@@ -250,10 +252,10 @@ ALGORITHMS: dict[str, type[AlgorithmOptions]] = {
 
 
 def options_class(name: str) -> type[AlgorithmOptions]:
-    """The options of the algorithm with this name, or of the user's own at `module:Class` or `file.py:Class`.
+    """The options of the algorithm with this name, or custom ones at `module:Class` or `file.py:Class`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such algorithm.
     """
     if ":" not in name:
         if name not in ALGORITHMS:
@@ -271,12 +273,12 @@ def options_class(name: str) -> type[AlgorithmOptions]:
 
 
 def _module(place: str) -> Any:
-    """A module by its import path, or of a file."""
+    """A module, by its import path or file."""
     return load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
 
 
 def _parsed(value: object) -> object:
-    """The options of the algorithm that is named: a mistake in them is one line, not one for each algorithm."""
+    """The options of the named algorithm, so that a mistake in them is one line, not one for each algorithm."""
     if not isinstance(value, dict):
         return value
     return options_class(str(value.get("name", ""))).model_validate(value)
@@ -303,7 +305,9 @@ AnyAlgorithm = Annotated[
 
 
 def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:
-    """With importance weights for rollouts of older weights, where the recipe has no correction and no ratio includes them."""
+    """Adds importance weights for rollouts of older weights, if the recipe has no correction and no ratio that includes
+    them.
+    """
     if "correction" in options.model_fields_set or options.loss.anchor == "sampler":
         return options
     return options.model_copy(update={"correction": Correction(kind="token")})

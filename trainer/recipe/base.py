@@ -1,4 +1,6 @@
-"""What every part of a recipe is made of: frozen records, and paths that are looked up where the user is, then where ngym is."""
+"""The base of all recipe options: frozen records, and paths that are searched in the working directory, then among
+ngym's files.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,31 @@ class Record(BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Word = Annotated[str, BeforeValidator(str)]  # a number in YAML is a word in a command
+Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
 
 
 def find(path: str) -> Path | None:
-    """A file or folder in the working directory, else among the shipped ones."""
+    """A file or folder in the working directory, else among the files that ship with ngym."""
     return next((found for found in (Path(path), shipped() / path, PACKAGE / path) if found.exists()), None)
 
 
 def existing(path: str) -> str:
-    """The absolute path of a file or folder; a ValueError if there is none."""
+    """The absolute path of a file or folder; a ValueError if it does not exist."""
     found = find(path)
     if found is None:
-        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that travel with ngym")
+        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
     return str(found.resolve())
 
 
 def _local_or_hub(name: str) -> str:
-    """A folder's absolute path; a name that can only be one on the Hugging Face hub stays as it is."""
+    """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
     found = find(name)
     if found is not None:
         return str(found.resolve())
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"there is no folder {name} in {Path.cwd()}, and owner/name of the Hugging Face hub it is not")
+        raise ValueError(
+            f"there is no folder {name} in {Path.cwd()}, and it is not an owner/name of the Hugging Face hub"
+        )
     return name
 
 

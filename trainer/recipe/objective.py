@@ -1,6 +1,6 @@
-"""What a policy is trained on, as a value, and which of its combinations make no sense. Imports no torch.
+"""The training objective of a policy as a value, and the checks of its combinations. Does not import torch.
 
-    rewards -> advantage -> surrogate x correction + kl - entropy -> aggregation -> one number per optimiser step
+    rewards -> advantage -> surrogate x correction + kl - entropy -> aggregation -> one number per optimizer step
 
 | name in the literature | here |
 |---|---|
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Estimator = Literal["group_std", "group_mean", "leave_one_out", "leave_one_out_std", "reward", "gae"]
 UNCOMPARED: tuple[Estimator, ...] = ("reward", "gae")
-"""Those that compare no rewards within a group."""
+"""Estimators that do not compare rewards within a group."""
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Discount = Annotated[float, Field(gt=0, le=1)]
@@ -35,13 +35,13 @@ class _Record(BaseModel):
 
 
 class Advantage(_Record):
-    """How rewards become advantages; the formulas are in advantages.py and gae.py.
+    """How rewards become advantages; the formulas are in losses/advantages.py.
 
-    estimator: what a reward is compared with. eps: added to a deviation before it divides.
-    gamma, lam: discount and trace of GAE, by sampled token.
-    whiten: subtract the mean and divide by the deviation over all tokens of the rollouts that are prepared together: those of a
-    live step, before it is cut into updates, or those of the whole file; with a critic, of a batch of it.
-    components: of several rewards per rollout, add them up, or first normalise each within its group (GDPO).
+    estimator: baseline of a reward. eps: added to a deviation before dividing by it.
+    gamma, lam: discount and trace of GAE, per sampled token.
+    whiten: subtract the mean and divide by the deviation over all tokens of the rollouts that are prepared together:
+    those of a live step, before it is split into updates, or those of the whole file; with a critic, of a batch of it.
+    components: with several rewards per rollout, add them up, or first normalize each within its group (GDPO).
     """
 
     estimator: Estimator = "group_std"
@@ -53,23 +53,23 @@ class Advantage(_Record):
 
     @property
     def by_token(self) -> bool:
-        """Whether a reward is laid out over a rollout's tokens (its KL penalty with it) before it is an advantage."""
+        """Whether a reward, with its KL penalty, is spread over a rollout's tokens before it becomes an advantage."""
         return self.whiten or self.estimator in UNCOMPARED
 
 
 class PolicyLoss(_Record):
-    """The surrogate of one token and how tokens are added up.
+    """The surrogate loss of one token, and the aggregation over tokens.
 
-    surrogate: what is multiplied with the advantage. fixed_length: of the aggregation fixed.
-    entropy_coef: of the bonus for the exact entropy of each distribution that was sampled from.
-    ratio: p(token) now / p(token) then, `token` by token; `sequence`: the rollout's geometric mean (GSPO); `product`: of
-    the whole rollout (RLOO).
-    anchor: whose logprobs are "then": the trainer's own at the start of the step, or the sampler's.
+    surrogate: the term that is multiplied by the advantage. fixed_length: divisor of the aggregation fixed.
+    entropy_coef: weight of the bonus for the exact entropy of each distribution that was sampled from.
+    ratio: p(token) now / p(token) then, `token` by token; `sequence`: the rollout's geometric mean (GSPO); `product`:
+    over the whole rollout (RLOO).
+    anchor: source of the logprobs "then": the trainer at the start of the step, or the sampler.
     clip_low, clip_high: offsets, the ratio stays in [1 - clip_low, 1 + clip_high]. Also for CISPO: an absolute bound of
-    5 on the weight, as others write it, is clip_low 1, clip_high 4.
+    5 on the weight is clip_low 1, clip_high 4.
     dual_clip: bound on the ratio where the advantage is negative.
     aggregation: a mean over all tokens; over rollouts of the mean over their tokens; over rollouts of the sum of their
-    tokens / fixed_length; over tasks of the mean over their tokens. Always over the whole optimiser step.
+    tokens / fixed_length; over tasks of the mean over their tokens. Always over the whole optimizer step.
     """
 
     surrogate: Literal["clipped", "cispo", "reinforce"] = "clipped"
@@ -84,10 +84,12 @@ class PolicyLoss(_Record):
 
 
 class Kl(_Record):
-    """The pull towards the reference policy; 0 needs no reference.
+    """The pull towards the reference policy; with coef 0, no reference is needed.
 
-    coef: its weight. where: in the loss, or taken off the rewards. estimator: of the KL divergence from one sample.
-    gradient: `exact` is that of the KL divergence itself; `pathwise` differentiates the estimator, as GRPO's paper does.
+    coef: its weight. where: in the loss, or subtracted from the rewards. estimator: of the KL divergence from one
+    sample.
+    gradient: `exact` is that of the KL divergence itself; `pathwise` differentiates the estimator, as GRPO's paper
+    does.
     """
 
     coef: NotNegative = 0.0
@@ -97,10 +99,10 @@ class Kl(_Record):
 
 
 class Correction(_Record):
-    """Importance weights w = p(trainer) / p(sampler) for what the two disagree on.
+    """Importance weights w = p(trainer) / p(sampler), which correct differences between the two.
 
-    kind: `token`: w of each token, cut to [low, high]; `sequence`: the rollout's product, cut; `icepop`: w, or 0 outside;
-    `sequence_mask`: w, and 0 for all of a rollout whose geometric mean is outside.
+    kind: `token`: w of each token, clipped to [low, high]; `sequence`: the rollout's product, clipped; `icepop`: w, or
+    0 outside; `sequence_mask`: w, or 0 for a whole rollout whose geometric mean is outside.
     low, high: bounds on w; null: the kind's own.
     """
 
@@ -114,7 +116,7 @@ class Correction(_Record):
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
 
-_BOUNDS = {  # what others take by default: SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
+_BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
     "none": (0.0, float("inf")),
     "token": (0.0, 2.0),
     "sequence": (0.0, 5.0),
@@ -124,11 +126,11 @@ _BOUNDS = {  # what others take by default: SkyRL, SkyRL, OpenRLHF and NeMo RL, 
 
 
 class Critic(_Record):
-    """What each token is worth, learned beside the policy. lr: the full learning rate; null: optimizer.lr.
+    """The value of each token, learned next to the policy. lr: the full learning rate; null: optimizer.lr.
 
-    loss_coef: of its loss. Adam's steps hardly depend on it; where ZeRO clips the gradient of policy and critic together, the
-    share of each does.
-    value_clip: how far a value may move from the one before the step; null: as far as it likes.
+    loss_coef: weight of its loss. Adam's steps hardly depend on it, except where ZeRO clips the gradients of policy and
+    critic together.
+    value_clip: how far a value may move from its value before the step; null: no limit.
     """
 
     lr: float | None = Field(default=None, gt=0)
@@ -137,7 +139,7 @@ class Critic(_Record):
 
 
 class Objective(_Record):
-    """What the policy, and the critic if there is one, descend on."""
+    """The objective of the policy, and of the critic if there is one."""
 
     advantage: Advantage = Advantage()
     loss: PolicyLoss = PolicyLoss()
@@ -147,8 +149,10 @@ class Objective(_Record):
 
 
 class Preference(_Record):
-    """DPO and its kin. loss: of a pair. beta: how much the policy is held to its reference. label_smoothing: the share of pairs taken to be
-    labelled the wrong way round. length_normalised: a mean over an answer's tokens in place of the sum."""
+    """DPO and its variants. loss: of a pair. beta: strength of the pull to the reference. label_smoothing: the share of
+    pairs assumed to be labeled the wrong way round. length_normalised: a mean over an answer's tokens instead of the
+    sum.
+    """
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     beta: float = Field(default=0.1, gt=0)
@@ -167,7 +171,7 @@ class Refusal(NamedTuple):
 
 
 def refusals(objective: Objective) -> list[Refusal]:
-    """Every combination in it that makes no sense; none if it can be trained on."""
+    """Every invalid combination; empty if the objective can be trained."""
     parts = (_of_ratio, _of_bounds, _of_aggregation, _of_advantage, _of_correction, _of_kl)
     return [refusal for part in parts for refusal in part(objective)]
 
@@ -198,7 +202,7 @@ def _of_bounds(objective: Objective) -> list[Refusal]:
     if loss.surrogate != "clipped":
         return [Refusal("loss.dual_clip", f"{loss.surrogate} does not clip its objective; remove dual_clip")]
     if loss.dual_clip <= 1 + loss.clip_high:
-        reason = f"{loss.dual_clip:g} would bind before 1 + clip_high = {1 + loss.clip_high:g}; use more, such as 3"
+        reason = f"{loss.dual_clip:g} takes effect before 1 + clip_high = {1 + loss.clip_high:g}; use more, such as 3"
         return [Refusal("loss.dual_clip", reason)]
     return []
 
@@ -212,10 +216,10 @@ def _of_aggregation(objective: Objective) -> list[Refusal]:
         )
         found.append(Refusal("loss.aggregation", reason))
     if loss.aggregation == "fixed" and loss.fixed_length is None:
-        reason = "aggregation fixed divides by it; set the most tokens that a rollout may sample"
+        reason = "aggregation fixed divides by it; set the maximum number of tokens that a rollout may sample"
         found.append(Refusal("loss.fixed_length", reason))
     if loss.aggregation != "fixed" and loss.fixed_length is not None:
-        reason = f"aggregation {loss.aggregation} has no use for it; remove it, or use aggregation fixed"
+        reason = f"aggregation {loss.aggregation} does not use it; remove it, or use aggregation fixed"
         found.append(Refusal("loss.fixed_length", reason))
     return found
 
@@ -238,7 +242,7 @@ def _of_advantage(objective: Objective) -> list[Refusal]:
     if name == "gae" and objective.critic is None:
         found.append(Refusal("critic", "estimator gae needs values; add `critic: {}`"))
     if name != "gae" and objective.critic is not None:
-        found.append(Refusal("critic", f"{name} never asks it; remove it, or use advantage.estimator gae"))
+        found.append(Refusal("critic", f"{name} does not use it; remove it, or use advantage.estimator gae"))
     return found
 
 
@@ -264,13 +268,13 @@ def _of_correction(objective: Objective) -> list[Refusal]:
 def _of_kl(objective: Objective) -> list[Refusal]:
     kl = objective.kl
     if kl.coef > 0 and (kl.where, kl.estimator, kl.gradient) == ("loss", "k1", "pathwise"):
-        reason = "the pathwise gradient of k1 is zero on average: it pulls nowhere; use gradient exact"
+        reason = "the pathwise gradient of k1 is zero on average, so it has no effect; use gradient exact"
         return [Refusal("kl.gradient", reason)]
     return []
 
 
 def _differ_by_token(objective: Objective) -> str:
-    """What makes the advantages of a rollout's tokens differ; empty if nothing does."""
+    """Why the advantages of a rollout's tokens differ; "" if they do not."""
     advantage = objective.advantage
     if advantage.estimator == "gae":
         return "estimator gae"

@@ -1,6 +1,7 @@
-"""A recipe: YAML files and `key=value` -> one frozen record; every mistake is a line with its file, value and remedy.
+"""The recipe: YAML files and `key=value` overrides become one frozen record. Each mistake is one line with its file,
+value and remedy.
 
-A path that is read (data, tokenizer, model) is looked up in the working directory first, then among the files that ship
+A path that is read (data, tokenizer, model) is searched in the working directory first, then among the files that ship
 with ngym; a path that is written is relative to the working directory.
 """
 
@@ -28,7 +29,7 @@ from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
 from .validation import refusals
 
 Value = TypeVar("Value")
-# key -> its default for a file, and what a live run has instead
+# key -> its default for a file, and the corresponding option of a live run
 OF_A_FILE = {
     "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
     "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
@@ -36,7 +37,9 @@ OF_A_FILE = {
 
 
 class WandbOptions(Record):
-    """Weights & Biases. project: where the run is listed. name: of the run; null: the output folder's. mode: offline runs are kept in the output folder, for `wandb sync`."""
+    """Weights & Biases. project: where the run is listed. name: of the run; null: the output folder's. mode: offline
+    runs are kept in the output folder, for `wandb sync`.
+    """
 
     project: str
     name: str | None = None
@@ -44,7 +47,9 @@ class WandbOptions(Record):
 
 
 class MlflowOptions(Record):
-    """MLflow. experiment: where the run is listed. uri: of the tracking server or database, such as http://host:5000 or sqlite:///runs/mlflow.db. name: of the run; null: the output folder's."""
+    """MLflow. experiment: where the run is listed. uri: of the tracking server or database, such as http://host:5000 or
+    sqlite:///runs/mlflow.db. name: of the run; null: the output folder's.
+    """
 
     uri: str
     experiment: str
@@ -52,7 +57,7 @@ class MlflowOptions(Record):
 
 
 class LoggingOptions(Record):
-    """Where the metrics go besides metrics.jsonl. tensorboard: true is `tensorboard` in the output folder."""
+    """Where the metrics go in addition to metrics.jsonl. tensorboard: true is `tensorboard` in the output folder."""
 
     tensorboard: bool | Path = Field(default=False, union_mode="left_to_right")
     wandb: WandbOptions | None = None
@@ -81,9 +86,10 @@ def _with_package(value: Value, package: str) -> Value:
 
 
 class Qwen3Shape(Record):
-    """A new Qwen3 network. The vocabulary is the tokenizer's.
+    """A new Qwen3 network, with the tokenizer's vocabulary.
 
-    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, max_position_embeddings,
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+    max_position_embeddings,
     tie_word_embeddings, rope_theta: as in its Hugging Face config.
     """
 
@@ -96,16 +102,16 @@ class Qwen3Shape(Record):
     max_position_embeddings: Positive
     tie_word_embeddings: bool = True
     rope_theta: float = Field(default=10000.0, gt=0)
-    initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the first weights.")
+    initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
 
 class LoraOptions(Record):
-    """A low-rank adapter is trained instead of the weights.
+    """Train a low-rank adapter instead of the weights.
 
-    rank: of its matrices.
-    alpha: what the adapter adds is multiplied by alpha / rank.
-    targets: the last words of the names of linear layers; null: all of the decoder.
-    dropout: on the adapter's input; none in reinforcement learning.
+    rank: rank of its matrices.
+    alpha: the adapter's output is multiplied by alpha / rank.
+    targets: the last parts of the names of linear layers; null: all linear layers of the decoder.
+    dropout: on the adapter's input; must be 0 in reinforcement learning.
     """
 
     rank: Positive = 16
@@ -115,15 +121,17 @@ class LoraOptions(Record):
 
 
 class ModelOptions(Record):
-    """What is trained: the weights of `path`, or new ones of the shape `from_scratch`.
+    """The model to train: the weights of `path`, or new ones with the shape `from_scratch`.
 
-    path: a Hugging Face folder, or owner/name of the hub.
+    path: a Hugging Face folder, or owner/name on the hub.
     """
 
     path: ModelName | None = None
     from_scratch: Qwen3Shape | None = None
     lora: LoraOptions | None = None
-    tokenizer: ModelName | None = Field(default=None, validate_default=True, description="Default: that of `path`.")
+    tokenizer: ModelName | None = Field(
+        default=None, validate_default=True, description="Default: the tokenizer of `path`."
+    )
 
     @field_validator("from_scratch")
     @classmethod
@@ -136,14 +144,14 @@ class ModelOptions(Record):
     @classmethod
     def _beside_learned_weights(cls, value: LoraOptions | None, info: ValidationInfo) -> LoraOptions | None:
         if value is not None and info.data.get("from_scratch") is not None:
-            raise ValueError("an adapter stands beside weights that have learned something; name them with model.path")
+            raise ValueError("an adapter needs trained base weights; name them with model.path")
         return value
 
     @field_validator("tokenizer")
     @classmethod
     def _some_origin(cls, value: str | None, info: ValidationInfo) -> str | None:
         if "path" not in info.data or "from_scratch" not in info.data:
-            return value  # they have an error of their own
+            return value  # reported elsewhere
         if info.data["path"] is None and info.data["from_scratch"] is None:
             raise ValueError("name a model: model.path=FOLDER, or model.from_scratch with a shape")
         if info.data["from_scratch"] is not None and value is None:
@@ -152,10 +160,10 @@ class ModelOptions(Record):
 
 
 class OffloadOptions(Record):
-    """What lives in the memory of the CPU instead of the GPU's, and is slower there.
+    """What is kept in CPU memory instead of the GPU's; slower.
 
-    optimizer: its states, the float32 weights and the gradients; the step is taken on the CPU.
-    parameters: the weights too, as long as no layer needs them.
+    optimizer: its states, the float32 weights and the gradients; the optimizer step runs on the CPU.
+    parameters: the weights too, while no layer needs them.
     """
 
     optimizer: Literal["cpu"] | None = None
@@ -165,19 +173,19 @@ class OffloadOptions(Record):
     @classmethod
     def _optimizer_too(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("optimizer") is None:
-            raise ValueError("the optimizer's states are several times larger; set engine.offload.optimizer, too")
+            raise ValueError("the optimizer's states are several times larger; set engine.offload.optimizer too")
         return value
 
 
 class EngineOptions(Record):
-    """How DeepSpeed runs it.
+    """Options of DeepSpeed and of the computation.
 
-    zero_stage: what ranks share out: 1 the optimizer's states, 2 gradients too, 3 weights too.
+    zero_stage: what is sharded across ranks: 1 the optimizer's states, 2 also gradients, 3 also weights.
     precision: of weights and arithmetic; bf16 keeps float32 master weights.
-    activation_checkpointing: layers keep their inputs only, and are computed again for the backward: less memory, more time.
-    compile: layers through torch.compile; it takes its time in the first step, and pays in runs of more than a few minutes.
-    sequence_parallel: so many ranks share each micro-batch: its tokens, and in attention its heads.
-    tensor_parallel: so many ranks share each layer.
+    activation_checkpointing: layers keep only their inputs and are recomputed in the backward: less memory, more time.
+    compile: layers through torch.compile; slows down the first step, and pays off in runs of more than a few minutes.
+    sequence_parallel: number of ranks that share each micro-batch: its tokens, and in attention its heads.
+    tensor_parallel: number of ranks that share each layer.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -192,12 +200,12 @@ class EngineOptions(Record):
     @classmethod
     def _master_weights(cls, value: str, info: ValidationInfo) -> str:
         if value == "bf16" and info.data.get("zero_stage") == 0:
-            raise ValueError("the float32 master weights of bf16 live in ZeRO; set engine.zero_stage to 1, 2 or 3")
+            raise ValueError("the float32 master weights of bf16 need ZeRO; set engine.zero_stage to 1, 2 or 3")
         return value
 
     @property
     def together(self) -> int:
-        """The ranks that compute the same samples."""
+        """The number of ranks that compute the same samples."""
         return self.sequence_parallel * self.tensor_parallel
 
     @field_validator("tensor_parallel")
@@ -208,7 +216,7 @@ class EngineOptions(Record):
         if value > 1 and info.data.get("sequence_parallel", 1) > 1:
             raise ValueError("engine.sequence_parallel is given too; keep one of the two")
         if value > 1 and info.data.get("compile"):
-            raise ValueError("engine.compile is given too, and it exchanges layers; keep one of the two")
+            raise ValueError("engine.compile is given too, and it replaces layers; keep one of the two")
         if value > 1 and info.data.get("offload") != OffloadOptions():
             raise ValueError("engine.offload is given too; keep one of the two")
         return value
@@ -225,18 +233,20 @@ class EngineOptions(Record):
     def _of_zero(cls, value: OffloadOptions, info: ValidationInfo) -> OffloadOptions:
         stage = info.data.get("zero_stage")
         if value.optimizer is not None and stage == 0:
-            raise ValueError("ZeRO moves them; set engine.zero_stage to 1, 2 or 3")
+            raise ValueError("offloading needs ZeRO; set engine.zero_stage to 1, 2 or 3")
         if value.parameters is not None and stage != 3:
-            raise ValueError("parameters are moved by ZeRO-3 only; set engine.zero_stage to 3")
+            raise ValueError("only ZeRO-3 offloads parameters; set engine.zero_stage to 3")
         return value
 
 
 class DataOptions(Record):
-    """path: the JSONL file. made_by: a script and its arguments, run with `--output PATH` if the file is not there."""
+    """path: the JSONL file. made_by: a script and its arguments, run with `--output PATH` if the file is missing."""
 
     path: str
     made_by: tuple[Word, ...] = ()
-    max_tokens: Positive | None = Field(default=None, description="Longer samples are left out; null: the context.")
+    max_tokens: Positive | None = Field(
+        default=None, description="Longer samples are left out; null: the model's context length."
+    )
 
     @field_validator("made_by")
     @classmethod
@@ -245,7 +255,7 @@ class DataOptions(Record):
 
 
 class OptimizerOptions(Record):
-    """AdamW for everything, or Muon for the matrices and AdamW for the rest. No weight decay on norms and biases.
+    """AdamW for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases.
 
     name: of the optimizer. lr: the full learning rate of AdamW. betas, eps: AdamW's. weight_decay: decoupled, times the
     learning rate. muon_lr: the full learning rate of Muon. muon_momentum: Muon's.
@@ -256,13 +266,13 @@ class OptimizerOptions(Record):
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null does not clip.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: no clipping.")
     muon_lr: float = Field(default=0.02, gt=0)
     muon_momentum: Share = 0.95
 
 
 class ScheduleOptions(Record):
-    """The learning rate over the run, as a factor: up from 0 over the warm-up, then on to `final`.
+    """The learning rate over the run, as a factor: from 0 up over the warm-up, then to `final`.
 
     name: its form after the warm-up. warmup_steps: the length of the warm-up.
     """
@@ -270,7 +280,7 @@ class ScheduleOptions(Record):
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     warmup_ratio: Share | None = Field(default=None, description="The warm-up as a share of the run's steps.")
-    final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; `constant` has none.")
+    final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; not for `constant`.")
 
     @field_validator("warmup_ratio")
     @classmethod
@@ -280,14 +290,14 @@ class ScheduleOptions(Record):
         return value
 
     def warmup(self, steps: int) -> int:
-        """The steps of the warm-up, in a run of so many."""
+        """The number of warm-up steps in a run of this many steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
 
 class CheckpointOptions(Record):
-    """every: steps from one to the next; there is always one of the last step. keep: the newest so many.
+    """every: steps between checkpoints; the last step always has one. keep: how many of the newest to keep.
 
-    best: a metric; the checkpoint of the step where it was best is kept, too. mode: which values of it are better.
+    best: a metric; the checkpoint of the step with its best value is kept too. mode: which values of it are better.
     """
 
     every: Positive = 50
@@ -297,9 +307,9 @@ class CheckpointOptions(Record):
 
 
 class Recipe(Record):
-    """Everything that a training run depends on.
+    """All settings of a training run.
 
-    seed: of new weights, orders and draws. max_steps: the run ends after so many; null: with its file.
+    seed: for new weights, orders and draws. max_steps: the run ends after this many; null: at the end of its file.
     """
 
     algorithm: AnyAlgorithm
@@ -307,7 +317,9 @@ class Recipe(Record):
     seed: int = 0
     model: ModelOptions
     data: DataOptions | None = Field(default=None, description="A finished file; it is used instead of `rollouts`.")
-    epochs: Positive | None = Field(default=None, validate_default=True, description="Of a file. Default: 1.")
+    epochs: Positive | None = Field(
+        default=None, validate_default=True, description="Passes over the file. Default: 1."
+    )
     max_steps: Positive | None = None
     batch_size: Positive | None = Field(
         default=None, validate_default=True, description="Samples of a file in a step, over all ranks. Default: 32."
@@ -316,7 +328,9 @@ class Recipe(Record):
     optimizer: OptimizerOptions
     schedule: ScheduleOptions = ScheduleOptions()
     engine: EngineOptions = EngineOptions()
-    max_skipped: Positive = Field(default=3, description="Optimiser steps in a row whose gradient is no number.")
+    max_skipped: Positive = Field(
+        default=3, description="Limit of consecutive optimizer steps whose loss or gradient is not finite."
+    )
     checkpoint: CheckpointOptions = CheckpointOptions()
     rollouts: RolloutOptions | None = Field(default=None, validate_default=True, description="Live ones.")
     evaluation: EvaluationOptions | None = None
@@ -324,13 +338,13 @@ class Recipe(Record):
 
     @property
     def live(self) -> RolloutOptions | None:
-        """Where live rollouts come from; None: they stand in a file."""
+        """The options of live rollouts; None for a run on a file."""
         return self.rollouts if self.data is None else None
 
     @field_validator("epochs", "batch_size")
     @classmethod
     def _of_a_file(cls, value: int | None, info: ValidationInfo) -> int | None:
-        """A live run has other words for the same, and would not look at these."""
+        """Refuse the keys of a file in a live run, which has other keys for the same and would ignore these."""
         algorithm = info.data.get("algorithm")
         live = isinstance(algorithm, PolicyGradientOptions) and info.data.get("data", ...) is None
         assert info.field_name is not None
@@ -346,17 +360,17 @@ class Recipe(Record):
     def _something_to_learn_from(cls, value: RolloutOptions | None, info: ValidationInfo) -> RolloutOptions | None:
         algorithm = info.data.get("algorithm")
         if algorithm is None or "data" not in info.data:
-            return value  # they have an error of their own
+            return value  # reported elsewhere
         of_rollouts = isinstance(algorithm, PolicyGradientOptions)
         if value is not None and not of_rollouts:
-            raise ValueError(f"{algorithm.name} learns from a file; remove rollouts, and name data.path")
+            raise ValueError(f"{algorithm.name} trains on a file; remove rollouts, and name data.path")
         if info.data["data"] is None and value is None:
             raise ValueError(
-                "nothing to learn from; name a file with data.path"
+                "no training data; name a file with data.path"
                 + (", or give rollouts an agent and tasks" if of_rollouts else "")
             )
         if info.data["data"] is None and info.data.get("max_steps") is None:
-            raise ValueError("live rollouts have no end; set max_steps")
+            raise ValueError("live rollouts do not end by themselves; set max_steps")
         return value
 
     @field_validator("evaluation")
@@ -364,7 +378,7 @@ class Recipe(Record):
     def _can_be_evaluated(cls, value: EvaluationOptions | None, info: ValidationInfo) -> EvaluationOptions | None:
         known = info.data
         if value is None or not {"algorithm", "data", "rollouts"} <= known.keys():
-            return value  # they have an error of their own
+            return value  # reported elsewhere
         live = known["rollouts"] if known["data"] is None else None
         algorithm = known["algorithm"]
         of_rollouts = isinstance(algorithm, PolicyGradientOptions)
@@ -377,12 +391,14 @@ class Recipe(Record):
     def _muon_sees_matrices(cls, value: EngineOptions, info: ValidationInfo) -> EngineOptions:
         optimizer = info.data.get("optimizer")
         if optimizer is not None and optimizer.name == "muon" and value.zero_stage > 0:
-            raise ValueError("muon needs whole matrices, ZeRO cuts them up: zero_stage 0, or optimizer.name=adamw")
+            raise ValueError(
+                "muon needs whole matrices, but ZeRO shards them: set zero_stage 0, or optimizer.name=adamw"
+            )
         return value
 
 
 class Launch(NamedTuple):
-    """Which process of the run this is, as torchrun and the DeepSpeed launcher tell it."""
+    """This process among those of the run, from the environment of torchrun or the DeepSpeed launcher."""
 
     rank: int
     local_rank: int
@@ -390,7 +406,7 @@ class Launch(NamedTuple):
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher started several processes that will meet."""
+        """Whether a launcher started several processes for the run."""
         return self.ranks > 1
 
 
@@ -400,10 +416,10 @@ def read_launch() -> Launch:
 
 
 def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:
-    """The recipe of these files; a bare `sft.yaml` is also found among the shipped recipes.
+    """The recipe from these files; a bare `sft.yaml` is also found among the shipped recipes.
 
     Raises:
-        ConfigError: one line for each mistake.
+        ConfigError: one line per mistake.
     """
     tree = load_tree([_recipe_file(name) for name in files], overrides, named=("algorithm",))
     recipe = parse(Recipe, tree)
@@ -416,9 +432,9 @@ def read_recipe(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe,
 
 
 def as_yaml(recipe: Recipe, tree: Tree) -> str:
-    """The resolved recipe, in the form in which one writes it.
+    """The resolved recipe as YAML, in the form that users write.
 
-    What came from an environment variable is written as the `${oc.env:...}` that it was, so that no secret lands on the disk.
+    A value from an environment variable is written as its `${oc.env:...}`, so that no secret reaches the disk.
     """
     shown = redacted(recipe.model_dump(mode="json"))
     for key, text in tree.environment.items():
@@ -427,7 +443,7 @@ def as_yaml(recipe: Recipe, tree: Tree) -> str:
 
 
 def _put(values: Any, path: Sequence[str], text: str) -> None:
-    """Replace the value at a path of keys and list places."""
+    """Replace the value at a path of keys and list indices."""
     for part in path[:-1]:
         values = values[int(part) if isinstance(values, list) else part]
     values[int(path[-1]) if isinstance(values, list) else path[-1]] = text
@@ -438,6 +454,6 @@ def _recipe_file(name: str) -> Path:
     if found is None:
         known = sorted(path.name for path in RECIPES.glob("*.yaml"))
         near = near_file(Path(name)) or (f" (did you mean {meant!r}?)" if (meant := nearest(name, known)) else "")
-        remedy = f"give a YAML file, or one that travels with ngym: {', '.join(known)}"
+        remedy = f"give a YAML file, or one that ships with ngym: {', '.join(known)}"
         raise ConfigError(f"{name}: no such recipe{near}; {remedy}")
     return found

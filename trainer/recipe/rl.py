@@ -1,4 +1,4 @@
-"""What a recipe says about reinforcement learning: the objective, where its rollouts come from, how it is evaluated."""
+"""The recipe's options for reinforcement learning: the objective, the source of its rollouts, and its evaluation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HELD_OUT = "validation.jsonl"
 
 
 class HeldOutOptions(Record):
-    """Tasks of a JSONL file, and the agent that attempts them.
+    """Tasks from a JSONL file, and the agent that attempts them.
 
-    agent: the name of its service. tasks: the file. max_output_tokens: of one model call; null: as the rows say.
+    agent: the name of its service. tasks: the file. max_output_tokens: of one model call; null: the rows' own.
     name: in the metrics; null: the agent's.
     """
 
@@ -30,14 +30,14 @@ class HeldOutOptions(Record):
 
 
 class CurriculumOptions(Record):
-    """decay: weight of the past in a task's running mean. floor: the least weight of a task; an unseen one has 1."""
+    """decay: weight of the past in a task's running mean. floor: minimum weight of a task; an unseen one has 1."""
 
     decay: Share = 0.5
     floor: float = Field(default=0.1, gt=0, le=1)
 
 
 class EnvironmentOptions(HeldOutOptions):
-    """weight: its share of a step's tasks, in proportion to those of the other environments."""
+    """weight: its share of a step's tasks, relative to the weights of the other environments."""
 
     weight: float = Field(default=1.0, gt=0)
 
@@ -46,22 +46,23 @@ class RolloutOptions(Record):
     """Live rollouts: each step, group_size attempts at each of tasks_per_step tasks.
 
     agent, tasks: the short form of one environment. environments: the long form, of several.
-    curriculum: tasks that are always or never solved are drawn less often; null: each once an epoch.
-    services: the config file whose services are started; null uses those that an `ng_run` in this folder started.
-    policy: the name of the model service that is trained.
-    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 where nothing compares them.
-    updates_per_step: optimiser steps on them.
-    max_output_tokens: of one model call; null: as the rows say. concurrency: rollouts in flight at the most.
+    curriculum: draw tasks that are always or never solved less often; null: each task once an epoch.
+    services: the config file whose services are started; null: the services of an `ng_run` in this folder.
+    policy: the name of the model service to train.
+    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 if nothing compares them.
+    updates_per_step: optimizer steps on them.
+    max_output_tokens: of one model call; null: the rows' own. concurrency: limit of rollouts in flight.
     timeout_s: for one rollout.
-    max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train, collect;
-    more: collect while training.
-    dynamic_sampling: up to so many times tasks_per_step are attempted in a step, until enough groups teach something.
-    seeded: give each attempt a seed, so that the same weights sample the same; null: with max_lag 0.
-    transport: how new weights reach the policy service: http and filesystem send a checkpoint, lora an adapter; nccl and ipc
-    move it from GPU to GPU.
-    push_folder: of the transport filesystem; the same folder is weights_root in the policy's stanza.
-    push_mode: what becomes of generations in flight: keep (they go on with the new weights), wait, abort.
-    colocated: the policy's servers run on the trainer's GPUs: they sleep while it trains, and its states are in the host's
+    max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train,
+    collect;
+    above 0: collect while training.
+    dynamic_sampling: attempt up to this many times tasks_per_step per step, until enough groups have a learning signal.
+    seeded: give each attempt a seed, so that the same weights give the same rollouts; null: only with max_lag 0.
+    transport: how new weights reach the policy service: http and filesystem send a checkpoint, lora an adapter; nccl
+    and ipc move it from GPU to GPU.
+    push_folder: of the transport filesystem; must be weights_root in the policy's stanza.
+    push_mode: for generations in flight: keep (they continue with the new weights), wait, abort.
+    colocated: the policy's servers run on the trainer's GPUs: they sleep while it trains, and its states are in host
     memory while they sample.
     """
 
@@ -91,14 +92,14 @@ class RolloutOptions(Record):
         if info.data.get("transport") == "filesystem" and value is None:
             raise ValueError("the transport filesystem needs the folder that the policy's stanza calls weights_root")
         if info.data.get("transport") != "filesystem" and value is not None:
-            raise ValueError("a folder belongs to the transport filesystem; remove one of the two")
+            raise ValueError("push_folder is only for the transport filesystem; remove one of the two")
         return value
 
     @field_validator("environments")
     @classmethod
     def _one_form(cls, value: tuple[EnvironmentOptions, ...], info: ValidationInfo) -> tuple[EnvironmentOptions, ...]:
         if not {"agent", "tasks"} <= info.data.keys():
-            return value  # they have an error of their own
+            return value  # reported elsewhere
         short = [key for key in ("agent", "tasks") if info.data[key] is not None]
         if value and short:
             raise ValueError(f"rollouts.{short[0]} is given too; keep one of the two forms (rollouts.{short[0]}=null)")
@@ -113,7 +114,7 @@ class RolloutOptions(Record):
 
     @property
     def sources(self) -> tuple[EnvironmentOptions, ...]:
-        """The environments, in whichever form they are given."""
+        """The environments, from the short or the long form."""
         if self.environments:
             return self.environments
         assert self.agent is not None and self.tasks is not None
@@ -121,12 +122,13 @@ class RolloutOptions(Record):
 
 
 class EvaluationOptions(Record):
-    """What the policy is asked before the first step, after every so many and after the last.
+    """When and on what the policy is evaluated: before the first step, every so many steps and after the last.
 
-    tasks: held-out ones of a live run with one environment. environments: the long form, of several files. Without both:
-    the file validation.jsonl beside the tasks of each environment of the rollouts.
-    data: a held-out file for a run that learns from a file.
-    limit: the first rows of each file only. every: steps from one to the next. attempts: sampled ones at each task. greedy: one more, without sampling.
+    tasks: held-out tasks of a live run with one environment. environments: the long form, for several files. Without
+    both: the file validation.jsonl next to the tasks of each environment of the rollouts.
+    data: a held-out file for a run on a file.
+    limit: only the first rows of each file. every: steps between evaluations. attempts: sampled ones at each task.
+    greedy: one more, without sampling.
     """
 
     tasks: ExistingPath | None = None
@@ -145,17 +147,17 @@ class EvaluationOptions(Record):
         return _distinct(value)
 
     def held_out(self, rollouts: RolloutOptions) -> tuple[HeldOutOptions, ...]:
-        """The files of a live run, in whichever form they are given."""
+        """The files of a live run, from the short or the long form."""
         if self.tasks is None:
             return self.environments
         source = rollouts.sources[0]
         return (source.model_copy(update={"tasks": self.tasks}),)
 
     def following(self, rollouts: RolloutOptions) -> EvaluationOptions:
-        """These options with the held-out tasks that belong to the rollouts' own, where none are named.
+        """These options, with the held-out tasks next to the rollouts' own if none are named.
 
         Raises:
-            ValueError: an environment has no validation.jsonl beside its tasks.
+            ValueError: an environment has no validation.jsonl next to its tasks.
         """
         if self.tasks is not None or self.environments:
             return self
@@ -163,7 +165,7 @@ class EvaluationOptions(Record):
         for file, source in zip(files, rollouts.sources, strict=True):
             if file == source.tasks or not Path(file).is_file():
                 raise ValueError(
-                    f"there is no {HELD_OUT} beside {source.tasks}; name held-out tasks with evaluation.tasks (of several "
+                    f"there is no {HELD_OUT} next to {source.tasks}; name held-out tasks with evaluation.tasks (of several "
                     "environments: evaluation.environments), or train without an evaluation: evaluation=null"
                 )
         if len(files) == 1:
@@ -182,23 +184,23 @@ def _distinct(environments: tuple[Held, ...]) -> tuple[Held, ...]:
     names = [each.key for each in environments]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two environments are called {twice!r}; give each a `name` of its own")
+        raise ValueError(f"two environments are called {twice!r}; give each a different `name`")
     return environments
 
 
 def evaluation_problem(
     options: EvaluationOptions, live: RolloutOptions | None, name: str, *, learns_from_rollouts: bool
 ) -> str | None:
-    """Why this run cannot be evaluated like that, or None.
+    """Why this run cannot be evaluated that way, or None.
 
-    name: of the algorithm. live: None for a run that learns from a file.
+    name: of the algorithm. live: None for a run on a file.
     """
     if live is None:
         if options.data is not None and learns_from_rollouts:
-            return f"nothing of {name} can be measured on a finished file; remove evaluation.data"
+            return f"{name} has no metric on a finished file; remove evaluation.data"
         if options.data is None and not learns_from_rollouts:
-            return f"{name} learns from a file and is evaluated on one; name evaluation.data"
+            return f"{name} trains on a file and is evaluated on one; name evaluation.data"
         return None
     if options.tasks is not None and len(live.sources) > 1:
-        return "which of the agents attempts evaluation.tasks? Use evaluation.environments, with an agent for each"
+        return "evaluation.tasks does not say which agent attempts them; use evaluation.environments"
     return None

@@ -1,4 +1,4 @@
-"""Combinations that make no sense, and the arithmetic of batch sizes."""
+"""Checks of combinations of options, and the arithmetic of batch sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
-    """What cannot work, each with its key in the recipe."""
+    """Settings that cannot work, each with its key in the recipe."""
     together = recipe.engine.together
     if launch.ranks % together:
         key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
-        return [Refusal(key, f"{launch.ranks} ranks are no groups of {together}; start a multiple of {together}")]
+        return [Refusal(key, f"{launch.ranks} ranks cannot form groups of {together}; start a multiple of {together}")]
     ranks = launch.ranks // together
     live = recipe.live
     if live is None:
@@ -28,7 +28,7 @@ def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
     rollouts = live.tasks_per_step * live.group_size
     if live.updates_per_step > rollouts:
         reason = (
-            f"{live.updates_per_step} optimiser steps cannot share {rollouts} rollouts; set it to {rollouts} or less"
+            f"{live.updates_per_step} optimizer steps cannot split {rollouts} rollouts; set it to {rollouts} or less"
         )
         return [Refusal("rollouts.updates_per_step", reason)]
     return list(_too_few("rollouts.tasks_per_step", rollouts // live.updates_per_step, ranks))
@@ -36,12 +36,12 @@ def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
 
 def _too_few(key: str, samples: int, ranks: int) -> Iterator[Refusal]:
     if samples < ranks:
-        reason = f"an optimiser step has {samples} samples for {ranks} ranks, and some would do nothing; raise it"
+        reason = f"an optimizer step has {samples} samples for {ranks} ranks, and some ranks would be idle; raise it"
         yield Refusal(key, f"{reason}, or start fewer ranks")
 
 
 def of_file(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launch) -> list[str]:
-    """The sizes of a run on these samples, line by line. steps: optimiser steps."""
+    """The sizes of a run on these samples, one per line. steps: optimizer steps."""
     assert recipe.batch_size is not None and recipe.epochs is not None
     tokens = [sample.tokens for sample in samples]
     mean, count = sum(tokens) / len(tokens), min(recipe.batch_size, len(tokens))
@@ -59,17 +59,17 @@ def of_file(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launc
 
 
 def of_live(recipe: Recipe, launch: Launch) -> list[str]:
-    """The sizes of a live run, line by line."""
+    """The sizes of a live run, one per line."""
     live, steps = recipe.live, recipe.max_steps
     assert live is not None and steps is not None
     rollouts, updates = live.tasks_per_step * live.group_size, live.updates_per_step
     part = math.ceil(rollouts / updates)
     collected = f"{live.tasks_per_step:,} tasks x {live.group_size:,} rollouts = {rollouts:,} rollouts"
-    trained = f"{updates:,} optimiser step{'s' if updates > 1 else ''} of {part:,}{_shared(part, recipe, launch)}"
+    trained = f"{updates:,} optimizer step{'s' if updates > 1 else ''} of {part:,}{_shared(part, recipe, launch)}"
     return [
         f"step         {collected}, in {trained}",
         f"micro-batch  at most {recipe.micro_batch_tokens:,} tokens on a rank, as many as the rollouts need",
-        f"run          {steps:,} steps: {steps * updates:,} optimiser steps, {steps * rollouts:,} rollouts",
+        f"run          {steps:,} steps: {steps * updates:,} optimizer steps, {steps * rollouts:,} rollouts",
         *_rates(recipe, steps),
     ]
 
@@ -86,7 +86,7 @@ def _shared(samples: int, recipe: Recipe, launch: Launch) -> str:
 
 
 def _micro_batches(recipe: Recipe, tokens: float, longest: int, launch: Launch) -> Iterator[str]:
-    """tokens: of an optimiser step, on average."""
+    """tokens: of an optimizer step, on average."""
     budget, mine = recipe.micro_batch_tokens, tokens * recipe.engine.tensor_parallel / launch.ranks
     count = math.ceil(mine / budget)
     yield f"micro-batch  at most {budget:,} tokens on a rank: about {count:,} in a step, of {mine / count:,.0f} tokens"
@@ -108,7 +108,7 @@ def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
 
 
 def refusals(recipe: Recipe) -> list[Refusal]:
-    """All of them."""
+    """All invalid combinations of a recipe."""
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
     return [*found, *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
 
@@ -118,12 +118,11 @@ def _of_single_attempts(recipe: Recipe) -> list[Refusal]:
         return []
     estimator = recipe.algorithm.advantage.estimator
     if estimator not in UNCOMPARED:
-        reason = (
-            f"{estimator} compares the attempts at a task: 2 at least, or advantage.estimator {' or '.join(UNCOMPARED)}"
-        )
+        others = " or ".join(UNCOMPARED)
+        reason = f"{estimator} compares the attempts at a task: set at least 2, or advantage.estimator {others}"
         return [Refusal("rollouts.group_size", reason)]
     if recipe.live.dynamic_sampling > 1:
-        reason = "one attempt never differs from the others at its task, so every group would be left out; set it to 1"
+        reason = "a group of one has no other attempts to compare, so every group would be left out; set it to 1"
         return [Refusal("rollouts.dynamic_sampling", reason)]
     return []
 
@@ -132,7 +131,9 @@ def _of_adapters(recipe: Recipe) -> list[Refusal]:
     found: list[Refusal] = []
     if recipe.rollouts is not None and recipe.rollouts.transport == "lora" and recipe.model.lora is None:
         found.append(
-            Refusal("rollouts.transport", "lora sends an adapter, and none is trained; set model.lora, or http")
+            Refusal(
+                "rollouts.transport", "lora sends an adapter, but the recipe trains no adapter; set model.lora, or http"
+            )
         )
     of_rollouts = isinstance(recipe.algorithm, PolicyGradientOptions)
     if recipe.model.lora is not None and recipe.model.lora.dropout > 0 and of_rollouts:

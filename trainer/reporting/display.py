@@ -1,4 +1,4 @@
-"""How does a run look while it trains? Some lines that stay in place on a terminal, elsewhere a line every few seconds."""
+"""The display of a training run: lines that stay in place on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ LABEL = 10
 CURVE = 40
 MOST_MEANS = 8 * CURVE
 MOST_HELD_OUT = 3
-MAIN = {"reward/mean": "reward", "loss": "loss"}  # what is drawn as a curve, beside what is held out
+MAIN = {"reward/mean": "reward", "loss": "loss"}  # drawn as curves, next to the held-out metrics
 
-# metric -> how it is shown, where a step has it
+# metric -> how it is shown, if a step has it
 SHOWN = {
     "reward/mean": "reward {:.3f}",
     "frac_unscored": "unscored {:.1%}",
@@ -60,14 +60,14 @@ TIMES = {
     "time/train": "training {:.1f} s",
     "time/weight_sync": "push {:.2f} s",
 }
-# a step of a fraction of a second is not told that every part of it was one
+# not shown for short offline steps, which have no other parts
 ONLY_LIVE = ("time/train",)
 
 Values = dict[str, float]
 
 
 class Display(Protocol):
-    """Hears of each step, and of what is said beside."""
+    """Receives each step, and the messages between steps."""
 
     def step(self, step: int, values: Values) -> None: ...
     def say(self, text: str) -> None: ...
@@ -75,10 +75,10 @@ class Display(Protocol):
 
 @contextmanager
 def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> Iterator[Display]:
-    """What fits.
+    """The display that suits the terminal.
 
     Args:
-        history: the rows of the metrics, which grow.
+        history: the rows of the metrics; the list grows.
         alone: no other rank writes to the same terminal.
     """
     if not shown:
@@ -100,7 +100,7 @@ class Silent:
 
 
 class Lines:
-    """A line for each step of live rollouts, else every few seconds; the last one in any case."""
+    """A line for each step of live rollouts, else every few seconds, and always for the last step."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -121,14 +121,14 @@ class Lines:
         print(harmless(text), flush=True)
 
     def end(self) -> None:
-        """Say what was not said yet."""
+        """Print the last step if it was not printed yet."""
         if self._unsaid:
             self.say(self._unsaid)
             self._unsaid = ""
 
 
 class Live:
-    """A bar, the reward and how it came about, what is held out, and where the time goes."""
+    """A bar, the reward and its components, the held-out metrics, and the share of time of each part."""
 
     def __init__(self, screen: Screen, steps: int, history: Sequence[Values]) -> None:
         self._screen = screen
@@ -136,7 +136,7 @@ class Live:
         self._history = history
         self._clock = Clock(steps)
         self._values: Values = {}
-        self._read = 0  # rows of the history that are in the curves
+        self._read = 0  # number of rows of the history that are in the curves
         self._curves: dict[str, Curve] = {}
 
     def step(self, step: int, values: Values) -> None:
@@ -151,7 +151,7 @@ class Live:
         self._screen.show(self.picture)
 
     def end(self) -> None:
-        """Leave one line: where it stands."""
+        """Leave one line with the final state."""
         main = next((form.format(self._values[name]) for name, form in SHOWN.items() if name in self._values), "")
         said = f"step {self._clock.at}/{self._steps} in {clock(self._clock.elapsed_s)}  {main}" if main else ""
         self._screen.close()
@@ -183,7 +183,7 @@ class Live:
         return Text(count).append("  ").append(drawn) if drawn else Text(count)
 
     def _read_on(self) -> None:
-        """A frame costs what is new, however long the history is."""
+        """Read only new rows, so that the cost of a frame does not depend on the length of the history."""
         new = self._history[self._read :]
         self._read += len(new)
         for row in new:
@@ -204,13 +204,13 @@ def _curve(name: str, curve: Curve, size: Size) -> Text:
 
 
 class Curve:
-    """All values of a metric as a few means, each of equally many neighbours."""
+    """All values of a metric as a few means, each over the same number of neighbors."""
 
     def __init__(self) -> None:
         self.first = self.last = math.nan
         self._means: list[float] = []
-        self._of = 1  # values in a mean
-        self._open: list[float] = []  # those of the next mean
+        self._of = 1  # number of values in a mean
+        self._open: list[float] = []  # values of the next mean
 
     @property
     def means(self) -> list[float]:
@@ -230,12 +230,12 @@ class Curve:
 
 
 class Clock:
-    """How long it takes. at: the last step."""
+    """Elapsed and remaining time. at: the last step."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._began = time.monotonic()
-        self._before: int | None = None  # steps of an earlier life of the run
+        self._before: int | None = None  # number of steps before a resumption
         self.at = 0
         self.left_s: float | None = None
 
@@ -252,7 +252,7 @@ class Clock:
 
 @contextmanager
 def _drawn(live: Live) -> Iterator[Live]:
-    """Drawn again a few times a second: a step may take minutes, and the terminal may change."""
+    """Redraws a few times a second: a step may take minutes, and the terminal may change."""
     over = threading.Event()
 
     def draw() -> None:
@@ -270,7 +270,7 @@ def _drawn(live: Live) -> Iterator[Live]:
 
 
 def line(values: Values) -> str:
-    """A step's metrics side by side."""
+    """A step's metrics in one line."""
     live = _is_live(values)
     shown = (SHOWN | TIMES).items()
     return "  ".join(
@@ -283,7 +283,7 @@ def _is_live(values: Values) -> bool:
 
 
 def _shares(values: Values) -> list[str]:
-    """Where the time of a step went: `sampling 62 %`, and how long it took."""
+    """The share of a step's time for each part: `sampling 62 %`, and the step's duration."""
     times = {form.partition(" ")[0]: values[name] for name, form in TIMES.items() if name in values}
     total = sum(times.values())
     if len(times) < 2 or not total:

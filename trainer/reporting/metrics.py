@@ -18,49 +18,49 @@ from .sinks import Sinks
 
 MEASURED = {
     "step": "Batches trained, counted from 1; 0 is before the first.",
-    "loss": "What was minimised, a mean over the optimiser steps of the batch.",
-    "lr": "The learning rate of the last optimiser step.",
+    "loss": "The minimized loss, a mean over the optimizer steps of the batch.",
+    "lr": "The learning rate of the last optimizer step.",
     "grad_norm": "Norm of the gradient before clipping.",
-    "skipped_steps": "Optimiser steps whose loss or gradient was no number, so far.",
+    "skipped_steps": "Optimizer steps so far whose loss or gradient was not finite.",
     "global_valid_toks": "Trained tokens of the batch, over all ranks.",
     "global_valid_seqs": "Samples of the batch, over all ranks.",
-    "tokens_per_s": "Tokens of the batch, prompts included, by the seconds of training.",
-    "time/train": "Seconds of forward, backward and optimiser steps.",
+    "tokens_per_s": "Tokens of the batch, prompts included, per second of training.",
+    "time/train": "Seconds of forward, backward and optimizer steps.",
     "time/elapsed": "Seconds since the start of this process.",
     # live rollouts
     "time/generation": "Seconds that the step waited for rollouts.",
-    "time/logprob": "Seconds for what the trainer itself says of the rollouts before it trains them, and for advantages.",
-    "time/weight_sync": "Seconds of the push, its proof included.",
+    "time/logprob": "Seconds for the trainer's own logprobs of the rollouts before training, and for advantages.",
+    "time/weight_sync": "Seconds of the push, including its proof.",
     "policy_version": "Pushes so far.",
-    "lag": "Trainer's version minus the oldest version in a sample; the largest of the step.",
+    "lag": "Trainer's version minus the oldest version in a sample; the maximum of the step.",
     "lag/mean": "The same, a mean over rollouts.",
-    "stale_dropped": "Rollouts collected again because weights from before the last push had a part in them.",
-    "num_equal_groups": "Groups replaced by dynamic sampling because they teach nothing.",
+    "stale_dropped": "Rollouts collected again because weights from before the last push sampled part of them.",
+    "num_equal_groups": "Groups without a learning signal, replaced by dynamic sampling.",
     # rollouts, live or from a file
-    "reward/mean": "Over the rollouts of the batch that were scored.",
-    "reward/std": "Their standard deviation.",
+    "reward/mean": "Mean reward of the scored rollouts of the batch.",
+    "reward/std": "Standard deviation of these rewards.",
     "reward/{environment}/mean": "The mean of each of several environments.",
     "frac_reward_zero_std": "Share of groups whose rewards are all equal.",
     "num_valid_samples": "Scored rollouts.",
     "num_unscored": "Rollouts with the reward null.",
-    "frac_unscored": "Their share of all rollouts that did not fail; `reward/mean` is of the others.",
-    "num_failed": "Rollouts that were given up.",
+    "frac_unscored": "Their share of all rollouts that did not fail; `reward/mean` covers the others.",
+    "num_failed": "Rollouts that failed.",
     "completions/mean_length": "Sampled tokens of a rollout.",
-    "completions/max_length": "Those of the longest.",
+    "completions/max_length": "The same of the longest rollout.",
     "completions/clipped_ratio": "Share of rollouts that were cut off.",
     "num_turns": "Model calls of a rollout.",
     "tool_calls": "Tool calls of a rollout.",
-    "tool_errors": "Of them, those that were answered with an error.",
+    "tool_errors": "Tool calls that were answered with an error.",
     "approx_entropy": "Mean of -log p of the sampled tokens, by the sampler.",
-    "tasks/{environment}/epoch": "Without a curriculum: how often each of its tasks has come.",
+    "tasks/{environment}/epoch": "Without a curriculum: how often each of its tasks was drawn.",
     "tasks/{environment}/solved": "Curriculum: share of tasks that are always solved.",
     "tasks/{environment}/unsolved": "Share of tasks that are never solved.",
-    "tasks/{environment}/mixed": "Share of tasks that are solved at times.",
+    "tasks/{environment}/mixed": "Share of tasks that are sometimes solved.",
     "tasks/{environment}/unseen": "Share of tasks that were not drawn yet.",
-    "tasks/{environment}/effective": "The number of equally weighted tasks that the draw is worth.",
+    "tasks/{environment}/effective": "The effective number of tasks in the draw: as many equally weighted ones.",
     # the policy's loss
     "actor_loss": "The surrogate alone, without KL and entropy.",
-    "probs_ratio": "Mean ratio of now to then.",
+    "probs_ratio": "Mean ratio of the current to the earlier probability.",
     "probs_ratio_clamped": "The same after clipping.",
     "clip_ratio/low_mean": "Share of tokens whose ratio was clipped from below.",
     "clip_ratio/high_mean": "Share of tokens whose ratio was clipped from above.",
@@ -77,18 +77,18 @@ MEASURED = {
     "value_loss": "Half the squared error of the critic, clipped.",
     "value_clip_ratio": "Share of values for which the clipped error was the larger one.",
     "values": "Mean value.",
-    "returns": "Mean of what the values should have been.",
+    "returns": "Mean of the values' targets.",
     "explained_variance": "Share of the returns' variance that the critic explained before the step.",
     "critic_grad_norm": "Norm of the critic's own gradient; ZeRO 0.",
     # preferences
     "preference_loss": "DPO: the loss of the pairs without `sft_weight`.",
-    "sft_loss": "DPO: the negative log-likelihood of what was chosen, a mean over its tokens.",
-    "rewards/chosen": "DPO: beta times the gain in log p of what was chosen.",
-    "rewards/rejected": "DPO: the same of what was rejected.",
+    "sft_loss": "DPO: the negative log-likelihood of the chosen side, a mean over its tokens.",
+    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side.",
+    "rewards/rejected": "DPO: the same of the rejected side.",
     "rewards/margins": "DPO: the difference of both.",
-    "rewards/accuracies": "DPO: share of pairs in which what was chosen gained more.",
-    "logps/chosen": "DPO: log p of what was chosen, a sum over its tokens.",
-    "logps/rejected": "DPO: log p of what was rejected.",
+    "rewards/accuracies": "DPO: share of pairs in which the chosen side gained more.",
+    "logps/chosen": "DPO: log p of the chosen side, a sum over its tokens.",
+    "logps/rejected": "DPO: log p of the rejected side.",
     # held-out tasks and files
     "time/eval": "Seconds of an evaluation.",
     "val/accuracy": "Mean of avg@k over the environments.",
@@ -110,10 +110,10 @@ class Metrics:
 
     Args:
         file: metrics.jsonl, appended to.
-        steps: how many there will be.
-        shown: False on all ranks but one: they log nothing.
-        history: what the file holds already.
-        sinks: get every entry, too; they are closed at the end.
+        steps: total number of steps.
+        shown: False on all ranks but one, which log nothing.
+        history: the rows that the file already holds.
+        sinks: receive every entry too, and are closed at the end.
     """
 
     def __init__(
@@ -148,12 +148,12 @@ class Metrics:
         self._display.step(step, values)
 
     def note(self, step: int, values: dict[str, float], text: str) -> None:
-        """Record what was found out after a step, and say it."""
+        """Record metrics that are computed after a step, and print a line."""
         self._record(step, values)
         self._say(text)
 
     def say(self, text: str) -> None:
-        """Say something beside the steps."""
+        """Print a line between steps."""
         self._say(text)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
@@ -174,7 +174,7 @@ class Metrics:
 
 
 class _Rows:
-    """A file to which each row is appended whole or not at all; a full disk costs rows, and not the run."""
+    """A file to which each row is appended whole or not at all; a full disk loses rows but does not end the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -189,10 +189,10 @@ class _Rows:
         self._file.close()
 
     def append(self, row: bytes) -> str | None:
-        """What is wrong, once."""
+        """Append a row; returns a message when rows are lost, once."""
         try:
             if self._end != self._size:
-                os.ftruncate(self._file.fileno(), self._size)  # what a write that broke off has left
+                os.ftruncate(self._file.fileno(), self._size)  # remove the rest of a partial write
                 self._end = self._size
             self._end += self._file.write(row)
             if self._end != self._size + len(row):
@@ -201,5 +201,5 @@ class _Rows:
         except OSError as error:
             if not self._said:
                 self._said = True
-                return f"{self._path}: entries are lost: {error.strerror}; training goes on"
+                return f"{self._path}: entries are lost: {error.strerror}; training continues"
         return None

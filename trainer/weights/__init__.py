@@ -1,1 +1,1 @@
-"""Weights to the servers that sample: publishing, shared memory, and pushes."""
+"""Weights for the model servers: publishing, sharing of GPUs, and pushes."""

@@ -1,11 +1,11 @@
-"""Publishes weights to the model servers, apart or on shared GPUs.
+"""Publishes weights to the model servers, on separate or shared GPUs.
 
-    sampling   the servers hold weights and KV cache; the trainer's states are in the host's memory
-    training   the servers sleep; the states are back
-    pushing    the trainer's weights and those of the servers are there, and nothing else of either
+        sampling   the servers hold weights and KV cache; the trainer's states are in host memory
+        training   the servers sleep; the trainer's states are back on the GPU
+        pushing    only the weights of the trainer and of the servers are on the GPU
 
-Every rank goes through the turns together; rank 0 tells the servers. A server that was started again meanwhile is awake
-all the time: telling it to wake changes nothing.
+All ranks change phase together; rank 0 calls the servers. A server that restarted meanwhile is always awake, and waking
+it again changes nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PROMPT = "Tom has 37 coins and buys 58 more. How many coins does Tom have?"
 
 
 class Colocated:
-    """The turns.
+    """Switches between the phases of trainer and servers on shared GPUs.
 
     Args:
-        pusher: to the servers, on rank 0; None elsewhere.
+        pusher: for the servers, on rank 0; None elsewhere.
     """
 
     def __init__(self, engine: Engine, pusher: Pusher | None) -> None:
@@ -44,14 +44,14 @@ class Colocated:
         self._pusher = pusher
 
     def train(self) -> None:
-        """Nothing is sampled from here on, and everything of the trainer is in its place."""
+        """Put the servers to sleep and load all states of the trainer."""
         if self._pusher:
             self._pusher.sleep()
         wait_for_all()
         self._engine.reload()
 
     def push(self) -> None:
-        """New weights can be computed with and gathered here, and loaded there."""
+        """Make the weights available on both sides, so that they can be gathered here and loaded there."""
         if self._pusher:
             self._pusher.sleep()
         wait_for_all()
@@ -61,7 +61,7 @@ class Colocated:
             self._pusher.wake("weights")
 
     def sample(self) -> None:
-        """The servers generate."""
+        """Offload the trainer and let the servers generate."""
         self._engine.offload(weights=True)
         wait_for_all()
         if self._pusher:
@@ -69,13 +69,13 @@ class Colocated:
 
 
 class Publisher:
-    """Every rank calls `publish`; rank 0 pushes.
+    """Publishes the engine's weights. Every rank calls `publish`; rank 0 pushes.
 
     Args:
         pusher: on rank 0; None elsewhere.
-        probe: the ids of a fixed prompt, for the proof after each push.
-        pushed: what the pusher's transport sends: engine.weights, or engine.adapter.
-        colocated: of a trainer that shares its GPUs with the servers.
+        probe: the token ids of a fixed prompt, for the proof after each push.
+        pushed: the tensors that the pusher's transport sends: engine.weights, or engine.adapter.
+        colocated: for a trainer that shares its GPUs with the servers.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Publisher:
         self._pushed_steps: int | None = None
 
     def publish(self, announce: Callable[[int], None]) -> None:
-        """Have the services sample with the engine's weights. Servers that serve them already keep them; when one came back
-        with others, they are pushed again, under a new version if a replica of it still has this one.
+        """Make the services sample with the engine's weights. Servers that already serve them keep them. If a server
+        came back with others, they are pushed again, under a new version if another replica still serves this one.
 
-        announce: told the version before anything is pushed, for it is served before the push has ended.
+        announce: called with the version before the push, because servers use it before the push has ended.
 
         Raises:
-            PushFailed: they cannot be served.
+            PushFailed: the servers cannot serve them.
         """
         served = self._engine.share(self._pusher.versions() if self._pusher else [0])
         learned = self._pushed_steps != self._engine.steps
@@ -127,7 +127,7 @@ class Publisher:
         self._pushed_steps = self._engine.steps
 
     def train(self) -> None:
-        """The engine is about to be used for more than pushing; on shared GPUs, nothing is sampled from here on."""
+        """Prepare the engine for more than pushing; on shared GPUs, sampling stops here."""
         if self._colocated:
             self._colocated.train()
 
@@ -137,7 +137,7 @@ class Publisher:
 
 
 def pusher_of(recipe: Recipe, urls: Sequence[str], token: str) -> Pusher:
-    """To the policy's servers, over the transport of the recipe."""
+    """The pusher to the policy's servers, over the recipe's transport."""
     options, lora = recipe.rollouts, recipe.model.lora
     assert options is not None
     return Pusher(
@@ -151,7 +151,7 @@ def pusher_of(recipe: Recipe, urls: Sequence[str], token: str) -> Pusher:
 
 
 def probe_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A prompt as any, with its chat template."""
+    """The token ids of a fixed prompt, in the chat template."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
     )

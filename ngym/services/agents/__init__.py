@@ -1,1 +1,1 @@
-"""Agent servers: rollouts, their tool loop, and the pace at which they start."""
+"""Agent servers: rollouts, their tool loop, and the order and rate in which they start."""

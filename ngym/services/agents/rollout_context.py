@@ -1,4 +1,4 @@
-"""One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way."""
+"""One rollout as its agent sees it: model calls, tool calls, and the record of both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
 
 
 class RolloutContext:
-    """One rollout as its agent sees it: sample from the model, call tools; what happens is recorded on the way.
+    """Samples from the model and calls tools on behalf of one rollout, and records both.
 
     state: what the agent's lifespan yielded.
     request_bytes: size of the request that the rollout began with.
@@ -49,7 +49,7 @@ class RolloutContext:
         self.tool_errors = 0
         self.stop_reason: StopReason = "answer"
         self.failure: ServiceError | None = (
-            None  # of the environment: whatever the agent makes of it, the rollout failed
+            None  # of the environment: the rollout failed, whatever the agent does with the error
         )
         self.seconds = {"model_s": 0.0, "tools_s": 0.0, "verify_s": 0.0}
         self.spans: list[Span] = []
@@ -63,9 +63,9 @@ class RolloutContext:
 
     @property
     def model_base_url(self) -> str:
-        """What any SDK's client takes as its base_url: what it samples under it becomes this rollout's segments.
+        """The base_url for any SDK's client: what it samples there becomes this rollout's segments.
 
-        It ends in /v1, as OpenAI's clients want it; Anthropic's put that on themselves: `.removesuffix("/v1")`.
+        The URL ends in /v1, as OpenAI's clients expect. Anthropic's clients add that: use `.removesuffix("/v1")`.
         """
         if self._captured_at is None:
             self._captured_at = f"{self.model.url}/rollouts/{self.rollout_id}"
@@ -73,22 +73,22 @@ class RolloutContext:
 
     @property
     def model_api_key(self) -> str:
-        """What an SDK's client takes as its api_key beside `model_base_url`."""
+        """The api_key for an SDK's client, next to `model_base_url`."""
         return self.peers.token(self.model.peer.name) or "unused"
 
     def took(self, name: str, started: float, part: str | None = None) -> None:
-        """A call that began at `started`, by time.perf_counter(), is over; its seconds count to this part of the timings."""
+        """Add the seconds since `started` (time.perf_counter()) to a part of the timings."""
         seconds = time.perf_counter() - started
         self.spans.append((name, round(started - self._started, 6), round(seconds, 6)))
         if part is not None:
             self.seconds[part] += seconds
 
     def declare(self, tools: list[Json] | None) -> None:
-        """Let `call_tool` call these."""
+        """Allow `call_tool` to call these tools."""
         self._declared |= {tool["name"] for tool in tools or [] if tool.get("type") == "function" and "name" in tool}
 
     async def sample(self, request: Json) -> Json:
-        """One model call -> its Response. Token data, usage and time are recorded."""
+        """One model call: returns its Response and records token data, usage and time."""
         started = time.perf_counter()
         if self.turns == 0:
             self.declare(request.get("tools"))
@@ -111,11 +111,11 @@ class RolloutContext:
         except ServiceError as error:
             if error.failure != "context_length":
                 raise
-            # An endpoint of somebody else's refuses what does not fit; ours answer that nothing could be said.
+            # Third-party endpoints refuse a request that does not fit; our model servers return an empty answer.
             return overflow_response({}, response_id=f"resp_{secrets.token_hex(12)}", model=self.options.model)
 
     def _checked(self, answer: Any) -> Json:
-        """A Response that one can go on with."""
+        """The answer, checked to be a usable Response."""
         match answer:
             case {"output": list(items)} if all(isinstance(item, dict) for item in items):
                 return dict(answer)
@@ -127,10 +127,11 @@ class RolloutContext:
         )
 
     async def call_tool(self, call: Json) -> Json:
-        """One function_call item -> its function_call_output item. What the model does wrong becomes a text that it sees.
+        """One function_call item -> its function_call_output item. The model's own mistakes become a text that it
+        reads.
 
         Raises:
-            ServiceError: the environment failed; so has the rollout.
+            ServiceError: the environment failed, and with it the rollout.
         """
         started = time.perf_counter()
         self.tool_calls += 1
@@ -157,7 +158,7 @@ class RolloutContext:
         try:
             arguments = orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            return f"Error: the arguments of {name} are no JSON: {error}", True
+            return f"Error: the arguments of {name} are not JSON: {error}", True
         if is_deep(text.encode(), arguments):
             return f"Error: the arguments of {name} are nested deeper than {MAX_DEPTH} levels.", True
         if not isinstance(arguments, dict):
@@ -178,7 +179,7 @@ class RolloutContext:
         return reply.body.decode("utf-8", "replace"), False
 
     def answer(self, text: str, stop_reason: StopReason = "answer") -> Json:
-        """The last response of a rollout that an SDK drove: the calls that went through `call_tool`, and its final text."""
+        """The last response of a rollout that an SDK drove: the calls made through `call_tool`, and its final text."""
         stem = secrets.token_hex(12)
         output: list[Json] = []
         for index, (call, result) in enumerate(self._called):
@@ -190,9 +191,9 @@ class RolloutContext:
         return self.finish(response, output, stop_reason)
 
     async def with_captured(self, response: Json) -> Json:
-        """The last response, once what was sampled under `model_base_url` is among what was recorded.
+        """The last response, after the calls sampled under `model_base_url` are added to the record.
 
-        A model that gives no token data has nothing captured.
+        A model that returns no token data has no captured calls.
         """
         if self._captured_at is None:
             return response

@@ -1,9 +1,8 @@
-"""agent(): a way of driving a model through a task, as an application; `/run` is one whole rollout.
+"""agent(): a way of driving a model through a task, as an application. `/run` is one whole rollout.
 
-Without this, thousands of rollouts that arrive together go through the agent in step: all seed, then all ask the model,
-then all verify. Each wave opens as many connections as there are rollouts, and the next service is idle until it is over. With
-it, as many are under way as the agent and its peers keep up with. Rollouts that wait for a slow peer hold up nobody:
-while they wait, the loop turns and others begin.
+Rollouts start in order of arrival, a few in each turn of the event loop. Without this, thousands of rollouts that
+arrive together move in step: all seed, then all ask the model, then all verify. Each wave opens one connection per
+rollout, and the next service idles until the wave is over. Rollouts that wait for a slow peer do not block the others.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ STARTS = 8  # rollouts that begin in one turn of the event loop
 BEGINNING_CHARS = 1000
 METRICS_S = 120.0
 ABANDON_S = 10.0
-CLOCKS_S = 0.01  # a timer of the event loop's may come so much too early
+CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
 _ANY: Json = {"type": "object"}
 Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
 AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
@@ -55,7 +54,7 @@ class Turns:
         return len(self._waiting)
 
     async def mine(self) -> None:
-        """Returns when the caller may begin."""
+        """Wait until the caller may begin."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         if not self._waiting:
@@ -75,19 +74,21 @@ class Turns:
 
 
 class AgentOptions(ServiceOptions):
-    """Which gym server scores, and which model acts."""
+    """The gym server that scores, and the model that acts."""
 
-    gym: ServiceName = Field(description="The gym server whose tools it has, and that scores.")
+    gym: ServiceName = Field(description="The gym server that offers the tools and scores.")
     model: ServiceName = Field(description="The model that acts.")
-    model_timeout_s: float = Field(default=600, description="For one call of the model.")
-    tool_timeout_s: float = Field(default=120, description="For one call of a tool.")
-    verify_timeout_s: float = Field(default=120, description="For `/verify`.")
+    model_timeout_s: float = Field(default=600, description="Timeout of one model call, in seconds.")
+    tool_timeout_s: float = Field(default=120, description="Timeout of one tool call, in seconds.")
+    verify_timeout_s: float = Field(default=120, description="Timeout of `/verify`, in seconds.")
     tool_errors: ToolErrors = Field(
         default="fail",
-        description="What a tool that crashes does to the rollout. show: the model reads it, as with NeMo Gym; and what a "
-        "gym server of another make answers with 4xx or 500.",
+        description="What a crash of a tool does to the rollout. fail: the rollout fails. show: the model reads the "
+        "error, as with NeMo Gym; also a 4xx or 500 of a third-party gym server.",
     )
-    max_tool_calls: int = Field(default=1000, ge=1, description="In one rollout; the model is told of those beyond.")
+    max_tool_calls: int = Field(
+        default=1000, ge=1, description="Limit per rollout; further calls get an error that the model reads."
+    )
 
 
 def agent(
@@ -99,7 +100,8 @@ def agent(
         respond: `(request, rollout)` -> a Response whose output is the whole trajectory. `request` is a Responses
             create params object; `rollout.sample`, `rollout.call_tool` and `rollout.finish` do the work.
         options: the record of the stanza's own keys; derives from AgentOptions.
-        lifespan: `async with lifespan(context) as state` around serving; rollouts find what it yields in `rollout.state`.
+        lifespan: `async with lifespan(context) as state` around serving; rollouts find what it yields in
+            `rollout.state`.
     """
 
     @asynccontextmanager
@@ -114,7 +116,7 @@ def agent(
     app = service_app("agent", options=options, lifespan=running)
     app.state.agent_state = None
     turns = Turns()
-    abandoned: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
+    abandoned: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
 
     async def run(request: Request) -> Response:
         await _turn(turns)
@@ -174,7 +176,7 @@ def agent(
 
 
 async def _turn(turns: Turns) -> None:
-    """Returns when the rollout may begin; its waiting counts into its deadline."""
+    """Wait until the rollout may begin; the wait counts towards its deadline."""
     try:
         await turns.mine()
     except asyncio.CancelledError:
@@ -182,13 +184,13 @@ async def _turn(turns: Turns) -> None:
         if remaining_s is None or remaining_s > CLOCKS_S:
             raise  # the caller hung up
         raise PeerTimeout(
-            f"the rollout's time was over before its turn came ({turns.waiting} more wait at this agent): collect with less "
-            "--concurrency, or give the agent replicas"
+            f"the rollout's deadline passed before it could start ({turns.waiting} more wait at this agent): "
+            "collect with less --concurrency, or give the agent replicas"
         ) from None
 
 
 def _checked(params: Any, where: str = "") -> Any:
-    """What every agent relies on; the rest is the model server's to check."""
+    """Check what every agent relies on; the model server checks the rest."""
     if params is None:
         return None
     if not isinstance(params, dict):
@@ -199,7 +201,7 @@ def _checked(params: Any, where: str = "") -> Any:
     if not _are_tools(tools):
         raise BadRequest(f"field '{where}tools': must be a list of objects, each with its name")
     if params.get("stream"):
-        raise BadRequest(f"field '{where}stream': an agent answers when all is done; leave it out")
+        raise BadRequest(f"field '{where}stream': agents do not stream; leave it out")
     return params
 
 
@@ -222,7 +224,9 @@ def _rollout(request: Request, params: Any, request_bytes: int) -> RolloutContex
 
 
 def _beginning(params: Any, context: ServiceContext) -> str:
-    """What conversations have in common that begin alike: a replica has it in its prefix cache. "" where there is but one."""
+    """A key shared by conversations with the same beginning, so that one replica has it in its prefix cache. "" with a
+    single replica.
+    """
     if len(context.peers.urls.get(context.options.model, ())) < 2:
         return ""
     match params:
@@ -247,7 +251,7 @@ async def _seed(rollout: RolloutContext, row: bytes) -> Json:
 
 
 def _params(row: Json, seeded: Json) -> Json:
-    """The row's create params; the gym server's own tools when the row declares none."""
+    """The row's create params, with the gym server's tools if the row declares none."""
     params: Json = row.get("responses_create_params") or {}
     if not params.get("tools") and seeded.get("tools"):
         return {**params, "tools": seeded["tools"]}
@@ -260,16 +264,16 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
             rollout.declare(params.get("tools"))
             response = await respond(params, rollout)
     except ServiceError as error:
-        raise rollout.failure or error from error.__cause__  # an SDK may have made something else of it
+        raise rollout.failure or error from error.__cause__  # an SDK may have wrapped it in another error
     if rollout.failure is not None:
         raise rollout.failure
     return await rollout.with_captured(response)
 
 
 async def _end_session(rollout: RolloutContext) -> None:
-    """Nobody goes on with a rollout that failed or was given up: its state, and what still runs for it, need not wait to expire."""
+    """End the session of a rollout that failed or was given up, instead of waiting for it to expire."""
     request_context.current.set(request_context.current.get()._replace(deadline=None))  # it may be over
-    with suppress(ServiceError):  # the server may be gone, or know no sessions; then they expire
+    with suppress(ServiceError):  # the server may be gone or have no sessions; then they expire
         await rollout.gym.request("/session", None, method="DELETE", timeout=ABANDON_S, idempotent=True)
 
 

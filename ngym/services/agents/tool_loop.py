@@ -1,4 +1,4 @@
-"""One turn of an agent: sample, call the tools that were asked for, show their results, until the model says something."""
+"""One turn of an agent: sample and call tools until the model answers without a tool call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ngym.services.agents.rollout_context import RolloutContext
 
 
 class Acted(NamedTuple):
-    """The model's last response, and why the turn ended; anything but "answer" ends the rollout."""
+    """The model's last response and the turn's stop reason; any reason but "answer" ends the rollout."""
 
     response: Json
     stop_reason: StopReason
@@ -21,12 +21,12 @@ class Acted(NamedTuple):
 async def act(
     request: Json, rollout: RolloutContext, output: list[Json], *, max_steps: int, execute_tools: bool = True
 ) -> Acted:
-    """Adds to `output`, in order, what the model and the tools said.
+    """Run one turn and add the items of the model and the tools to `output`, in order.
 
     Args:
         request: create params; its input comes before `output`.
         max_steps: model calls of the whole rollout.
-        execute_tools: if false, a response that calls tools is an answer.
+        execute_tools: if false, a response that calls tools ends the turn as an answer.
     """
     prompt = as_items(request.get("input"))
     parallel = request.get("parallel_tool_calls") is not False
@@ -48,7 +48,7 @@ async def act(
 
 
 def stop_reason(response: Json) -> StopReason:
-    """What a response means for its rollout: an answer, or a turn that was cut off and ends it."""
+    """The stop reason of a response: an answer, or a cut-off turn that ends the rollout."""
     if response.get("status") != "incomplete":
         return "answer"
     return "context" if finish_reason(response) == "context" else "length"
@@ -60,5 +60,5 @@ def as_items(prompt: Any) -> list[Json]:
 
 
 def user(text: str) -> Json:
-    """What somebody says to the model."""
+    """A user message."""
     return {"role": "user", "content": text}

@@ -1,1 +1,1 @@
-"""What every service has: its app, process, request handling, deadlines and back-pressure."""
+"""What every service shares: its app, process, request handling, deadlines and back-pressure."""

@@ -1,6 +1,6 @@
-"""May this call begin? So many at a time, so many in line; the rest are told when to come again.
+"""Admission control: a limit on concurrent calls and a bounded waiting line; further calls get 429 with a retry time.
 
-Without a limit every call begins at once, and the back end makes its own line.
+Without a limit every call begins at once and queues in the back end instead.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from ngym.errors import Overloaded
 
 LONGEST_S = 30.0
-MEMORY = 0.1  # the weight of the last call in the mean time of a call
+MEMORY = 0.1  # weight of the last call in the moving average of call times
 
 
 class Admission:
     """First come, first served.
 
     Args:
-        registry: where the line and those who were turned away are counted.
+        registry: counts waiting and refused calls.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -35,17 +35,17 @@ class Admission:
         self._refused = Counter("ngym_calls_refused", "Calls answered with 429: the line was full", registry=registry)
 
     def begin(self, limit: int | None, line: int) -> None:
-        """Start afresh. limit: calls at a time; None: any number. line: calls that may wait."""
+        """Reset. limit: concurrent calls, None for no limit. line: calls that may wait."""
         self._limit, self._line, self._inside = limit, line, 0
         self._waiting.clear()
 
     @property
     def is_open(self) -> bool:
-        """Whether any number may enter."""
+        """Whether there is no limit."""
         return self._limit is None
 
     async def enter(self) -> float:
-        """Returns when the call may begin: that time, for `leave`.
+        """Wait until the call may begin. Returns the start time, for `leave`.
 
         Raises:
             Overloaded: the line is full.
@@ -59,24 +59,24 @@ class Admission:
             self._refused.inc()
             wait_s = min(LONGEST_S, self._seconds * (len(self._waiting) + 1) / self._limit)
             raise Overloaded(
-                f"{self._inside} calls are in flight and {len(self._waiting)} wait (max_in_flight, max_waiting); come again "
+                f"{self._inside} calls are in flight and {len(self._waiting)} wait (max_in_flight, max_waiting); retry "
                 f"in about {wait_s:.0f} s",
                 retry_after_s=wait_s,
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            await turn  # who leaves hands its place over
+            await turn  # leave() hands its place over
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._next()
-            elif turn in self._waiting:  # else its turn came when it had just been given up
+            elif turn in self._waiting:  # else its turn came just after it was given up
                 self._waiting.remove(turn)
             raise
         return time.monotonic()
 
     def leave(self, began: float) -> None:
-        """A call that entered is over."""
+        """End a call that entered."""
         if self._limit is None:
             return
         self._seconds += MEMORY * (time.monotonic() - began - self._seconds)

@@ -1,4 +1,6 @@
-"""What every service has: health, readiness, metrics, problem documents; dispatch.py is what each request passes first."""
+"""The application that every service shares: health, readiness, metrics and problem documents (dispatch.py: its
+middleware).
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,18 @@ from ngym.services.base.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
 
-UNREADABLE = ("64-bit range", "surrogates")  # orjson's words
+UNREADABLE = ("64-bit range", "surrogates")  # from orjson's messages
 
-FAILURES = frozenset(get_args(FailureClass))  # what a peer calls its failures is its own affair
+FAILURES = frozenset(get_args(FailureClass))  # a peer may use classes of its own
 
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 
 
 class JsonResponse(Response):
-    """JSON through orjson: one dump, no re-validation of what we made ourselves.
+    """JSON through orjson: one dump, without validating our own data again.
 
-    Numbers and texts that JSON's readers do not take, of which a model may have been the author, are changed and no error.
+    Numbers and texts that JSON readers reject, which a model may have written, are replaced instead of raising an
+    error.
     """
 
     media_type = "application/json"
@@ -54,14 +57,14 @@ class JsonResponse(Response):
 def _dumped(content: Any) -> bytes:
     try:
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_default)
-    except TypeError as error:  # orjson reads 1024 levels and writes 254; what came in goes out again in many answers
+    except TypeError as error:  # orjson reads 1024 levels but writes 254; input is often part of the answer
         if "Recursion limit" not in str(error):
             raise
         raise BadRequest("the JSON is nested deeper than 250 levels") from None
 
 
 def _readable(value: Any) -> Any:
-    """The same with integers beyond 64 bits as text, and a mark in the place of a lone surrogate."""
+    """The same value with integers beyond 64 bits as text, and lone surrogates replaced by a mark."""
     match value:
         case BaseModel():
             return _readable(value.model_dump())
@@ -81,7 +84,7 @@ class ProblemResponse(JsonResponse):
 
 
 def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan | None = None) -> FastAPI:
-    """An application with the routes that every service has; `app.state.context` is there once it serves."""
+    """An application with the routes that every service has; `app.state.context` is set once it serves."""
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
@@ -134,9 +137,9 @@ def add_route(
     """A route whose handler reads the raw request itself.
 
     Args:
-        body: its JSON Schema, for /openapi.json.
-        answers: the media types that it answers in; none: with 204.
-        most_bytes, finishes: as `Served` has them; a path with parameters of its own has neither.
+        body: the JSON Schema of the body, for /openapi.json.
+        answers: the media types of the response; empty: status 204.
+        most_bytes, finishes: as in `Served`; a path with other parameters than a rollout's id has neither.
     """
     names = re.findall(r"{(\w+)", path)
     extra: Json = {"parameters": [{**_IN_PATH, "name": name} for name in names]} if names else {}
@@ -160,7 +163,7 @@ def add_route(
 
 
 def _rooted(schema: Any, place: str) -> Any:
-    """The schema as it stands within a document: its references begin at the document's root. place: its JSON pointer there."""
+    """The schema with its references relative to the document's root. place: the schema's JSON pointer in the document."""
     if isinstance(schema, list):
         return [_rooted(part, place) for part in schema]
     if not isinstance(schema, dict):
@@ -211,10 +214,10 @@ def _problem(request: Request, error: ServiceError) -> Response:
     if error.status in (429, 503):
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))}
     body = error.problem(context.name if context else request.app.state.kind, rollout_id)
-    if isinstance(error, ToolError):  # a caller can tell it from what a proxy says: that does not know the session
+    if isinstance(error, ToolError):  # distinguishes it from a proxy's answer, which lacks the session
         body |= {"for_the_model": True, "session": request.headers.get(SESSION_HEADER)}
     if context:
-        body["detail"] = context.redact.text(body["detail"])  # an exception's words may quote what it was called with
+        body["detail"] = context.redact.text(body["detail"])  # an exception's message may quote its arguments
     return ProblemResponse(body, status_code=error.status, headers=headers)
 
 
@@ -231,12 +234,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     told = ServiceError(f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code)
     told.title = HTTPStatus(error.status_code).phrase
     response = _problem(request, told)
-    response.headers.update(error.headers or {})  # which methods are allowed
+    response.headers.update(error.headers or {})  # the allowed methods
     return response
 
 
 def _instead(request: Request, error: HTTPException) -> str:
-    """` (did you mean '/verify'?)` of a path that is none; ` (POST)` of one that is asked in another way."""
+    """A hint: ` (did you mean '/verify'?)` for an unknown path, ` (POST)` for a wrong method."""
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow")
         return f" ({allowed})" if allowed else ""
@@ -245,7 +248,7 @@ def _instead(request: Request, error: HTTPException) -> str:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Of a route that an author wrote as FastAPI has them."""
+    """Validation errors of a route that an author wrote with FastAPI's own decorators."""
     assert isinstance(error, RequestValidationError)
     wrong = (Problem(".".join(map(str, one["loc"])), str(one["msg"])) for one in error.errors())
     return _problem(request, refused(wrong, cut(request.url.path, MOST_NAME)))
@@ -257,7 +260,7 @@ async def _no_memory(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """An exception that nobody foresaw: the class is told, the traceback goes to the log (uvicorn prints it), never out."""
+    """An unexpected exception: the response has only its class; the traceback goes to the log (uvicorn prints it)."""
     return _problem(request, ServiceError(f"{request.url.path} failed: {type(error).__name__}", retryable=False))
 
 

@@ -1,10 +1,11 @@
-"""What surrounds each request's handler: request ids, bounded bodies, deadlines, disconnected callers, event streams, spans.
+"""What surrounds each request's handler: request ids, bounded bodies, deadlines, disconnected callers, event streams,
+spans.
 
-What its caller has hung up on, or set a deadline to that is over, is cancelled.
+A handler is cancelled when its caller hangs up or its caller's deadline passes.
 
-Then it goes straight to its handler. What FastAPI would put between the two (exit stacks, dependencies, a scan over
-all routes) costs more than most handlers do, and our handlers read the request themselves; FastAPI gets the rest: paths
-with parameters other than a rollout's id, the documentation, what does not exist.
+Known routes bypass FastAPI: its exit stacks, dependencies and scan over all routes cost more than most handlers do,
+and our handlers read the request themselves. FastAPI serves the rest: paths with parameters other than a rollout's
+id, the documentation, and unknown paths.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from ngym.process_memory import is_room_for
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.telemetry import tracing
 
-LARGE = 1 << 20  # of a larger body, each such part is received only if there is room for it
-LOOKS_AFTER_S = 0.25  # answers that come sooner pay nothing for being watched
+LARGE = 1 << 20  # bytes; a larger body is received in parts of this size, each only if there is memory for it
+LOOKS_AFTER_S = 0.25  # seconds; faster answers are not watched for a disconnect
 CLIENT_CLOSED_REQUEST = 499
 HEADERS = {"cache-control": "no-cache"}
 MEDIA_TYPE = "text/event-stream"
-CALL_BYTES = 16 << 20  # arguments of a tool, and what is not one of these:
-ROW_BYTES = 64 << 20  # a row, a conversation; images are in them
+CALL_BYTES = 16 << 20  # arguments of a tool, and all that is not one of the next two
+ROW_BYTES = 64 << 20  # a row or a conversation, images included
 BULK_BYTES = 256 << 20  # many rows
 OF_A_ROLLOUT = "/rollouts/{rollout_id}"
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-    """The handler's response. PeerTimeout once the caller's deadline is over; of a plain function in a thread only its answer
-    can be dropped.
+    """The handler's response. Raises PeerTimeout once the caller's deadline has passed; a plain function in a thread
+    runs on, and its answer is dropped.
     """
     remaining_s = request_context.current.get().remaining_s()
     if remaining_s is None:
@@ -60,20 +61,20 @@ async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Re
 
 
 def _over(request: Request, what: str) -> PeerTimeout:
-    return PeerTimeout(f"{request.scope['path']} {what}: its caller's time was over ({DEADLINE_HEADER})")
+    return PeerTimeout(f"{request.scope['path']} {what}: the caller's deadline passed ({DEADLINE_HEADER})")
 
 
 class CallerGone(Exception):
-    """The caller hung up; nobody reads an answer."""
+    """The caller hung up, so no answer is needed."""
 
 
 class Body:
-    """`receive` of a request whose body may have `most` bytes, announced or not; BadRequest (413) for more.
+    """`receive` of a request whose body may have `most` bytes, announced or not.
 
-    NotReady where memory is short.
+    Raises BadRequest (413) for a larger body and NotReady when memory is short.
 
     Attributes:
-        read: whether it has been read to its end; who receives from then on hears when the caller hangs up.
+        read: whether the body has been read to its end; the next message is then the caller's disconnect.
     """
 
     __slots__ = ("_declared", "_looks_at", "_most", "_receive", "_size", "read")
@@ -87,7 +88,7 @@ class Body:
         self.read = False
 
     def _look(self) -> None:
-        """Is there room for it, and for what is made of it?"""
+        """Check that there is memory for the body and for what is parsed from it."""
         largest = max(self._size, self._declared)
         if largest > self._most:
             raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
@@ -108,8 +109,8 @@ class Body:
 class Caller:
     """`with Caller(receive):` cancels what is awaited inside when the caller hangs up, and raises CallerGone.
 
-    receive: a request's whose body has been read; or a Body, and then it looks once that is read: until then, whoever
-    reads it hears of that.
+    receive: of a request whose body has been read, or a Body. With a Body, watching starts once it has been read: until
+    then its reader receives the disconnect.
     """
 
     __slots__ = ("_gone", "_receive", "_task", "_timer", "_watch")
@@ -149,22 +150,22 @@ class Caller:
 
 
 def nobody() -> Response:
-    """The answer that nobody reads; the metrics show its status."""
+    """The response to a caller that hung up; only the metrics show its status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def whole_stream(written: bytes) -> Response:
-    """A stream that is already whole, in one piece: chunks would only cost."""
+    """A stream that is already complete, sent as one piece to save the cost of chunks."""
     return Response(written, media_type=MEDIA_TYPE, headers=HEADERS)
 
 
 class EventStream(Response):
-    """Sends what `parts` yields as soon as it is there; a client that reads slowly holds up nobody but itself.
+    """Sends what `parts` yields as soon as it is there; a slow client delays only itself.
 
-    first, parts: server-sent events, already written. parts is closed in any case.
+    first, parts: server-sent events, already encoded. parts is always closed at the end.
 
     Attributes:
-        when_over: called when it has ended, whichever way.
+        when_over: called when the stream has ended, for whatever reason.
     """
 
     media_type = MEDIA_TYPE
@@ -186,7 +187,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except CallerGone:
-            pass  # nobody reads on
+            pass  # the client stopped reading
         finally:
             try:
                 await self._parts.aclose()
@@ -195,10 +196,10 @@ class EventStream(Response):
 
 
 class Served(NamedTuple):
-    """What answers a route.
+    """A route's handler and its limits.
 
-    most_bytes: of a body; None: the handler bounds it itself, in size and in time.
-    finishes: what it has begun is brought to its end, though its caller has hung up.
+    most_bytes: limit of the body; None: the handler limits its size and time.
+    finishes: the handler runs to its end even if its caller hangs up.
     """
 
     handler: Handler
@@ -210,7 +211,7 @@ class Edge:
     """The outermost middleware.
 
     Args:
-        served: (method, path) -> what answers it, for paths without parameters; they may stand under OF_A_ROLLOUT.
+        served: (method, path) -> what answers it, for paths without parameters; they may be under OF_A_ROLLOUT.
     """
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry, served: Mapping[tuple[str, str], Served]) -> None:
@@ -272,7 +273,7 @@ class Edge:
             await nobody()(scope, receive, send)
 
     def _count(self, route: str, status: int, seconds: float) -> None:
-        """route: its template, so that labels stay few."""
+        """route: its template, which keeps the number of labels small."""
         counter = self._counters.get((route, status))
         if counter is None:
             counter = self._counters[route, status] = self.requests.labels(route, str(status))
@@ -282,14 +283,14 @@ class Edge:
 
 
 def _own_bound(app: Any) -> int | None:
-    """Bytes of a body, where the service's options name a bound."""
+    """The limit of a body in bytes, if the service's options set one."""
     context = getattr(app.state, "context", None)
     mib = getattr(context.options, "max_body_mib", None) if context else None
     return mib << 20 if mib else None
 
 
 async def _answer(served: Served, request: Request, receive: Receive) -> Response:
-    """The handler's response, or that of the application's exception handler for what it raised."""
+    """The handler's response, or that of the application's handler for the exception that it raised."""
     try:
         if served.finishes:
             return await served.handler(request)
@@ -299,7 +300,7 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
         return nobody()
     except Exception as error:
         known = request.app.exception_handlers
-        # not the one for Exception itself: that is called further out, where the traceback goes to the log
+        # not the one for Exception itself: that is called further out, so that the traceback goes to the log
         respond = next((known[kind] for kind in type(error).__mro__ if kind in known and kind is not Exception), None)
         if respond is None:
             raise
@@ -309,7 +310,7 @@ async def _answer(served: Served, request: Request, receive: Receive) -> Respons
 
 
 def invoke_agent(handler: Handler) -> Handler:
-    """An agent's handler of a whole rollout, within its span."""
+    """Wrap an agent's handler of a whole rollout in its span."""
 
     async def traced(request: Request) -> Response:
         context = request.app.state.context
@@ -323,7 +324,7 @@ def invoke_agent(handler: Handler) -> Handler:
 
 
 def execute_tool(name: str) -> tracing.Span:
-    """The span of a tool's call."""
+    """The span of a tool call."""
     span = tracing.span(f"execute_tool {name}", "server")
     span.set("gen_ai.operation.name", "execute_tool")
     span.set("gen_ai.tool.name", name)
@@ -332,14 +333,14 @@ def execute_tool(name: str) -> tracing.Span:
 
 
 def verify() -> tracing.Span:
-    """The span of a rollout's scoring."""
+    """The span of scoring a rollout."""
     span = tracing.span("verify", "server")
     span.set("gen_ai.evaluation.name", "reward")
     return span
 
 
 def scored(span: tracing.Span, outcome: Json) -> None:
-    """What the rewards are; a null reward is none."""
+    """Record the rewards on the span; a null reward is left out."""
     span.set("gen_ai.evaluation.score.value", outcome["reward"])
     for name, value in (outcome.get("reward_components") or {}).items():
         span.set(f"ngym.reward.{name}", value)

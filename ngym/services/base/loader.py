@@ -1,4 +1,4 @@
-"""Imports a service or an algorithm from its file, under a private name; nothing of theirs goes on sys.path."""
+"""Imports a service or an algorithm from its file under a private name, without changing sys.path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(file: Path) -> ModuleType:
 
 
 def load_file(file: Path) -> ModuleType:
-    """The module in this file, imported once. The relative imports of an `app.py` reach the files beside it.
+    """The module in this file, imported once. Relative imports of an `app.py` find the files next to it.
 
     Raises:
         ConfigError: the file cannot be imported.
@@ -47,7 +47,7 @@ def load_file(file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ImportError):
-            raise ConfigError(f"{file}: {error}; install what it needs (its README names the extra)") from error
+            raise ConfigError(f"{file}: {error}; install its dependencies (its README names the extra)") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         raise

@@ -1,4 +1,4 @@
-"""A service's typed options, and what else a service process is given."""
+"""The typed options of a service, and the context of a service process."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ ServiceName = Annotated[str, _Reference()]
 
 
 class ServiceOptions(BaseModel):
-    """The options that a stanza may carry beside kind, app and url. Derive from it; unknown keys are refused."""
+    """The options that a stanza may have next to kind, app and url. Derive from it; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     max_body_mib: int | None = Field(
         default=None,
         ge=1,
-        description="MiB of a request's body. null: 64 for rows and conversations, 256 for many rows, 16 for all else.",
+        description="Limit of a request body in MiB. null: 64 for rows and conversations, 256 for many rows, else 16.",
     )
     max_json_weight: int | None = Field(
         default=None,
         ge=1000,
-        description="The values in a request's JSON: 8 for each object, list and member of an object, 1 for any other value and for 16 bytes outside of strings. "
-        "null: "
-        "200,000 for tools, 4,000,000 for many rows, 2,000,000 for rows, conversations and all else. Parsing 1,000,000 takes 0.1 s, in which "
-        "the service answers nobody.",
+        description="Limit of the values in a request's JSON: 8 for each object, list and member of an object, 1 for "
+        "any other value and for 16 bytes outside of strings. null: 200,000 for tools, 4,000,000 for many rows, else "
+        "2,000,000. Parsing 1,000,000 takes 0.1 s, in which the service answers no other request.",
     )
 
 
@@ -49,11 +48,13 @@ Options = TypeVar("Options", bound=ServiceOptions)
 
 @dataclass(frozen=True)
 class ServiceContext:
-    """What a service process knows: itself, its options, its sockets (bound and listening) and its peers.
+    """The context of a service process: its options, its sockets (bound and listening) and its peers.
 
-    root is the folder of the config file: relative paths in options are relative to it. run_token: what callers have to
-    show, None where the run is open; admin_token: what opens the weights as well. tls: the files of ngym.tls, where the run speaks https. redact:
-    takes the secrets that this process knows out of what it tells others.
+    root: folder of the config file; relative paths in options are relative to it.
+    run_token: the token that callers must send, None where the run is open.
+    admin_token: the token for weight updates.
+    tls: the files of ngym.tls, if the run speaks https.
+    redact: removes the secrets that this process knows from its outgoing texts.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The JSON of a request: bounded before it is parsed, validated, and handled in a thread where it is large.
+"""The JSON of a request: bounded before it is parsed, validated, and handled in a thread if it is large.
 
-A parser, a validator and a serializer each hold the interpreter until they return. The bounds here keep each such call short, and
-between two of them the event loop answers others.
+A parser, a validator and a serializer each hold the interpreter until they return. The bounds keep each such call
+short, so that the event loop answers other requests in between.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ngym.schema import Json
 from ngym.services.base.dispatch import LARGE
 from ngym.services.base.options import ServiceOptions
 
-CALL_WEIGHT = 200_000  # of the JSON of a tool's arguments
-ROW_WEIGHT = 2_000_000  # of a row or a conversation: 28,000 messages of one part each, or as many token ids
+CALL_WEIGHT = 200_000  # limit for the arguments of a tool
+ROW_WEIGHT = 2_000_000  # limit for a row or a conversation: 28,000 messages of one part each, or as many token ids
 
 WINDOW = 1 << 20
-LISTED = 20_000  # pydantic makes all of its problems at once, a million a second
-STRANGERS = 100  # of which the one that was meant is looked for
+LISTED = 20_000  # limit of listed problems: pydantic creates all of them at once, a million a second
+STRANGERS = 100  # limit of unknown fields searched for a misspelling
 
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
-    """What the function returns, which is called in a thread where the request's body is large."""
+    """Call the function, in a thread if the request's body is large, and return its result."""
     return await by_size(len(await request.body()), function, *args)
 
 
 async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
-    """The request's JSON object. BadRequest names what is wrong with it.
+    """The request's JSON object. Raises BadRequest with the reason if it is invalid.
 
     Args:
-        most_weight: of its JSON (`is_light`); the service's own `max_json_weight` takes its place.
+        most_weight: limit of its weight (`is_light`); the service's `max_json_weight` overrides it.
     """
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
@@ -50,27 +50,30 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
 
 
 async def valid_body(request: Request, model: type[BaseModel], value: Json, what: str) -> Any:
-    """As `validated`, of what was made of the request's body; of a large one each list is looked at up to its first problem."""
+    """As `validated`, for a value from the request's body. In a large body, each list is checked up to its first
+    problem.
+    """
     is_large = len(await request.body()) > LOOP_BYTES
     return await off_loop(request, _validated, model, value, what, is_large)
 
 
 def validated(model: type[BaseModel], value: Json, what: str) -> Any:
-    """The value as a record; BadRequest with one line that names the first wrong fields."""
+    """The value as a record. Raises BadRequest with one line that names the first wrong fields."""
     return _validated(model, value, what, False)
 
 
 def parsed(raw: bytes, path: str, most_weight: int) -> Json:
-    """A body's JSON object. path: as errors name it.
+    """A body's JSON object. path: its name in error messages.
 
     Raises:
-        BadRequest: it is no JSON object, or larger, deeper than allowed.
-        MemoryError: there is no room for it; orjson would not survive it.
+        BadRequest: it is not a JSON object, too large or too deep.
+        MemoryError: there is no memory for it; orjson would crash.
     """
     if not is_light(raw, most_weight):
         raise BadRequest(
-            f"the JSON of {path} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each object, list "
-            "and member of an object, 1 for any other value and for 32 bytes outside of strings); send less, or raise the service's max_json_weight",
+            f"the JSON of {path} has too many values: its weight is more than {most_weight:,} ({NODE_WEIGHT} for each "
+            "object, list and member of an object, 1 for any other value and for 32 bytes outside of strings); "
+            "send less, or raise the service's max_json_weight",
             status=413,
         )
     if len(raw) > LARGE and not is_room_for(parsed_bytes(raw)):
@@ -87,13 +90,13 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
 
 
 def is_light(raw: bytes, most: int) -> bool:
-    """Whether the weight of this JSON is `most` or less. What stands within strings has none."""
+    """Whether the weight of this JSON is at most `most`. Bytes within strings do not count."""
     if json_weight(raw) <= most:
         return True
     weight, inside, start = 0, False, 0
     while start < len(raw) and weight <= most:
         part = raw[start : start + WINDOW]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape is not cut in two
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # do not split an escape sequence
             part = raw[start : start + WINDOW + 1]
         start += len(part)
         texts = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -103,7 +106,7 @@ def is_light(raw: bytes, most: int) -> bool:
 
 
 def _loaded(raw: bytes) -> Any:
-    """orjson's own, without the garbage collections that its lists and objects would cause: they are all alive."""
+    """orjson.loads without the garbage collections that its many new objects would trigger: all of them are alive."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -122,7 +125,7 @@ def _validated(model: type[BaseModel], value: Json, what: str, stops_early: bool
 
 
 def _problems(model: type[BaseModel], value: Json, error: ValidationError) -> list[ErrorDetails]:
-    """The first of them; where there are too many to list, those of a smaller value."""
+    """The first problems; if there are too many to list, those of a smaller value."""
     if error.error_count() > LISTED:
         known = {name: value[name] for name in _names(model) if name in value}
         strangers = dict(islice(((name, one) for name, one in value.items() if name not in known), MOST_PROBLEMS))
@@ -147,7 +150,7 @@ def _names(model: type[BaseModel]) -> Iterable[str]:
 
 
 def _meant(model: type[BaseModel], value: Json, problem: ErrorDetails) -> str:
-    """` (is 'traget' meant to be it?)`: of a field that is missing, when the value has one of nearly that name."""
+    """A hint for a missing field if the value has a field with a similar name: ` (is 'traget' meant to be it?)`."""
     if problem["type"] != "missing" or len(problem["loc"]) != 1:
         return ""
     strangers = islice((name for name in value if name not in model.model_fields), STRANGERS)
@@ -157,8 +160,8 @@ def _meant(model: type[BaseModel], value: Json, problem: ErrorDetails) -> str:
 
 @cache
 def _stopping(model: type[BaseModel]) -> SchemaValidator:
-    """The model's validator, but that each list ends at its first problem."""
-    # else it would take the validators that the models have already, which go through whole lists
+    """The model's validator, changed so that each list stops at its first problem."""
+    # By default pydantic reuses the models' existing validators, which check whole lists.
     return SchemaValidator(_stops(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 
@@ -167,7 +170,7 @@ def _stops(schema: Any) -> Any:
         return type(schema)(_stops(part) for part in schema)
     if not isinstance(schema, dict):
         return schema
-    kept = ("metadata", "serialization", "default", "expected", "config")  # values, and no schemas
+    kept = ("metadata", "serialization", "default", "expected", "config")  # values, not schemas
     stops = {key: part if key in kept else _stops(part) for key, part in schema.items()}
     if schema.get("type") in ("list", "set", "frozenset", "tuple"):
         stops["fail_fast"] = True

@@ -1,6 +1,6 @@
 """One service process: serves an application on bound sockets until it is stopped, and counts stalls of its event loop.
 
-The loop sets a mark every 50 ms; a thread looks whether it does, and where it stands if not.
+The event loop sets a mark every 50 ms; a watchdog thread checks the mark and records where the loop is if it is late.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from ngym.telemetry.redact import Redactor, secrets_in
 log = logging.getLogger("ngym.services")
 MARKS_S = 0.05
 STALL_S = 0.1
-SAYS_EVERY_S = 1.0  # on a machine that is overloaded there are many: the rest are only counted
+SAYS_EVERY_S = 1.0  # seconds between log lines: an overloaded machine has many stalls; the rest are only counted
 FRAMES = 12
 EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
 BACKLOG = 4096
 GRACE_S = 3.0
-ACCEPTS = 16  # new connections in one turn of the loop: libuv takes one per listening descriptor, however many wait
+ACCEPTS = 16  # new connections per turn of the loop: libuv accepts one per listening descriptor and turn
 
 
 class Stall(NamedTuple):
-    """How long the loop stood still, what it computed meanwhile, and where it was seen: "" if it was over before that.
+    """A stall of the loop: its seconds, its CPU seconds, and its place in the code ("" if it ended before that was
+    read).
 
-    A stall in which next to nothing was computed is a call that waits, or a machine that has too much to do.
+    A stall with almost no CPU time is a blocking call or an overloaded machine.
     """
 
     seconds: float
@@ -61,13 +62,13 @@ class Watchdog:
     """`with Watchdog(registry):` watches the running loop.
 
     Attributes:
-        longest: the stall in which most was computed.
+        longest: the stall with the most CPU time.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.longest = Stall(0.0, 0.0, "")
-        self._count = Counter("ngym_loop_stalls", "Times that the event loop stood still for 0.1 s", registry=registry)
-        self._total = Counter("ngym_loop_stalled_seconds", "Time that it stood still so", registry=registry)
+        self._count = Counter("ngym_loop_stalls", "Stalls of the event loop of 0.1 s or more", registry=registry)
+        self._total = Counter("ngym_loop_stalled_seconds", "Seconds that the event loop was stalled", registry=registry)
         self._over = threading.Event()
         self._where = ""
         self._said = 0.0
@@ -103,8 +104,8 @@ class Watchdog:
         self.longest = max(self.longest, stall, key=lambda one: one.cpu_s)
         if now - self._said >= SAYS_EVERY_S:
             self._said = now
-            told = "the event loop stood still for %.2f s, of which it computed %.2f s, in:\n%s"
-            log.warning(told, stall.seconds, stall.cpu_s, stall.where or "it was over before one could look")
+            told = "the event loop was blocked for %.2f s (%.2f s of CPU time) in:\n%s"
+            log.warning(told, stall.seconds, stall.cpu_s, stall.where or "unknown: it ended before it could be located")
 
     def _watch(self) -> None:
         while not self._over.wait(MARKS_S):
@@ -115,7 +116,7 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """All that a service process is told. Plain data: it crosses a process boundary."""
+    """All parameters of a service process. Plain data: it crosses a process boundary."""
 
     name: str
     kind: Kind
@@ -156,7 +157,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
 
 
 def check(spec: ServiceSpec, module: ModuleType) -> ServiceOptions:
-    """The spec's options as the service's own record; ConfigError names the line."""
+    """The spec's options as the service's own record. Raises ConfigError with the line."""
     model = module.Options if hasattr(module, "serve") else module.app.state.options_model
     options: ServiceOptions = parse_options(model, spec.options, spec.key_where, spec.where, spec.urls)
     kind = "model" if hasattr(module, "serve") else module.app.state.kind
@@ -181,7 +182,7 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
     app.state.context = context
     async with app.router.lifespan_context(
         app
-    ):  # here, so that what it raises is an error of ours and no traceback of uvicorn's
+    ):  # here, so that what it raises is a ngym error and not a traceback from uvicorn
         await serve_app(app, context, lifespan="off")
 
 
@@ -193,9 +194,10 @@ class _Server(Server):
 async def serve_app(
     app: Any, context: ServiceContext, lifespan: Literal["on", "off"] = "on", keys: Sequence[str] = ()
 ) -> None:
-    """An ASGI application on the context's sockets, until SIGTERM or SIGINT; answers in flight are finished first.
+    """Serve an ASGI application on the context's sockets until SIGTERM or SIGINT; requests in flight are finished
+    first.
 
-    keys: open it too, where the run is locked.
+    keys: further API keys that open it, if the run is locked.
     """
     sockets, title, registry = context.sockets, app.title, app.state.registry
     if context.run_token:
@@ -218,7 +220,7 @@ async def serve_app(
         ssl_certfile=context.tls["certificate"] if context.tls else None,
         ssl_keyfile=context.tls["key"] if context.tls else None,
         server_header=False,
-        proxy_headers=False,  # nobody stands between our services
+        proxy_headers=False,  # there is no proxy between our services
         date_header=False,
     )
     server = _Server(config)

@@ -1,7 +1,7 @@
-"""Was this call made before? Then its caller gets the answer that it lost: under one idempotency key a thing is done once.
+"""Idempotency keys: a repeated call gets the answer of the first one, and is executed once.
 
-A call under a key goes on when its caller hangs up, who may come back for the answer; it ends with its deadline, and when its
-session is deleted.
+A call with a key continues when its caller hangs up, so that the caller can fetch the answer later. It ends at its
+deadline or when its session is deleted.
 """
 
 from __future__ import annotations
@@ -21,33 +21,29 @@ from ngym.schema import IDEMPOTENCY_HEADER
 from ngym.services.base.dispatch import Handler, in_time
 from ngym.services.gym.sessions import REPEATABLE_S, session_id_of
 
-MAX_BYTES = 16 << 20  # of answers that are kept
-OVERHEAD_BYTES = 3 << 10  # of one answer beside its body
+MAX_BYTES = 16 << 20  # limit of the kept answers
+OVERHEAD_BYTES = 3 << 10  # of one answer, in addition to its body
 MAX_KEY_CHARS = 128
-NOT_DONE = (429, 503)  # a repetition is a first attempt
+NOT_DONE = (429, 503)  # these answers mean that nothing was done: a repetition counts as a first attempt
 
 Call = tuple[str, str, str]
 """Session, path and key."""
 
 
 class Repeats:
-    """The calls of one gym server under a key; one per process and event loop."""
+    """The calls with keys of one gym server; one instance per process and event loop."""
 
     def __init__(self, kept_s: float = REPEATABLE_S, max_bytes: int = MAX_BYTES) -> None:
         self._kept_s = kept_s
         self._max_bytes = max_bytes
         self._running: dict[Call, asyncio.Task[Response]] = {}
-        self._done: OrderedDict[Call, float] = (
-            OrderedDict()
-        )  # when, in loop time; what was done longest ago comes first
-        self._answers: OrderedDict[Call, Response | ServiceError] = (
-            OrderedDict()
-        )  # of those, as many as there is room for
+        self._done: OrderedDict[Call, float] = OrderedDict()  # when each was done, in loop time; oldest first
+        self._answers: OrderedDict[Call, Response | ServiceError] = OrderedDict()  # of those calls, as many as fit
         self._of_session: dict[str, list[Call]] = {}
         self._bytes = 0
 
     def once(self, handler: Handler) -> Handler:
-        """The handler, which does nothing twice under one key."""
+        """Wrap the handler so that it runs once per key."""
 
         async def answer(request: Request) -> Response:
             key = request.headers.get(IDEMPOTENCY_HEADER)
@@ -55,20 +51,20 @@ class Repeats:
                 return await _unless_over(handler(request))
             if len(key) > MAX_KEY_CHARS:
                 raise BadRequest(f"{IDEMPOTENCY_HEADER}: {len(key)} characters; at most {MAX_KEY_CHARS}")
-            await request.body()  # what never came whole was never begun
+            await request.body()  # a body that never arrived whole must not begin a call
             return await self._answer((session_id_of(request) or "", request.scope["path"], key), handler, request)
 
         answer.__name__ = getattr(handler, "__name__", "answer")
         return answer
 
     def stop(self, session_id: str) -> None:
-        """The session is deleted: what still runs in it is cancelled."""
+        """Cancel what still runs in a deleted session."""
         for call, task in self._running.items():
             if call[0] == session_id:
                 task.cancel()
 
     def forget(self, session_id: str) -> None:
-        """The session is over: nobody can make its calls again, and what they answered need not be kept."""
+        """Drop the answers of a session that is over: its calls cannot be repeated."""
         for call in self._of_session.pop(session_id, ()):
             self._drop(call)
 
@@ -122,7 +118,7 @@ class Repeats:
 
 
 async def _unless_over(call: Awaitable[Response]) -> Response:
-    """What a call answers; its session may end meanwhile, and what the call waits for with it."""
+    """Await a call, and raise an error if its session ends meanwhile."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -134,14 +130,14 @@ async def _unless_over(call: Awaitable[Response]) -> Response:
 
 def _said(answer: Response | ServiceError | None) -> Response:
     if answer is None:
-        raise _lost("was made before, and its answer is kept no more; it is not done again")
+        raise _lost("was executed before and its answer has expired; it is not executed again")
     if isinstance(answer, ServiceError):
         raise copy.copy(answer)
     return answer
 
 
 def _lost(what: str) -> ServiceError:
-    """Retryable as a whole: the rollout starts afresh."""
+    """Retryable as a whole: the rollout starts over."""
     return ServiceError(f"this call {what}", status=409, retryable=True)
 
 

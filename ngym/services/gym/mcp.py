@@ -1,8 +1,8 @@
-"""/mcp: a gym server's tools over MCP, each call in a rollout's session; the SDK is imported by the first request.
+"""/mcp: a gym server's tools over MCP, each call in a rollout's session. The SDK is imported on the first request.
 
-A caller names its session by X-NG-Session (what `/seed_session` answers under `mcp`), by our cookie, or by the MCP session
-id: all three are one id, and its session ends as every session does. Who names none begins one with `initialize` or
-its first call, and is told its id by header and cookie; a handshake's answer has it as Mcp-Session-Id.
+A caller names its session by X-NG-Session (what `/seed_session` returns under `mcp`), by our cookie, or by the MCP
+session id: all three are the same id, and the session ends as every session does. Without one, `initialize` or the
+first call begins a session; the response has its id as header and cookie, that of a handshake as Mcp-Session-Id.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class McpRoute:
     _stop: asyncio.Event
 
     def around(self, lifespan: Lifespan | None) -> Lifespan:
-        """The service's lifespan, after which nothing of ours runs."""
+        """The service's lifespan, at whose end all MCP tasks have stopped."""
 
         @asynccontextmanager
         async def running(context: ServiceContext) -> AsyncIterator[None]:
@@ -67,7 +67,7 @@ class McpRoute:
         return running
 
     def seeded(self, app: FastAPI, session: Session) -> Json:
-        """What `/seed_session` tells an agent that brings an MCP client of its own."""
+        """What `/seed_session` returns for an agent with its own MCP client."""
         if not INSTALLED or not app.state.callable:
             return {}
         name = app.state.context.name
@@ -103,7 +103,7 @@ class McpRoute:
     async def _begin(self, app: FastAPI) -> StreamableHTTPSessionManager:
         if not INSTALLED:
             raise ServiceError("this gym server cannot speak MCP: pip install 'ngym[mcp]'", status=501)
-        sdk = await run_sync(importlib.import_module, "ngym.services.gym.mcp_server")  # half a second: not on the loop
+        sdk = await run_sync(importlib.import_module, "ngym.services.gym.mcp_server")  # takes 0.5 s, so not on the loop
         manager: StreamableHTTPSessionManager = sdk.manager(app.state.context.name, app.state.callable)
         ready = asyncio.Event()
 
@@ -118,25 +118,27 @@ class McpRoute:
 
 
 def _check_origin(request: Request) -> None:
-    """A browser's page may call only from this machine: a page elsewhere must not drive a server that its reader can reach."""
+    """Refuse pages of other hosts: a page elsewhere must not drive a server that its reader's browser can reach."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
         raise ServiceError(f"a page of {origin} may not call this server", status=403)
 
 
 def _method(body: bytes) -> str | None:
-    """What is asked. BadRequest where the SDK would take long to read it."""
+    """The JSON-RPC method. BadRequest if the SDK would need too long to parse the body."""
     if not is_light(body, CALL_WEIGHT):
         raise BadRequest(f"the JSON has too many values: its weight is more than {CALL_WEIGHT:,}", status=413)
     try:
         message: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return None  # the SDK tells the caller
+        return None  # the SDK reports it to the caller
     return message.get("method") if isinstance(message, dict) else None
 
 
 def _session(request: Request, method: str | None) -> Session | None:
-    """The caller's session, or one that begins here. NotFound for one that has ended: state never starts afresh unseen."""
+    """The caller's session, or one that begins here. NotFound for a session that has ended: state is never silently
+    reset.
+    """
     store = request.app.state.sessions
     session_id = session_id_of(request) or request.headers.get(MCP_SESSION_HEADER)
     if session_id is not None:

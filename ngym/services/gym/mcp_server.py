@@ -1,4 +1,4 @@
-"""The tools of a gym server as the MCP SDK serves them: stateless, for what lasts is the rollout's session, not the SDK's."""
+"""The tools of a gym server through the MCP SDK, in stateless mode: state is in the rollout's session, not the SDK's."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Context = ServerRequestContext[Any, Request]
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 
-logging.getLogger("mcp").setLevel(logging.WARNING)  # it says each request
+logging.getLogger("mcp").setLevel(logging.WARNING)  # it logs each request
 
 
 def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManager:
-    """What answers MCP requests, of clients of all protocol versions that the SDK knows, with one JSON document each.
+    """The handler of MCP requests for all protocol versions of the SDK; each answer is one JSON document.
 
     Args:
-        name: the service's.
-        tools: name -> tool; looked up anew by each request.
+        name: of the service.
+        tools: name -> tool; read again for each request.
     """
 
     async def list_tools(context: Context, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:

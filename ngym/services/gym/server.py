@@ -1,4 +1,4 @@
-"""gym_server(): an environment from the functions that its author wrote: `verify`, and tools if it has any."""
+"""gym_server(): an environment from its author's functions: `verify`, and optional tools and metrics."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from ngym.stats.score_summary import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 MOST_ROWS = 100_000
-MOST_OWN = 1000  # numbers of an author
+MOST_OWN = 1000  # limit of an author's metrics
 ComputeMetrics = Callable[[list[Json]], Mapping[str, float | None]]
 EMPTY_RESPONSE: Json = {"output": []}
 NEVER_SEEDED = (
     "this rollout's state is not here: POST /seed_session begins its session, and every further call sends the "
     "X-NG-Session header or the cookie of the last answer"
 )
-MOST_ANSWER = 1_000  # characters of a reported answer; a program or document stands in the response already
+MOST_ANSWER = 1_000  # characters of a reported answer; the response has the full program or document
 
 
 def aggregated(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
-    """The answer to a request; `by` in it names a field by whose values the scores are told, too.
+    """The answer to a metrics request; its `by` names a field by whose values the scores are also grouped.
 
     Raises:
         BadRequest: verify_responses is no list of rows, or has too many.
@@ -76,7 +76,7 @@ def aggregated(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
 
 
 def aggregate(rows: Sequence[Json], by: str | None = None) -> Json:
-    """Mean, min, max, median and std of each numeric field, pass@k and majority@k; null rewards are left out, and counted.
+    """Mean, min, max, median and std of each numeric field, pass@k and majority@k; null rewards are counted separately.
 
     Returns:
         `{"group_level_metrics": [one per task], "agent_metrics": {...}, "key_metrics": {...}}`.
@@ -108,21 +108,21 @@ def aggregate(rows: Sequence[Json], by: str | None = None) -> Json:
 
 
 def own_metrics(compute_metrics: ComputeMetrics, rows: list[Json]) -> Json:
-    """What the author's function says of the scored rows, and what went wrong: `{"metrics": {...}, "errors": [...]}`."""
+    """The metrics of the author's function over the scored rows, and its errors: `{"metrics": {...}, "errors": [...]}`."""
     try:
         with boundary("verify_error", "compute_metrics failed"):
             found = dict(compute_metrics(rows))
-    except ServiceError as error:  # the author's bug costs the author's numbers, and none of the others
+    except ServiceError as error:  # a bug of the author's costs only the author's metrics
         return {"metrics": {}, "errors": [error.detail]}
     errors = []
     if len(found) > MOST_OWN:
-        errors.append(f"compute_metrics gave {len(found):,} numbers; only the first {MOST_OWN:,} are kept")
+        errors.append(f"compute_metrics returned {len(found):,} numbers; only the first {MOST_OWN:,} are kept")
     metrics = {}
     for name, value in list(found.items())[:MOST_OWN]:
         if isinstance(value, int | float) and math.isfinite(value):
             metrics[str(name)] = float(value)
         elif value is not None:
-            errors.append(f"compute_metrics gave {value!r:.60} as {name!r}; it must be a finite number or None")
+            errors.append(f"compute_metrics returned {value!r:.60} as {name!r}; it must be a finite number or None")
     return {"metrics": metrics, "errors": errors}
 
 
@@ -154,7 +154,9 @@ ReferenceText = Annotated[str, StringConstraints(max_length=TEXT_LIMIT)]
 
 
 class VerifyRequest(BaseModel):
-    """What a verifier gets: the row (its own fields are attributes) and the policy's response. Derive and add fields."""
+    """The input of a verifier: the row (its own fields are attributes) and the policy's response. Derive and add
+    fields.
+    """
 
     model_config = ConfigDict(extra="allow")
     responses_create_params: dict[str, Any]
@@ -163,7 +165,7 @@ class VerifyRequest(BaseModel):
     @field_validator("response")
     @classmethod
     def _can_be_read(cls, response: Json) -> Json:
-        """Items are objects and what messages say is text, so that no verifier has to look again."""
+        """Check that items are objects and message contents are text, so that verifiers need no checks."""
         output = response.get("output")
         if output is not None and not isinstance(output, list):
             raise ValueError(f"output must be a list of items, not {type(output).__name__}")
@@ -176,7 +178,7 @@ class VerifyRequest(BaseModel):
 
     @property
     def text(self) -> str:
-        """The text of the last assistant message, its end if it is very long (`last_text`); empty when there is none."""
+        """The text of the last assistant message; of a very long one its end (`last_text`); empty if there is none."""
         return last_text(self.response)
 
 
@@ -207,17 +209,18 @@ def gym_server(
     Args:
         verify: `(task: <a VerifyRequest>, [session: Session], [options], [peers: Peers])` -> the reward: a float, None
             (could not be scored), or a record with `reward`, optionally `reward_components`, and fields of its own.
-        tools: functions `(body: <a BaseModel>, [session], [options], [peers])` -> any JSON. The name and the docstring
-            are what the model sees. A ToolError's text, too; any other exception fails the rollout. Plain functions run in
-            a thread.
+        tools: functions `(body: <a BaseModel>, [session], [options], [peers])` -> any JSON. The model sees the name,
+        the docstring and the text of a ToolError; any other exception fails the rollout. Plain functions run in a
+        thread.
         options: the record of the stanza's own keys.
         lifespan: async context manager around serving, given the ServiceContext.
-        compute_metrics: `(rows)` -> numbers of its own by name, over what `verify` answered for many rollouts; those
-            whose reward is null are not among them.
-        verify_group: `(group: <a VerifyGroup>, [options], [peers])` -> for each of its rollouts what `verify` would return.
-            It is asked when all rollouts of a task are there for which `verify` returned `{"reward": None, "reward_pending": "group"}`.
-        replays: `verify` takes the session, and can do without what it holds, from the response alone. Else a session that
-            was never seeded is not verified: its state is not the rollout's.
+        compute_metrics: `(rows)` -> further metrics by name, over the `verify` results of many rollouts; rows with a
+        null reward are left out.
+        verify_group: `(group: <a VerifyGroup>, [options], [peers])` -> for each of its rollouts what `verify` would
+        return. It is called once all rollouts of a task are there for which `verify` returned
+        `{"reward": None, "reward_pending": "group"}`.
+        replays: `verify` takes the session but can score from the response alone. Otherwise a session that was never
+        seeded is not verified: its state is not the rollout's.
     """
     store = SessionStore()
     over_mcp = McpRoute()
@@ -254,7 +257,7 @@ def gym_server(
         finally:
             store.end(session.id)
             repeats.forget(session.id)
-            session.over()  # one that was never kept, too
+            session.over()  # also one that was never stored
 
     async def list_tools(request: Request) -> Response:
         return JsonResponse(app.state.tools)
@@ -293,7 +296,7 @@ def gym_server(
     )
     add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
     add_route(app, "DELETE", "/session", end_session, summary="End a session")
-    add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether it has metrics of its own")
+    add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether the author defined metrics")
     add_route(
         app,
         "POST",
@@ -316,7 +319,7 @@ def _add_group_route(app: FastAPI, author: Author) -> None:
         with boundary("verify_error", "verify_group failed", places=True):
             outcomes = list(await author.run(group, Session(), request))
             if len(outcomes) != len(group.rollouts):
-                raise ServiceError(f"verify_group gave {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
+                raise ServiceError(f"verify_group returned {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
             return JsonResponse({"rollouts": [_reward_fields(outcome) for outcome in outcomes]})
 
     schema = author.body.model_json_schema()
@@ -325,14 +328,14 @@ def _add_group_route(app: FastAPI, author: Author) -> None:
         "POST",
         ROUTE,
         group_route,
-        summary="Score the rollouts of a task beside one another",
+        summary="Score the rollouts of a task by comparing them",
         body=schema,
         most_bytes=BULK_BYTES,
     )
 
 
 def _reward_fields(outcome: Any) -> Json:
-    """What `verify` returned, as the fields that are added to the row."""
+    """The result of `verify` as the fields to add to the row."""
     if outcome is None or isinstance(outcome, bool | int | float):
         outcome = {"reward": outcome}
     elif isinstance(outcome, BaseModel):
@@ -361,7 +364,9 @@ def _reward_fields(outcome: Any) -> Json:
 
 
 def _bounded(answer: str) -> str:
-    """A long answer's beginning, and a digest of all of it: two that begin alike are still two in a vote."""
+    """A long answer's beginning and a digest of the whole, so that answers with the same beginning remain distinct
+    votes.
+    """
     if len(answer) <= MOST_ANSWER:
         return answer
     digest = blake2b(answer.strip().encode(errors="surrogatepass"), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""The state of one rollout in one gym server: opaque ids, a bound, an end."""
+"""Sessions: the state of one rollout in one gym server, with opaque ids, bounds and an end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ngym.process_memory import parsed_bytes
 from ngym.schema import REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, Json
 
 SESSION_ID = re.compile(r"[0-9a-zA-Z_-]{16,128}")
-REPEATABLE_S = 60  # for so long a call under an idempotency key may be made again
+REPEATABLE_S = 60  # seconds in which a call with an idempotency key may be repeated
 Result = TypeVar("Result")
 
 TASK_BYTES = 4 << 30
-TASK = "task"  # in a session: the row that it was begun with
-BEGUN = "ngym.session"  # in a request's scope: the id of the session that it began
+TASK = "task"  # in a session: the row that began it
+BEGUN = "ngym.session"  # in a request's scope: the id of the session that the request began
 
 
 class Session(dict[str, Any]):
-    """A rollout's state; whatever the author puts in stays until the rollout ends.
+    """A rollout's state: what the author stores here stays until the rollout ends.
 
-    failure: the environment's, in a tool or step; whoever made that call, the rollout has no reward.
+    failure: an error of the environment in a tool or step. The rollout then has no reward.
     """
 
     def __init__(self, session_id: str = "") -> None:
@@ -43,29 +43,30 @@ class Session(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key == TASK:
             raise BadRequest(
-                "this session has no task: begin it with its row: POST /seed_session, or POST /reset of a step-wise server"
+                "this session has no task: begin it with its row: POST /seed_session, or POST /reset of a "
+                "step-wise server"
             )
         raise KeyError(key)
 
     def when_over(self, close: Callable[[], object]) -> None:
-        """Call this once, when the session ends, however it ends."""
+        """Call this function once, when the session ends for any reason."""
         self._closing.append(close)
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Work in a task of its own, which is cancelled when the session ends; the call that waits for it is answered with 409."""
+        """Start a task that is cancelled when the session ends; the call that waits for it gets a 409."""
         task = asyncio.create_task(work)
         self.when_over(task.cancel)
         return task
 
     def over(self) -> None:
-        """The session has ended: what it held is closed."""
+        """End the session and close what it holds."""
         closing, self._closing = self._closing, []
         for close in closing:
             close()
 
 
 class SessionStore:
-    """Sessions by id. They end after /verify, on DELETE /session, or when nobody used them for `ttl_s` seconds."""
+    """Sessions by id. They end after /verify, on DELETE /session, or after `ttl_s` seconds without use."""
 
     def __init__(self, ttl_s: float = 3600, limit: int = 10_000, task_bytes: int = TASK_BYTES) -> None:
         self.ttl_s = ttl_s
@@ -81,7 +82,7 @@ class SessionStore:
         return session_id in self._sessions
 
     def start(self, session_id: str | None = None) -> Session:
-        """A fresh session, under the caller's own id when it sent one (so that a client can hash it to a replica).
+        """A new session, under the caller's id if it sent one (so that a client can hash it to a replica).
 
         Raises:
             Overloaded: `limit` sessions are alive.
@@ -90,7 +91,7 @@ class SessionStore:
         if session_id is not None and not SESSION_ID.fullmatch(session_id):
             raise BadRequest("a session id is 16 to 128 letters, digits, '-' or '_'")
         session = Session(session_id or secrets.token_hex(16))
-        self.end(session.id)  # seeded again: it starts afresh
+        self.end(session.id)  # seeded again: it starts from scratch
         if len(self._sessions) >= self.limit:
             raise Overloaded(f"{self.limit} sessions are alive; end some with /verify or DELETE /session")
         self._sessions[session.id] = (time.monotonic(), session)
@@ -103,7 +104,7 @@ class SessionStore:
             size: bytes that the row takes in memory.
 
         Raises:
-            Overloaded: the rows of live sessions would take more than `task_bytes`. The session has ended.
+            Overloaded: the rows of live sessions would exceed `task_bytes`. The session has ended.
         """
         kept = self._held_bytes - session.task_bytes
         if kept and kept + size > self.task_bytes:
@@ -113,13 +114,13 @@ class SessionStore:
         session[TASK] = row
 
     def get(self, session_id: str) -> Session:
-        """The session of this id. NotFound when it has ended or never began: state is never silently started afresh."""
+        """The session of this id. NotFound if it has ended or never began: state is never silently reset."""
         self._expire()
         if session_id not in self._sessions:
             lost = (
                 "no such session: it ended (after /verify or idle), this server was restarted, or it was never seeded"
             )
-            raise NotFound(lost, retryable=True)  # as a whole: a rollout that lost its state starts afresh
+            raise NotFound(lost, retryable=True)  # as a whole: a rollout that lost its state starts over
         _, session = self._sessions.pop(session_id)
         self._sessions[session_id] = (time.monotonic(), session)
         return session
@@ -148,9 +149,9 @@ def session_id_of(request: Request) -> str | None:
 
 
 def session_for(store: SessionStore, request: Request, *, start: bool = False) -> Session:
-    """The caller's session; one that is not kept when the caller never started any (a bare POST to /verify).
+    """The caller's session, or a temporary one if the caller never started any (a bare POST to /verify).
 
-    start: who has none yet gets one that is kept, under the caller's own id when it sent one.
+    start: without a session, begin one and store it, under the caller's id if it sent one.
     """
     session_id = session_id_of(request)
     if start and (session_id is None or session_id not in store):
@@ -159,22 +160,22 @@ def session_for(store: SessionStore, request: Request, *, start: bool = False) -
 
 
 def begun(store: SessionStore, request: Request, session_id: str | None = None) -> Session:
-    """A fresh session, of which the answer to this request tells the caller."""
+    """A new session, whose id is in the answer to this request."""
     session = store.start(session_id)
     request.scope[BEGUN] = session.id
     return session
 
 
 async def set_task(store: SessionStore, session: Session, row: Json, request: Request) -> None:
-    """Begin the session with the row that this request's body holds. Overloaded where sessions hold too much."""
+    """Begin the session with the row in this request's body. Overloaded if sessions hold too much."""
     store.set_task(session, row, parsed_bytes(await request.body()))
 
 
 class TellsSession:
-    """Middleware of a gym server: each answer in a session, errors included, tells its id by header and cookie.
+    """Middleware of a gym server: each answer in a session, errors included, has its id as header and cookie.
 
-    Some clients keep the cookies of the last answer only (NeMo Gym's agents); and what stands between caller and server,
-    such as a proxy, does not know the id, so an answer without it is not the server's.
+    Some clients keep only the cookies of the last answer (NeMo Gym's agents). A proxy between caller and server does
+    not know the id, so an answer without it is not the server's.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""step_server(): an environment that answers each of the model's turns: `reset` shows the start, `step` what came of it."""
+"""step_server(): a step-wise environment: `reset` returns the first observation, `step` the result of each turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ngym.services.gym.tools import of_function
 
 
 class Step(NamedTuple):
-    """What came of a turn. `terminated`: the episode is over; `truncated`: it was cut off by a limit."""
+    """The result of a turn. `terminated`: the episode is over; `truncated`: a limit cut it off."""
 
     observation: str
     reward: float = 0.0
@@ -51,16 +51,17 @@ def step_server(
     lifespan: Lifespan | None = None,
     compute_metrics: ComputeMetrics | None = None,
 ) -> FastAPI:
-    """A step-wise environment as an application; agents/gymnasium drives it. A rollout's reward is the sum over its steps.
+    """A step-wise environment as an application, driven by agents/gymnasium. A rollout's reward is the sum over its
+    steps.
 
     Args:
         task: the record of a row.
-        reset: `(task, session)` -> the first observation; it puts into the session what `step` needs.
-        step: `(task, session)` -> what came of the turn whose response the task has (`task.text`).
-        verify, options, lifespan, compute_metrics: as `gym_server` takes them; with a `verify`, that is the reward, and not the sum.
+        reset: `(task, session)` -> the first observation; it stores in the session what `step` needs.
+        step: `(task, session)` -> the result of the turn whose response is in the task (`task.text`).
+        verify, options, lifespan, compute_metrics: as in `gym_server`. With a `verify`, its reward replaces the sum.
 
-    The same row and the same turns must lead to the same rewards: a stored rollout, which has no session any more, is
-    scored by playing its turns again.
+    The same row and the same turns must lead to the same rewards: a stored rollout, whose session is gone, is scored by
+    playing its turns again.
     """
 
     async def summed(body: VerifyRequest, session: Session) -> Json:
@@ -93,7 +94,7 @@ def step_server(
         outcome = await _advance(turn, session, step)
         return {"observation": outcome.observation, "over": session["over"]}
 
-    app.state.callable["say"] = of_function(say)  # over MCP alone: agents take steps
+    app.state.callable["say"] = of_function(say)  # only over MCP: agents take steps
     schema, once = task.model_json_schema(), app.state.repeats.once
     add_route(
         app,
@@ -130,12 +131,12 @@ async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step
 
 @contextmanager
 def _play(what: str, session: Session) -> Iterator[None]:
-    """What the author's function raises is the environment's failure, and the session has no reward any more."""
+    """Turn an exception of the author's function into a failure of the environment; the session then has no reward."""
     try:
         with boundary("tool_error", what, places=True, retryable=True):
             yield
     except ServiceError as error:
-        session.failure = copy.copy(error)  # without its traceback, which holds the request
+        session.failure = copy.copy(error)  # without its traceback, which would keep the request alive
         raise
 
 
@@ -150,7 +151,7 @@ async def _replayed(task: VerifyRequest, reset: Reset, step: Advance) -> Session
 
 
 def turns_of(output: list[Json]) -> list[list[Json]]:
-    """A trajectory's items, turn by turn: what a user says ends one, and a second message begins the next."""
+    """The trajectory's items, turn by turn: a user item ends a turn, and a second message begins the next."""
     turns: list[list[Json]] = [[]]
     for item in output:
         if item.get("role") == "user":

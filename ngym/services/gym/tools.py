@@ -1,4 +1,4 @@
-"""What the model may call: functions of the author's, or whatever else answers; each is a route and a tool over MCP."""
+"""Tools of a gym server: the author's functions or other callables, each as a route and as an MCP tool."""
 
 from __future__ import annotations
 
@@ -47,16 +47,18 @@ NOT_DONE = (429, 503)
 
 
 class Tool(NamedTuple):
-    """A tool. described: as the Responses API wants it. call: what it answers, whose body is the text that the model sees."""
+    """A tool. described: in the format of the Responses API. call: returns the response whose body the model sees as
+    text.
+    """
 
     described: Json
     call: Callable[[Json, Session, Request], Awaitable[Response]]
 
     async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
-        """The same, within its span.
+        """Call the tool within its span.
 
         Raises:
-            ToolError: for the model. ServiceError: the environment failed, and the session has no reward any more.
+            ToolError: for the model. ServiceError: the environment failed, and the session has no reward.
         """
         with execute_tool(self.described["name"]) as span:
             span.say("gen_ai.tool.call.arguments", arguments)
@@ -70,7 +72,7 @@ class Tool(NamedTuple):
 
 
 class Author(NamedTuple):
-    """A function of the author's and where each of its parameters comes from."""
+    """A function of the author's, and the source of each of its parameters."""
 
     call: Callable[..., Any]
     body: type[BaseModel]
@@ -88,11 +90,11 @@ class Author(NamedTuple):
                 given[name] = value
         if self.is_async:
             return await self.call(**given)
-        return await run_sync(lambda: self.call(**given))  # a plain function may block; the event loop may not
+        return await run_sync(lambda: self.call(**given))  # a plain function may block, which the event loop must not
 
 
 def offer(app: FastAPI, tool: Tool) -> None:
-    """A tool of a gym server: in GET /tools, at POST /<its name> and over MCP."""
+    """Add a tool to a gym server: in GET /tools, at POST /<its name> and over MCP."""
     name = tool.described["name"]
     app.state.tools.append(tool.described)
     app.state.callable[name] = tool
@@ -116,7 +118,7 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
         try:
             answer = await tool.answer(arguments, session, request)
         except BaseException:
-            app.state.sessions.end(session.id)  # nobody learns its id
+            app.state.sessions.end(session.id)  # no caller learns its id
             raise
         request.scope[BEGUN] = session.id
         return answer
@@ -126,7 +128,7 @@ def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
 
 
 async def _body(request: Request) -> Json:
-    """The arguments, which the model wrote."""
+    """The arguments that the model wrote."""
     try:
         return await json_body(request, CALL_WEIGHT)
     except BadRequest as error:
@@ -134,22 +136,24 @@ async def _body(request: Request) -> Json:
 
 
 def _failure(error: ServiceError, session: Session, request: Request) -> ServiceError:
-    """What a tool raised, as its caller is told: for the model, or as the environment's failure, which the session keeps."""
+    """A tool's exception as its caller sees it: for the model, or as a failure of the environment, which the session
+    stores.
+    """
     if isinstance(error, ToolError):
         return error
     error.failure = error.failure or "tool_error"
     if error.status in NOT_DONE:
-        return error  # the caller asks again
+        return error  # the caller retries
     if request.headers.get(TOOL_ERRORS_HEADER) == "show":
         return ToolError(error.detail)
     if error.status < 500 and not error.retryable and not isinstance(error, UpstreamError):
         error.detail += f"{place(error)} (the model reads a ToolError; {type(error).__name__} fails the rollout)"
-    session.failure = copy.copy(error)  # without its traceback, which holds the request
+    session.failure = copy.copy(error)  # without its traceback, which would keep the request alive
     return error
 
 
 def of_function(function: Callable[..., Any]) -> Tool:
-    """A tool from a function of the author's. TypeError for one that cannot be a tool."""
+    """A tool from a function of the author's. TypeError if it cannot be a tool."""
     name = _tool_name(function)
     author = inspected(function, BaseModel)
 
@@ -166,7 +170,7 @@ def of_function(function: Callable[..., Any]) -> Tool:
 
 
 def _written(result: Any, author: Author, name: str) -> Response:
-    """What a tool returned, as JSON."""
+    """A tool's return value, as JSON."""
     try:
         return JsonResponse(result)
     except BadRequest as error:  # nested too deeply
@@ -178,7 +182,7 @@ def _written(result: Any, author: Author, name: str) -> Response:
 
 
 def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:
-    """Which parameter is the body, the session, the options, the peers: told by their annotations."""
+    """Which parameters are the body, the session, the options and the peers, by their annotations."""
     name = getattr(function, "__name__", repr(function))
     hints = get_type_hints(function)
     hints.pop("return", None)
@@ -204,7 +208,8 @@ def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:
             body = (parameter, kind)
         else:
             raise TypeError(
-                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, Session, ServiceOptions or Peers"
+                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, "
+                "Session, ServiceOptions or Peers"
             )
     if body is None:
         raise TypeError(f"{name}: no parameter is a {base.__name__}; its body is where the arguments arrive")
@@ -222,12 +227,12 @@ def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:
 def _tool_name(tool: Callable[..., Any]) -> str:
     name = getattr(tool, "__name__", "")
     if name in RESERVED or not name.isidentifier():
-        raise TypeError(f"a tool cannot be called {name!r}: that is a route of every gym server, or no name")
+        raise TypeError(f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name")
     return name
 
 
 def _describe(name: str, tool: Author) -> Json:
-    """The tool as the Responses API wants it."""
+    """The tool in the format of the Responses API."""
     schema = tool.body.model_json_schema()
     schema.pop("title", None)
     for field in schema.get("properties", {}).values():

@@ -1,10 +1,10 @@
-"""Three client APIs in front of two native tongues: how each request gets to the back end, and each answer to the client.
+"""Translates three client APIs to and from the two native APIs that a back end may speak.
 
-|            | native `responses`                 | native `chat`          |
-|------------|------------------------------------|------------------------|
-| Responses  | as it is                           | through ngym.convert   |
-| Chat       | through ngym.convert               | as it is               |
-| Messages   | by way of Chat                     | through ngym.convert   |
+|            | native `responses`        | native `chat`        |
+|------------|---------------------------|----------------------|
+| Responses  | unchanged                 | through ngym.convert |
+| Chat       | through ngym.convert      | unchanged            |
+| Messages   | by way of Chat            | through ngym.convert |
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ClientName = Literal["responses", "chat", "messages"]
 
 
 class Converter(Protocol):
-    """A native stream -> the client's, event by event."""
+    """Converts a native stream to the client's, event by event."""
 
     def take(self, event: Json) -> Iterator[Json]: ...
     def end(self) -> Iterator[Json]: ...
@@ -50,15 +50,15 @@ class Converter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tongue:
-    """One client API in front of one native tongue. `body` is a checked request, as the client sent it.
+    """One client API in front of one native API. `body` is a checked request, as the client sent it.
 
-    check: a request's JSON -> body, without nulls; BadRequest names what is wrong.
-    request: (body without what streaming says, style) -> native request.
+    check: a request's JSON -> body, without nulls; BadRequest says what is wrong.
+    request: (body without the streaming fields, style) -> native request.
     answer: (native answer, body, style) -> the client's answer.
-    events: (native answer, body, style) -> the client's stream, made of a finished answer.
-    converter: (body, model, style) -> what turns the native stream into the client's.
-    done: what ends the stream after its last event.
-    refusal: an error, as this API's clients read it: members of the problem document.
+    events: (native answer, body, style) -> the client's stream, built from a finished answer.
+    converter: (body, model, style) -> the converter of the native stream.
+    done: the bytes that end the stream after its last event.
+    refusal: an error in the form of this API: members of the problem document.
     """
 
     name: ClientName
@@ -79,7 +79,7 @@ def tongues(native: Native) -> tuple[Tongue, Tongue, Tongue]:
 
 
 class _AsItIs:
-    """The native stream is the client's."""
+    """Passes the native stream through unchanged."""
 
     def take(self, event: Json) -> Iterator[Json]:
         yield event
@@ -89,7 +89,7 @@ class _AsItIs:
 
 
 class _Chunks:
-    """Native chunks as a client asked for them: with or without usage, always with its last chunk alone."""
+    """Passes native chunks through, with or without usage as the client asked, and with a separate last chunk."""
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
@@ -106,7 +106,7 @@ class _Chunks:
 
 
 class _Both:
-    """One converter after another."""
+    """Chains two converters."""
 
     def __init__(self, first: Converter, second: Converter) -> None:
         self._first = first
@@ -133,7 +133,7 @@ def _through(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
 
 
 def openai_refusal(error: ServiceError) -> Json:
-    """OpenAI's clients show nothing but `error.message`."""
+    """An error for OpenAI's clients, which show only `error.message`."""
     wrong = error.extra.get("errors") or [{"field": None}]
     told = {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": error.failure}
     return {"error": told}
@@ -151,7 +151,7 @@ _ANTHROPIC_ERRORS = {
 
 
 def anthropic_refusal(error: ServiceError) -> Json:
-    """Anthropic's clients want `type: error`; its place is the problem document's own type."""
+    """An error for Anthropic's clients, which expect `type: error` in place of the problem document's own type."""
     kind = _ANTHROPIC_ERRORS.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.detail}}
 

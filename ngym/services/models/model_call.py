@@ -1,4 +1,6 @@
-"""A call to a model: what its back end gets beside the request, such as token ids that the client sent back."""
+"""A call to a model, and what its back end gets in addition to the request, such as token ids that the client sent
+back.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ from ngym.schema import TOKEN_FIELDS, Json
 class SeenCall(NamedTuple):
     """An earlier call that this one continues.
 
-    place: the index, in the native request's messages (chat) or input items (responses), of the last item of its answer.
-    prompt_token_ids, generation_token_ids: [P], [G], what the engine was given and what it sampled.
-    turn_goes_on: whether the model's turn goes on after it: what a client appended there the engine has not seen.
+    place: the index, in the native request's messages (chat) or input items (responses), of the last item of its
+    answer.
+    prompt_token_ids, generation_token_ids: [P], [G], the engine's input and what it sampled.
+    turn_goes_on: whether the model's turn continues after it; the engine has not seen what a client appended there.
     """
 
     place: int
@@ -28,10 +31,10 @@ class SeenCall(NamedTuple):
 
 
 def take_seen(items: Any) -> SeenCall | None:
-    """Remove the token fields from these items or messages; the call whose ids the last of them carried.
+    """Remove the token fields from these items or messages; returns the call whose ids the last of them carried.
 
     Raises:
-        BadRequest: they are no token ids.
+        BadRequest: the fields are not token ids.
     """
     if not isinstance(items, list):
         return None
@@ -49,25 +52,25 @@ def take_seen(items: Any) -> SeenCall | None:
 
 
 def is_the_models(item: Json) -> bool:
-    """Whether an item or message is something that the model said."""
+    """Whether the model said this item or message."""
     return item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning")
 
 
 def _check_ids(ids: Any, where: str) -> None:
     try:
-        array("I", ids)  # in C: a conversation's ids are many
+        array("I", ids)  # validates in C: a conversation has many ids
     except (TypeError, ValueError, OverflowError):
         raise BadRequest(
-            f"{where}: must be a list of token ids; send the item back as it came, or without it"
+            f"{where}: must be a list of token ids; return the item unchanged, or without this field"
         ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What belongs to one call beside the request: whose rollout it is, and what the service has.
+    """The context of one call: its rollout, and the state of the service.
 
     state: what the service's lifespan yielded.
-    seen: the earlier call that this one continues; a back end that owns the tokens goes on from exactly its ids.
+    seen: the earlier call that this one continues; a back end that owns the tokens continues from exactly its ids.
     size: bytes of the client's request (`ngym.net.json_limits.by_size`).
     """
 

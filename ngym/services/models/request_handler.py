@@ -1,7 +1,7 @@
-"""One call to a model server: a client's request in, its answer or stream out.
+"""One call to a model server, from the client's request to its answer or stream.
 
-body -> checked -> (conversation of previous_response_id) -> native request -> seen ids -> respond or stream -> captured,
-stored -> the client's API
+body -> checked -> (conversation of previous_response_id) -> native request -> seen ids -> respond or stream ->
+captured, stored -> the client's API
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from ngym.services.models.traffic_metrics import Call, Traffic
 _TOOL: Json = {"description": None, "parameters": None, "strict": None}
 _SCHEMA: Json = {"description": None, "strict": False}
 ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
-OF_THE_SERVER = ("stream", "stream_options", "previous_response_id")  # fields that no back end sees
-RETRIES = "x-stainless-retry-count"  # what the SDKs of OpenAI and Anthropic send
+# Fields that the server handles and the back end does not see.
+OF_THE_SERVER = ("stream", "stream_options", "previous_response_id")
+RETRIES = "x-stainless-retry-count"  # sent by the SDKs of OpenAI and Anthropic
 
 
 class Writer:
-    """One stream.
+    """Writes the events of one stream.
 
     Args:
         body, stored: as in `complete`.
 
     Attributes:
         began: whether anything was written.
-        response: the Response as the last event that had one told it; empty in other APIs.
+        response: the Response of the last event that carried one; empty in other APIs.
     """
 
     def __init__(self, tongue: Tongue, body: Json, stored: bool) -> None:
@@ -75,7 +76,7 @@ class Writer:
         return b"".join(parts)
 
     def failed(self, error: ServiceError) -> bytes:
-        """What a stream ends with that cannot go on."""
+        """The events that end a stream after an error."""
         if self._tongue.name != "responses":
             return sse(self._tongue.refusal(error))
         told = {"code": "server_error", "message": error.detail}
@@ -84,7 +85,7 @@ class Writer:
 
 
 def complete(response: Json, body: Json, stored: bool) -> None:
-    """Add to a Response what is this server's doing; and make the request's fields whole, as the specification has them repeated.
+    """Add to a Response the server's own fields, and repeat the request's fields as the specification requires.
 
     body: the request. stored: whether the Response can be asked for later.
     """
@@ -103,7 +104,7 @@ def complete(response: Json, body: Json, stored: bool) -> None:
 
 
 class WholeResponse:
-    """Of Responses events: the last one holds it."""
+    """Collects Responses events: the last one holds the whole response."""
 
     def __init__(self) -> None:
         self.answer: Json | None = None
@@ -114,7 +115,7 @@ class WholeResponse:
 
 
 class WholeCompletion:
-    """Of chat chunks: their pieces put together. Token data stands beside the delta of the chunk that ends the choice."""
+    """Joins chat chunks. Token data is next to the delta of the chunk that ends the choice."""
 
     def __init__(self) -> None:
         self.answer: Json | None = None
@@ -164,7 +165,7 @@ WHOLE: dict[str, Callable[[], Whole]] = {"responses": WholeResponse, "chat": Who
 
 
 class BackEnd(NamedTuple):
-    """Who answers, and in which tongue."""
+    """The author's functions, and the native API that they speak."""
 
     respond: Respond
     stream: Stream | None
@@ -172,10 +173,10 @@ class BackEnd(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A call on its way.
+    """A call in progress.
 
-    body: as the client sent it, checked. native: what the back end is asked. stored: the body's bytes, where the answer
-    is to be stored. told: where this call is counted and traced.
+    body: as the client sent it, checked. native: the back end's request. stored: the body's bytes, if the answer is to
+    be stored. told: the metrics and span of this call.
     """
 
     body: Json
@@ -187,7 +188,7 @@ class Asked(NamedTuple):
 
 
 class Answering:
-    """The calls of one model server."""
+    """Handles the calls of one model server."""
 
     def __init__(
         self, state: State, captures: Captures, store: ResponseStore, admission: Admission, back_end: BackEnd
@@ -200,7 +201,7 @@ class Answering:
         self._traffic = Traffic(state.registry)
 
     def handler(self, tongue: Tongue) -> Handler:
-        """What answers the calls that come in this tongue."""
+        """The handler of calls in this API."""
 
         async def handle(request: Request) -> Response:
             with refusals(tongue.refusal):
@@ -266,12 +267,13 @@ class Answering:
             self._store_streamed(asked, writer)
             return whole_stream(written + tongue.done)
         parts = self._parts(tongue, asked, self._back_end.stream(asked.native, asked.call))
-        # An error before the first event is an answer with its own status, as without a stream.
+        # An error before the first event becomes an answer with its own status, as without a stream.
         return EventStream(await anext(parts), parts)
 
     async def _parts(self, tongue: Tongue, asked: Asked, events: AsyncIterator[Json]) -> AsyncGenerator[bytes, None]:
-        """The stream as it is sent. From the native answer's end on it is held back until that is kept: a client's next call
-        may come as soon as it has seen the end."""
+        """The stream as it is sent. Its end is held back until the native answer is stored: a client's next call may
+        come as soon as the client has seen the end.
+        """
         options = asked.call.options
         converter = tongue.converter(asked.body, options.model, options.reasoning_style)
         whole = WHOLE[self._back_end.native]()
@@ -319,7 +321,7 @@ class Answering:
 
 
 def rollout_of(request: Request) -> str | None:
-    """The rollout that a call belongs to: from its path, else from its headers; it goes on to every further hop."""
+    """The rollout of a call, from its path or its headers. Every further hop gets the id too."""
     here = request_context.current.get()
     in_path = request.path_params.get("rollout_id")
     if in_path is None:
@@ -334,7 +336,7 @@ def rollout_of(request: Request) -> str | None:
 
 @contextmanager
 def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
-    """A problem document that also says what an API's clients show of an error."""
+    """Add the error in the form of the client's API to a problem document."""
     try:
         yield
     except ServiceError as error:
@@ -343,7 +345,7 @@ def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
 
 
 def _tokens(answer: Json) -> CallTokens | None:
-    """Its token data; that of a conversation which did not fit is empty."""
+    """The answer's token data; empty for a conversation that did not fit."""
     if finish_reason(answer) == "context":
         return CallTokens([], [], [], [])
     if "output" in answer:

@@ -1,7 +1,7 @@
-"""What does `previous_response_id` stand for? The input and output of each stored answer, as the bytes that were on the wire.
+"""Stored responses for `previous_response_id`: the input and output of each answer, as the bytes from the wire.
 
-An answer knows the one that it goes on from, so a conversation is stored once however long it grows. Least recently used goes
-first; what goes on from a forgotten answer is forgotten with it.
+An answer refers to the one it continues, so a conversation is stored once, however long it grows. The least recently
+used answer is dropped first; answers that continue a dropped one are dropped with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """request: the body that asked. response: the body that answered. previous: what it went on from."""
+    """request: the body of the call. response: the body of the answer. previous: the response that it continues."""
 
     request: bytes
     response: bytes
@@ -36,7 +36,7 @@ class ResponseStore:
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, _Stored] = OrderedDict()  # used longest ago first
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()  # least recently used first
         self._bytes = 0
 
     def keep(self, response_id: str, request: bytes, response: bytes, previous: str | None) -> None:
@@ -48,14 +48,14 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def response(self, response_id: str) -> bytes:
-        """The answer, as it was sent. NotFound for one that is not here."""
+        """The answer as it was sent. NotFound if it is not stored."""
         return self._known(response_id).response
 
     def conversation(self, response_id: str) -> list[Json]:
-        """All items up to and with this answer.
+        """All items up to and including this answer.
 
         Raises:
-            NotFound: it is not here, or what it goes on from is not.
+            NotFound: it is not stored, or a response that it continues is not.
         """
         items: list[Json] = []
         for stored in reversed([*self._back(response_id)]):
@@ -64,7 +64,7 @@ class ResponseStore:
         return items
 
     def asked(self, response_id: str) -> list[Json]:
-        """All items that this answer was given for, each with an id."""
+        """All input items of this answer, each with an id."""
         stored = self._known(response_id)
         items = self.conversation(stored.previous) if stored.previous else []
         items += input_items(orjson.loads(stored.request)["input"])
@@ -72,12 +72,12 @@ class ResponseStore:
         return [{"id": f"item_{stem}_{index}", **item} for index, item in enumerate(items)]
 
     def forget(self, response_id: str) -> None:
-        """NotFound for one that is not here."""
+        """Delete an answer. NotFound if it is not stored."""
         self._known(response_id)
         self._drop(response_id)
 
     def _back(self, response_id: str) -> Iterator[_Stored]:
-        """This answer, what it went on from, and so on."""
+        """This answer, the one it continues, and so on."""
         at: str | None = response_id
         while at is not None:
             stored = self._known(at)
@@ -87,8 +87,8 @@ class ResponseStore:
     def _known(self, response_id: str) -> _Stored:
         if response_id not in self._stored:
             raise NotFound(
-                f"there is no stored response {response_id!r}: it was asked for with store: false, was deleted or forgotten "
-                f"(this server keeps {self._max_bytes >> 20} MiB), or came from another replica; send the whole input",
+                f"there is no stored response {response_id!r}: it was requested with store: false, was deleted or "
+                f"dropped (this server keeps {self._max_bytes >> 20} MiB), or came from another replica; send the whole input",
                 extra={"errors": [{"field": "previous_response_id", "message": "is not stored"}]},
             )
         self._stored.move_to_end(response_id)

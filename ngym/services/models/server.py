@@ -1,4 +1,6 @@
-"""model_server(): a model behind the APIs of OpenAI and Anthropic; the author writes `respond`, and `stream` if it can."""
+"""model_server(): a model behind the APIs of OpenAI and Anthropic; the author writes `respond`, and optionally
+`stream`.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,21 @@ LIMIT = re.compile("[1-9][0-9]?|100")
 
 
 class ModelOptions(ServiceOptions):
-    """What every model server has. Derive from it."""
+    """The options of every model server. Derive from it."""
 
-    model: str = Field(default="model", description="The name of the model, as /v1/models lists it.")
+    model: str = Field(default="model", description="The model's name in /v1/models.")
     captured_tokens: int = Field(
         default=100_000_000,
         ge=0,
-        description="Token ids kept of calls under /rollouts/{id}, at 4 bytes, and 8 more for each sampled one.",
+        description="Limit of token ids kept for calls under /rollouts/{id}: 4 bytes each, 8 more for a sampled one.",
     )
 
-    max_in_flight: int | None = Field(
-        default=None, ge=1, description="Calls answered at a time; more wait. null: as many as come."
-    )
-    max_waiting: int = Field(default=4096, ge=0, description="Calls that may wait; more are answered with 429.")
+    max_in_flight: int | None = Field(default=None, ge=1, description="Concurrent calls; more wait. null: no limit.")
+    max_waiting: int = Field(default=4096, ge=0, description="Calls that may wait; further ones get 429.")
 
     @property
     def reasoning_style(self) -> ReasoningStyle:
-        """How a back end that speaks Chat Completions says reasoning."""
+        """How a back end that speaks Chat Completions expresses reasoning."""
         return "field"
 
 
@@ -73,20 +73,21 @@ def model_server(
     options: type[ModelOptions] = ModelOptions,
     lifespan: ModelLifespan | None = None,
 ) -> FastAPI:
-    """A model as an application: `/v1/responses`, `/v1/chat/completions`, `/v1/messages`, `/v1/models`, also under `/rollouts/{id}`.
+    """A model as an application: `/v1/responses`, `/v1/chat/completions`, `/v1/messages`, `/v1/models`, also under
+    `/rollouts/{id}`.
 
-    Whatever API a call comes in, the back end is asked in its own tongue and answers in it. Token data is on the last
+    Calls in any API are translated to the back end's native API and back. Token data is on the last
     item of a Response (or on the message of a Chat Completion) and its `ng.policy_version`. Calls under
-    `/rollouts/{id}` whose answers have it are captured: `GET /rollouts/{id}/segments`.
+    `/rollouts/{id}` whose answers have token data are captured: `GET /rollouts/{id}/segments`.
 
     Args:
         respond: `async (request, call)` -> a Response, or with `api="chat"` a Chat Completion. `request` is a checked
             request without nulls, without `stream` and without the token fields that a client sent back; those are in
-            `call.seen`. A ServiceError that it raises becomes the answer. It is cancelled when the client hangs up.
+            `call.seen`. A ServiceError becomes the answer. It is cancelled when the client hangs up.
         stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
-            response.completed, incomplete or failed), or of chat chunks (token data beside the delta of the chunk with the
-            finish_reason, usage with it or after it). Without it a stream is made of the finished answer.
-        api: the back end's tongue.
+            response.completed, incomplete or failed), or of chat chunks (token data next to the delta of the chunk with
+            the finish_reason, usage with it or after it). Without it a stream is built from the finished answer.
+        api: the back end's native API.
         options: the record of the stanza's own keys; derives from ModelOptions.
         lifespan: `async with lifespan(context) as state` around serving; calls find what it yields in `call.state`.
     """
@@ -130,9 +131,9 @@ def model_server(
         add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
         stored = f"{prefix}/v1/responses/{{response_id}}"
         add_route(app, "GET", stored, _response, summary="A stored response")
-        add_route(app, "DELETE", stored, _delete_response, summary="Forget a stored response")
-        add_route(app, "GET", f"{stored}/input_items", _input_items, summary="What a stored response was given for")
-        add_route(app, "POST", f"{stored}/cancel", _cancel, summary="Refused: nothing runs in the background")
+        add_route(app, "DELETE", stored, _delete_response, summary="Delete a stored response")
+        add_route(app, "GET", f"{stored}/input_items", _input_items, summary="The input of a stored response")
+        add_route(app, "POST", f"{stored}/cancel", _cancel, summary="Refused: there are no background responses")
     add_route(app, "GET", "/rollouts/{rollout_id}/segments", _segments, summary="The rollout's captured calls")
     add_route(app, "DELETE", "/rollouts/{rollout_id}/segments", _forget, summary="Forget them", answers=())
     add_route(app, "GET", "/weights", _weights, summary="Policy version; this server's weights never change")
@@ -185,13 +186,14 @@ async def _cancel(request: Request) -> Response:
     with refusals(openai_refusal):
         _store(request).response(response_id)
         raise BadRequest(
-            f"response {response_id!r} is finished: nothing runs in the background here; a call ends when its client hangs up",
+            f"response {response_id!r} is finished: there are no background responses here; a call ends when its "
+            "client hangs up",
             status=400,
         )
 
 
 async def _input_items(request: Request) -> Response:
-    """OpenAI's list: the last first unless `order=asc`, `limit` of them, from the one `after` on."""
+    """OpenAI's list: newest first unless `order=asc`, at most `limit` items, starting after `after`."""
     with refusals(openai_refusal):
         items = _store(request).asked(request.path_params["response_id"])
     if request.query_params.get("order", "desc") != "asc":
@@ -230,7 +232,7 @@ async def _forget(request: Request) -> Response:
 def _unknown(rollout_id: str) -> NotFound:
     return NotFound(
         f"no captured call of rollout {rollout_id!r}: none was made under /rollouts/{rollout_id}/v1 with token data, "
-        "or it was fetched and deleted, or forgotten (ngym_captures_forgotten in /metrics)"
+        "or it was fetched and deleted, or dropped (ngym_captures_forgotten in /metrics)"
     )
 
 

@@ -1,12 +1,12 @@
 """Captures the calls under /rollouts/{id} as token segments; recognises a continued conversation by its digest.
 
-Compared are role, text, and each call's id, name and arguments. Arguments count as JSON, whatever their spaces: many
-clients read them and write them anew. Reasoning does not count: many clients drop it. What an assistant says in one run,
-in as many items or messages as it may be, is one turn.
+The digest covers role, text, and each call's id, name and arguments. Arguments are compared as JSON, without
+whitespace: many clients parse and re-serialize them. Reasoning is left out: many clients drop it. Consecutive
+assistant items or messages count as one turn.
 
-A call continues the captured call whose conversation, with its answer, is the longest beginning of its own. Calls that
+A call continues the captured call whose conversation, answer included, is the longest prefix of its own. Calls that
 continue one another share a segment as long as each prompt begins with all ids so far; so each token is kept once.
-A call that the client repeats takes the place of the first one, if nothing has continued that.
+A call that the client repeats replaces the first one, unless another call has continued that.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ngym.services.models.model_call import SeenCall, is_the_models
 
 TEXTS = frozenset({"text", "input_text", "output_text"})
 MAX_ROLLOUTS = 100_000
-TTL_S = 6 * 3600.0  # after the last call
+TTL_S = 6 * 3600.0  # seconds after the last call
 
 
 class Turn(NamedTuple):
     """The end of a turn.
 
     digest: of everything up to it.
-    place: the index of its last item or message; -1 for what stands before all of them.
+    place: the index of its last item or message; -1 for the start, before all of them.
     """
 
     digest: bytes
@@ -45,14 +45,14 @@ class Turn(NamedTuple):
 
 
 class Said(NamedTuple):
-    """The turns of a request; `unfinished` is what the assistant said in the last one, if that is the assistant's."""
+    """The turns of a request; `unfinished` is the assistant's part of the last turn, if that is the assistant's."""
 
     turns: list[Turn]
     unfinished: list[Any]
 
 
 def said(request: Json) -> Said:
-    """What a native request, chat or Responses, says so far."""
+    """The turns of a native request, chat or Responses."""
     items = request["messages"] if "messages" in request else request["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -72,7 +72,7 @@ def said(request: Json) -> Said:
 
 
 def answered(before: Said, answer: Json) -> bytes:
-    """The digest of a conversation with its native answer, a Response or a Chat Completion."""
+    """The digest of a conversation and its native answer, a Response or a Chat Completion."""
     items = answer["output"] if "output" in answer else [answer["choices"][0]["message"]]
     spoken = [part for item in items for part in _spoken(item)]
     last = before.turns[-2 if before.unfinished else -1]
@@ -91,7 +91,7 @@ def _given(item: Json) -> list[Any]:
 
 
 def _spoken(item: Json) -> list[Any]:
-    """Texts, and calls as lists."""
+    """An item's texts, and its calls as lists."""
     match item.get("type") or "message":
         case "reasoning":
             return []
@@ -112,7 +112,7 @@ def _merged(run: list[Any]) -> list[Any]:
 
 
 def _content(content: Any) -> Any:
-    """Text as one string; with anything else in it, the list of its texts and parts."""
+    """Text as one string; content with other parts as the list of its texts and parts."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [_part(part) for part in content]
@@ -156,7 +156,9 @@ class _Segment:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call: its context begins at `before` in its segment, what it sampled is [start, end). began: by time.monotonic().
+    """One call: its context begins at `before` in its segment, its sampled tokens are [start, end).
+
+    began: by time.monotonic().
 
     finish: why its turn ended.
     """
@@ -185,12 +187,12 @@ class _Rollout:
         return sum(len(segment.ids) for segment in self.segments())
 
     def segments(self) -> list[_Segment]:
-        """Those with tokens, in the order in which they began."""
+        """The segments with tokens, in the order in which they began."""
         return list({id(call.segment): call.segment for call in self.calls if call.segment.ids}.values())
 
 
 class Question(NamedTuple):
-    """A call that is on its way: of which rollout, since when, what was said before it, and which call it continues."""
+    """A call in progress: its rollout, its start, the conversation before it, and the call that it continues."""
 
     rollout_id: str
     began: float
@@ -201,35 +203,35 @@ class Question(NamedTuple):
 
 
 class Captures:
-    """The captured calls of all rollouts. The rollouts that were used longest ago are forgotten first.
+    """The captured calls of all rollouts. The least recently used rollouts are dropped first.
 
     Args:
-        registry: where what is kept and what was forgotten is counted.
-        max_rollouts, ttl_s: how many are kept, and how long after their last call.
+        registry: counts what is kept and what was dropped.
+        max_rollouts, ttl_s: how many rollouts are kept, and for how long after their last call.
     """
 
     def __init__(self, registry: CollectorRegistry, max_rollouts: int = MAX_ROLLOUTS, ttl_s: float = TTL_S) -> None:
         self._max_tokens = 0
         self._max_rollouts = max_rollouts
         self._ttl_s = ttl_s
-        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()  # used longest ago first
+        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()  # least recently used first
         self._tokens = 0
         kept = Gauge("ngym_captured_rollouts", "Rollouts whose calls are kept", registry=registry)
         kept.set_function(lambda: len(self._rollouts))
         tokens = Gauge("ngym_captured_tokens", "Token ids kept of captured calls", registry=registry)
         tokens.set_function(lambda: self._tokens)
         self._forgotten = Counter(
-            "ngym_captures_forgotten", "Rollouts forgotten before anybody fetched them", ["why"], registry=registry
+            "ngym_captures_forgotten", "Rollouts dropped before they were fetched", ["why"], registry=registry
         )
 
     def begin(self, max_tokens: int) -> None:
-        """Start afresh, and keep this many token ids at most: 4 bytes each, and 8 for the logprob of a sampled one."""
+        """Reset, and keep at most this many token ids: 4 bytes each, and 8 for the logprob of a sampled one."""
         self._max_tokens = max_tokens
         self._rollouts.clear()
         self._tokens = 0
 
     def ask(self, rollout_id: str, request: Json, *, repeated: bool) -> Question:
-        """A call begins.
+        """Begin a call.
 
         request: the native one. repeated: the client says that it sent this before.
         """
@@ -247,7 +249,7 @@ class Captures:
         return Question(rollout_id, began, so_far, None, None, repeated)
 
     def keep(self, question: Question, answer: Json, tokens: CallTokens, usage: Json | None) -> None:
-        """Its answer, native and with token data, is there. tokens: none, of a conversation that did not fit."""
+        """Capture the answer, native and with token data. tokens: empty for a conversation that did not fit."""
         rollout = self._rollouts.pop(question.rollout_id, None) or _Rollout()
         self._rollouts[question.rollout_id] = rollout
         rollout.used_at = time.monotonic()
@@ -262,9 +264,9 @@ class Captures:
         self._forget()
 
     def segments(self, rollout_id: str) -> Json | None:
-        """What is kept of a rollout, for the collector (wire.md, section 3); None: nothing.
+        """The captured calls of a rollout, for the collector (wire.md, section 3), or None.
 
-        Its `spans` are, for each call, how many seconds ago it began, and how many it took: clocks of two hosts differ.
+        `spans` has for each call how many seconds ago it began and how many it took: clocks of two hosts differ.
         """
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
@@ -284,7 +286,7 @@ class Captures:
         }
 
     def forget(self, rollout_id: str) -> bool:
-        """Whether there was anything."""
+        """Delete a rollout's calls; returns whether there were any."""
         rollout = self._rollouts.pop(rollout_id, None)
         if rollout is None:
             return False
@@ -292,7 +294,7 @@ class Captures:
         return True
 
     def _forget(self) -> None:
-        """Down to the bounds; the rollout of the last call stays."""
+        """Drop rollouts down to the bounds; the rollout of the last call stays."""
         oldest_kept = time.monotonic() - self._ttl_s
         while len(self._rollouts) > 1:
             rollout_id, rollout = next(iter(self._rollouts.items()))
@@ -307,7 +309,7 @@ class Captures:
 
 
 def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
-    """The call in the segment that it continues, if its prompt begins with all ids of that; else in a new one."""
+    """Put the call in the segment that it continues, if its prompt begins with all ids of that, else in a new one."""
     continues = question.continues
     prompt = array("I", tokens.prompt_token_ids)
     segment = _Segment()
@@ -338,7 +340,7 @@ def _placed(question: Question, tokens: CallTokens, usage: Json | None, answer: 
 
 
 def _take_back(rollout: _Rollout, asked: bytes) -> None:
-    """Forget the last call with this conversation, unless one has continued it."""
+    """Drop the last call with this conversation, unless another call has continued it."""
     call = next((call for call in reversed(rollout.calls) if call.asked == asked), None)
     if call is None or call.continued:
         return

@@ -1,4 +1,4 @@
-"""What did a model server do? Its calls as spans with the names of OpenTelemetry's GenAI conventions; its tokens, counted."""
+"""Telemetry of a model server: calls as spans with the names of OpenTelemetry's GenAI conventions, and token counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Traffic:
     """The calls of one model server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        tokens = Counter("ngym_model_tokens", "Tokens, as the usage of answers tells", ["way"], registry=registry)
+        tokens = Counter("ngym_model_tokens", "Tokens, from the usage of answers", ["way"], registry=registry)
         self.read, self.written = tokens.labels("input"), tokens.labels("output")
         self.version = Gauge(
             "ngym_policy_version", "The newest policy version that an answer was sampled with", registry=registry
@@ -25,12 +25,12 @@ class Traffic:
         self.newest = -1
 
     def call(self, native: Json, model: str, *, streamed: bool) -> Call:
-        """A call that is about to be answered. native: what the back end is asked."""
+        """A call that is about to be answered. native: the back end's request."""
         return Call(self, native, model, streamed)
 
 
 class Call:
-    """`with` it a call is answered; `answered` is told the answer."""
+    """The span and counters of one call: used with `with`, and given the answer by `answered`."""
 
     def __init__(self, traffic: Traffic, native: Json, model: str, streamed: bool) -> None:
         self._traffic = traffic
@@ -60,7 +60,7 @@ class Call:
         self._span.__exit__(kind, error, trace)
 
     def answered(self, answer: Json) -> None:
-        """answer: a Response or a Chat Completion."""
+        """Record the answer, a Response or a Chat Completion."""
         is_response = "output" in answer
         usage = (answer.get("usage") if is_response else usage_from_chat(answer.get("usage"))) or {}
         read, written = usage.get("input_tokens") or 0, usage.get("output_tokens") or 0

@@ -1,10 +1,10 @@
-"""Where else do the metrics go? To TensorBoard, W&B or MLflow, beside the run; metrics.jsonl has them in any case.
+"""Sinks that receive the metrics in addition to metrics.jsonl: TensorBoard, W&B or MLflow.
 
     metrics --put--> a bounded queue --thread--> TensorBoard
                                      --thread--> a process: W&B, MLflow
 
-Whatever a sink does, the run goes on at its pace: one that raises or hangs loses entries, which is counted and said. Those
-that talk to servers get a process: they hook into the one that they live in, and would hold up its end.
+A sink never slows down the run: one that raises or hangs loses entries, which are counted and reported. Sinks that use
+a server run in a process, because their packages install hooks in their process and may delay its exit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ...recipe.recipe import LoggingOptions
 from .remote import Remote, SinkFailed
 from .tensorboard import TensorBoard
 
-WAITING = 1000  # records; more are dropped
-CLOSE_S = 20.0  # all sinks together have so long to write what waits, when the run ends
-GO_ON = "training goes on, and metrics.jsonl has everything"
+WAITING = 1000  # limit of waiting records; further ones are dropped
+CLOSE_S = 20.0  # at the end of the run, for all sinks together to write waiting entries
+GO_ON = "training continues, and metrics.jsonl has everything"
 
 
 class Sink(Protocol):
-    """All but `abandon` may raise and may block: they are called in a thread of their own."""
+    """All methods but `abandon` may raise and block: they are called in a separate thread."""
 
     def open(self) -> None: ...
 
@@ -40,18 +40,18 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """End it at once: it could not be opened, or another thread finds that there is no time left for it."""
+        """End it at once: it could not be opened, or its time has run out (called from another thread)."""
 
 
 class Entry(NamedTuple):
-    """What was found out after a step."""
+    """The metrics of a step, or those computed after it."""
 
     step: int
     values: Mapping[str, float]
 
 
 class Courier:
-    """Takes entries to a sink, in a thread that ends with the process if the sink does not let it.
+    """Passes entries to a sink in a daemon thread, which ends with the process even if the sink hangs.
 
     name: of the sink, as in the recipe.
     """
@@ -69,26 +69,26 @@ class Courier:
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
-        """Returns at once."""
+        """Queue an entry; returns at once."""
         self._given += 1
         if self._queue.qsize() < self._bound:
             self._queue.put(entry)
         elif self._problem is None:
-            self._problem = f"it has not taken an entry while {self._bound:,} came"
+            self._problem = f"it accepted no entry while {self._bound:,} arrived"
 
     def complaint(self) -> str | None:
-        """What is wrong, once."""
+        """What is wrong, reported once."""
         if self._problem is None or self._said:
             return None
         self._said = True
         return f"logging.{self.name}: entries are lost: {self._problem}; {GO_ON}"
 
     def end(self) -> None:
-        """There are no more entries."""
+        """Signal that there are no more entries."""
         self._queue.put(None)
 
     def join(self, deadline: float) -> str | None:
-        """Wait for the thread, but not beyond this monotonic time; what was lost, if anything was."""
+        """Wait for the thread until this monotonic time at most; returns what was lost, if anything."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._problem = self._problem or "it takes too long"
@@ -115,30 +115,30 @@ class Courier:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """The boundary to the sink: whatever it raises is said, and ends nothing."""
+        """Record errors of the sink, which must not end the run."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
             text = str(error).strip().split("\n")[0]
             line = text if isinstance(error, SinkFailed) else f"{type(error).__name__}: {text}"
-            self._problem = self._problem or line  # the first: what follows may follow from it
+            self._problem = self._problem or line  # the first error: later ones may follow from it
 
 
 class Sinks:
-    """All of a run."""
+    """All sinks of a run."""
 
     def __init__(self, couriers: Sequence[Courier] = (), close_s: float = CLOSE_S) -> None:
         self._couriers = couriers
         self._close_s = close_s
 
     def put(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Give it to every sink; lines about those that lose what they are given, each once."""
+        """Pass metrics to every sink; yields a line for each sink that loses entries, once."""
         for courier in self._couriers:
             courier.put(Entry(step, values))
         return filter(None, [courier.complaint() for courier in self._couriers])
 
     def close(self) -> Iterator[str]:
-        """Give the sinks time to write what waits; lines about what was lost."""
+        """Give the sinks time to write waiting entries; yields lines about what was lost."""
         deadline = time.monotonic() + self._close_s
         for courier in self._couriers:
             courier.end()
@@ -147,7 +147,7 @@ class Sinks:
 
 
 def opened(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
-    """The sinks of a run. resolved: its recipe, which goes with the metrics where there is a place for it."""
+    """The sinks of a run. resolved: its recipe, which sinks store if they can."""
     recipe: Json = yaml.safe_load(resolved.read_text("utf-8"))
     sinks: dict[str, Sink] = {}
     if options.tensorboard:

@@ -12,13 +12,13 @@ from ngym.schema import Json
 
 from ...recipe.recipe import MlflowOptions
 
-PARAMS_AT_ONCE = 100  # more are refused
+PARAMS_AT_ONCE = 100  # limit of the server
 PARAM_CHARS = 500
 FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 
 class Mlflow:
-    """What `process` holds. output: the run's folder. recipe: becomes the run's parameters."""
+    """The sink that `process` runs. output: the run's folder. recipe: becomes the run's parameters."""
 
     def __init__(self, options: MlflowOptions, output: Path, recipe: Json) -> None:
         from mlflow.entities import Metric, Param
@@ -43,7 +43,7 @@ class Mlflow:
 
 
 def _allowed(name: str) -> str:
-    """The name with characters that MLflow takes: avg@4 -> avg_at_4."""
+    """The name with only the characters that MLflow accepts: avg@4 -> avg_at_4."""
     return FORBIDDEN.sub("_", name.replace("@", "_at_"))
 
 

@@ -1,4 +1,4 @@
-"""The other end of `remote`: a process that holds one sink, and does what it reads on its standard input."""
+"""The process of a remote sink (remote.py): holds one sink and executes the messages on its standard input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .wandb import Wandb
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what the packages print is no answer
+    os.dup2(2, 1)  # the packages' own output must not be taken for an answer
     sink: Wandb | Mlflow | None = None
 
     def begin(asked: Json) -> None:
@@ -43,7 +43,7 @@ def _sink(asked: Json) -> Wandb | Mlflow:
 
 
 def _problem(do: Callable[[Json], None], asked: Json) -> str | None:
-    """What a sink raises is an answer: the boundary to packages that are not ours."""
+    """Call the sink; returns its error as an answer, or None."""
     try:
         do(asked)
     except Exception as error:  # noqa: BLE001

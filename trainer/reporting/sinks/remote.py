@@ -1,4 +1,4 @@
-"""A sink in a process of its own: asked through a pipe, one line for each entry, and one line back.
+"""A sink in a separate process: a pipe carries one line for each entry, and one line back.
 
 {"name", "options", "output", "recipe"}  ->  null, or what went wrong
 {"step", "values"}                       ->  null, or what went wrong
@@ -26,16 +26,16 @@ PROGRAM = "from ngym.trainer.reporting.sinks import process; process.main()"
 
 
 class SinkFailed(NgymError):
-    """An entry was not taken."""
+    """The sink did not accept an entry."""
 
 
 class Remote:
-    """A Sink of this name. output: the run's folder. recipe: goes with the metrics."""
+    """The sink of this name. output: the run's folder. recipe: is stored with the metrics."""
 
     def __init__(self, name: str, options: Record, output: Path, recipe: Json) -> None:
         asked = options.model_dump(mode="json")
         self._begin = {"name": name, "options": asked, "output": str(output.absolute()), "recipe": recipe}
-        # A session of its own: a Ctrl-C is for the run, which then gives the sink time; and what it starts ends with it.
+        # A separate session: Ctrl-C reaches only the run, which then gives the sink time; child processes end with it.
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ class Remote:
         self._process.wait()
 
     def _ask(self, message: dict[str, Any]) -> None:
-        """Raises SinkFailed with what the process says, and OSError if it is gone."""
+        """Send a message. Raises SinkFailed with the process's error, or OSError if it is gone."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()

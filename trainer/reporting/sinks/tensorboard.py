@@ -1,4 +1,4 @@
-"""TensorBoard: an event file in a folder, each entry on the disk before the next."""
+"""TensorBoard: an event file in a folder, each entry flushed to disk before the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class TensorBoard:
-    """A Sink that writes event files itself: tensorboard's own writer does so in one more thread, where errors get lost."""
+    """Writes event files itself: tensorboard's own writer uses another thread, where errors get lost."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,7 +38,7 @@ class TensorBoard:
             self._writer.close()
 
     def abandon(self) -> None:
-        """What was written is on the disk."""
+        """Nothing to do: written entries are on the disk."""
 
     def _begin(self) -> Any:
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
@@ -46,7 +46,7 @@ class TensorBoard:
         try:
             self._append(writer, file_version="brain.Event:2")
         except OSError:
-            (self._folder / name).unlink()  # nothing stands in it, and there will be many of them
+            (self._folder / name).unlink()  # it is empty, and each restart would leave another
             raise
         return writer
 
@@ -55,7 +55,7 @@ class TensorBoard:
             writer.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
             writer.flush()
         except OSError:
-            # The last record is torn, and nothing after it would be read: the next one begins another file.
+            # The last record is incomplete, and readers stop there: the next entry begins another file.
             self._writer = None
             with suppress(OSError):
                 writer.close()

@@ -11,7 +11,7 @@ from ...recipe.recipe import WandbOptions
 
 
 class Wandb:
-    """What `process` holds. output: the run's folder. recipe: becomes the run's config."""
+    """The sink that `process` runs. output: the run's folder. recipe: becomes the run's config."""
 
     def __init__(self, options: WandbOptions, output: Path, recipe: Json) -> None:
         import wandb

@@ -1,11 +1,11 @@
-"""New weights into every running policy server: all replicas or none, and with proof that what is served was trained.
+"""Pushes new weights into all running policy servers or none, and proves that the served weights are the trained ones.
 
     pusher = Pusher(urls, token)                            # on rank 0
     version = pusher.prepare() + 1                          # the servers' highest version; waits until they are ready
     pusher.push(version, engine.weights(), Proof(token_ids, logprobs))
     pusher.finish()
 
-begin on every replica -> every file to every replica -> commit on every replica -> their logprobs are the trainer's
+begin on every replica -> every file to every replica -> commit on every replica -> compare logprobs with the trainer's
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["AdapterShape", "Mode", "Proof", "PushFailed", "Pushed", "Pusher", "check_transport"]
 
 PAUSE_S = 1.0
-# The mean difference of logprobs that arithmetic alone makes, of the less precise side: float32 1e-6 measured, bfloat16 0.011.
+# Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 
 IN_FILES = ("http", "filesystem", "lora")
@@ -42,7 +42,9 @@ Result = TypeVar("Result")
 
 
 class Pushed(NamedTuple):
-    """What a push took, from the first byte to the proof. difference: mean |logprob - engine's| of the worst replica."""
+    """Statistics of a push, from the first byte to the proof. difference: mean |logprob - engine's| of the worst
+    replica.
+    """
 
     version: int
     bytes: int
@@ -51,16 +53,16 @@ class Pushed(NamedTuple):
 
 
 class Pusher:
-    """The policy's servers, for as long as a run lasts.
+    """The policy's servers, for the duration of a run.
 
     Args:
         urls: of all replicas.
-        token: their admin token: `.ngym/head.json` of ng_run has it.
+        token: their admin token, from `.ngym/head.json` of ng_run.
         transport: `http` sends the bytes of a checkpoint, `lora` those of an adapter; `filesystem` writes a checkpoint
             into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU.
         adapter: the shape of what is pushed with `lora`.
-        mode: what becomes of generations in flight: keep (they go on with the new weights), wait, abort.
-        patience_s: how long a server may be away, restarting, or busy with another push.
+        mode: for generations in flight: keep (they continue with the new weights), wait, abort.
+        patience_s: how long a server may be unreachable, restarting, or busy with another push.
     """
 
     def __init__(
@@ -75,9 +77,9 @@ class Pusher:
         patience_s: float = 300.0,
     ) -> None:
         if (transport == "filesystem") != (folder is not None):
-            raise ValueError("a folder belongs to the transport filesystem, and to no other")
+            raise ValueError("a folder is only for the transport filesystem")
         if (transport == "lora") != (adapter is not None):
-            raise ValueError("an adapter's shape belongs to the transport lora, and to no other")
+            raise ValueError("an adapter's shape is only for the transport lora")
         self._replicas = [Replica(url, token, patience_s) for url in urls]
         self._transport = transport
         self._folder = folder
@@ -88,14 +90,14 @@ class Pusher:
         self._transfer = None if transport in IN_FILES else self._new_transfer(transport)
 
     def prepare(self) -> int:
-        """Wait until every server is ready for a push; the highest policy version that one of them serves."""
+        """Wait until every server is ready for a push; returns the highest policy version that is served."""
         return max(self.versions())
 
     def versions(self) -> list[int]:
-        """The same, of each of them.
+        """Wait likewise; returns the policy version of each server.
 
         Raises:
-            PushFailed: a server does not take this token or transport, or is away for longer than the patience.
+            PushFailed: a server refuses this token or transport, or is unreachable for longer than the patience.
         """
         served = self._until_it_works(lambda: self._on_all(self._replicas, Replica.weights))
         for replica, weights in zip(self._replicas, served, strict=True):
@@ -105,11 +107,11 @@ class Pusher:
         return [int(weights["policy_version"]) for weights in served]
 
     def sleep(self) -> None:
-        """Have every server end what it generates and lend the memory of its GPU; PushFailed when one does not."""
+        """Stop all generation and free the servers' GPU memory. Raises PushFailed if a server does not."""
         self._until_it_works(lambda: self._on_all(self._replicas, Replica.sleep))
 
     def wake(self, *parts: str) -> None:
-        """Have every server take back these parts of its memory: `weights`, `kv_cache`; with both it generates again."""
+        """Restore these parts of the servers' memory: `weights`, `kv_cache`; with both they generate again."""
         self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.wake(*parts)))
 
     def push(
@@ -119,17 +121,18 @@ class Pusher:
         proof: Proof,
         before_proof: Callable[[], None] | None = None,
     ) -> Pushed:
-        """Have every server serve these weights under this version, which is above all that they served before.
+        """Make every server serve these weights under this version, which is higher than all previous ones.
 
         Args:
-            weights: every tensor of the checkpoint by its Hugging Face name, or of the adapter by PEFT's; of tensors that
-                share their memory (a tied head) the first is sent.
-            before_proof: called when all serve them, and before they are asked to show it, for which they must generate. It
-                is called once: with it, a server that dies between its commit and its proof ends the push.
+            weights: every tensor of the checkpoint by its Hugging Face name, or of the adapter by PEFT's; of tensors
+                that share their memory (a tied head) the first is sent.
+            before_proof: called when all servers have committed, and before the proof, for which they must generate. It
+                is
+            called once: with it, a server that dies between its commit and its proof ends the push.
 
         Raises:
-            PushFailed: a server refused; or was away for longer than the patience; or serves other weights now. Before
-                the first commit, all go on serving what they served.
+            PushFailed: a server refused, was unreachable for longer than the patience, or serves other weights now.
+            Before the first commit, all servers keep their previous weights.
         """
         began = time.monotonic()
         tensors = checkpoint(weights)
@@ -151,10 +154,11 @@ class Pusher:
         return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
 
     def prove(self, proof: Proof, version: int | None = None) -> float:
-        """The mean difference of the servers' logprobs to the trainer's, of the worst server.
+        """The mean difference between the servers' and the trainer's logprobs, of the worst server.
 
         Raises:
-            PushFailed: it is more than arithmetic makes, or a later version than this one is served. Passing: an earlier one.
+            PushFailed: it is larger than arithmetic explains, or a later version is served. Passing: an earlier version
+                is served.
         """
         answers = self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
         differences = []
@@ -162,7 +166,7 @@ class Pusher:
             served, precisions = answer["policy_version"], (answer["dtype"], proof.dtype)
             tolerance = max(TOLERANCES[precision] for precision in precisions)
             if version is not None and served != version:
-                kind = Passing if served < version else PushFailed  # it died after its commit, and came back
+                kind = Passing if served < version else PushFailed  # it died after its commit and restarted
                 raise kind(f"{replica.url}: serves version {served} after a push of {version}; push again")
             pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
             difference = fmean(abs(engine - trainer) for engine, trainer in pairs)
@@ -176,7 +180,7 @@ class Pusher:
         return max(differences)
 
     def finish(self) -> None:
-        """No more pushes. One that was broken off, as by Ctrl-C, waits for no server."""
+        """End pushing. A push that was interrupted, as by Ctrl-C, does not wait for servers."""
         if self._transfer is not None:
             self._transfer.close()
         for replica in self._replicas:
@@ -184,12 +188,12 @@ class Pusher:
         self._threads.shutdown(cancel_futures=True)
 
     def _stage_and_commit(self, version: int, tensors: Mapping[str, Tensor], asked: set[Replica]) -> None:
-        """One try. asked: the replicas that were told to commit, in this try or an earlier one.
+        """One attempt. asked: the replicas that were told to commit, in this attempt or an earlier one.
 
-        One that has done it is left alone: the answer may have been lost, or another replica has failed meanwhile.
+        A replica that has committed is skipped: its answer may have been lost, or another replica has failed meanwhile.
         """
         if self._transfer is not None:
-            check_finite(tensors)  # in the other transports the servers do
+            check_finite(tensors)  # with the other transports the servers check
         waiting = [one for one in self._replicas if one not in asked or one.weights()["policy_version"] != version]
         try:
             transfer = self._transfer is not None
@@ -217,7 +221,7 @@ class Pusher:
         return Transfer(backend, self._on_all, self._mode, self._patience_s)
 
     def _ahead(self, made: Iterator[File]) -> Iterator[File]:
-        """The files; the next one is made while this one is sent."""
+        """The files; each is made while the previous one is sent."""
         upcoming = self._threads.submit(next, made, None)
         while (file := upcoming.result()) is not None:
             upcoming = self._threads.submit(next, made, None)
@@ -231,11 +235,11 @@ class Pusher:
             self._on_all(replicas, lambda replica: replica.name(name, file.sha256))
 
     def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]:
-        """The call on each replica at the same time; an error only when all have answered."""
+        """Call each replica concurrently; raises an error only after all have answered."""
         futures = [self._threads.submit(call, replica) for replica in replicas]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, Passing))  # one that does not pass goes first
+            raise min(errors, key=lambda error: isinstance(error, Passing))  # errors that a retry cannot fix go first
         return [future.result() for future in futures]
 
     def _until_it_works(self, act: Callable[[], Result]) -> Result:
@@ -250,20 +254,20 @@ class Pusher:
 
 
 def check_transport(transport: str) -> None:
-    """UsageError when nothing can be pushed that way from here."""
+    """Raise UsageError if this transport cannot be used here."""
     if transport not in FROM_GPU:
         return
     if not torch.cuda.is_available():
         raise UsageError(f"transport {transport}: moves weights between GPUs, and torch finds none here; use http")
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError(f"transport {transport}: needs vLLM beside the trainer, too; install it, or use http")
+        raise UsageError(f"transport {transport}: needs vLLM in the trainer's environment too; install it, or use http")
 
 
 @contextmanager
 def _shared(content: bytes, folder: Path) -> Iterator[str]:
-    """The name of a file in the folder, for as long as the block lasts.
+    """The name of a file in the folder, which exists for the duration of the block.
 
-    Nothing is synced or renamed: the server is told the name when the file is closed, and copies and checks it at once.
+    Nothing is synced or renamed: the server gets the name after the file is closed, and copies and checks it at once.
     """
     file = folder / f"{secrets.token_hex(8)}.safetensors"
     try:

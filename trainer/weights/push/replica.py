@@ -1,4 +1,4 @@
-"""One replica during a push: the tensors that it gets, in chunks, and its answers."""
+"""One replica during a push: its tensors, in chunks, and its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ngym.errors import NgymError, UsageError
 from ngym.net.tls import client_context
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
-FILE_BYTES = 16 << 20  # of tensors; above 32 MiB malloc takes fresh pages for each file, which is three times slower
+FILE_BYTES = 16 << 20  # of tensors; above 32 MiB malloc uses fresh pages for each file, which is three times slower
 Json = dict[str, Any]
 Mode = Literal["keep", "wait", "abort"]
 CONNECT_S = 30.0
@@ -33,10 +33,10 @@ class File(NamedTuple):
 
 
 def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by name; of those that are one and the same (a tied head) the first.
+    """The tensors by name; of tensors that share memory (a tied head) only the first.
 
     Raises:
-        UsageError: a tensor is not of a dtype that weights have.
+        UsageError: a tensor's dtype is not supported.
     """
     tensors: dict[str, Tensor] = {}
     seen = set()
@@ -51,14 +51,14 @@ def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """UsageError, unless all values are finite."""
+    """Raise UsageError unless all values are finite."""
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise UsageError(f"tensor {name}: not every value is finite")
 
 
 def files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[File]:
-    """Safetensors files of at most `limit` bytes of tensors, or of one tensor; made one at a time."""
+    """Safetensors files of at most `limit` bytes of tensors, or of one tensor; created one at a time."""
     share: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
@@ -77,17 +77,17 @@ def _file(tensors: dict[str, Tensor]) -> File:
 
 
 class PushFailed(NgymError):
-    """The servers do not serve these weights, or not all of them do; the message says which and why."""
+    """Some servers do not serve these weights; the message says which and why."""
 
 
 class Passing(NgymError):
-    """A server cannot be reached, is not ready, or is busy: another try may work."""
+    """A server cannot be reached, is not ready, or is busy: a retry may work."""
 
 
 class Proof(NamedTuple):
-    """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens but the first, at temperature 1.
+    """A fixed prompt [T], and the trainer's logprobs [T - 1] of its tokens except the first, at temperature 1.
 
-    dtype: in which the trainer computed them, as torch calls it: `float32`, `bfloat16`.
+    dtype: of the trainer's computation, in torch's name: `float32`, `bfloat16`.
     """
 
     token_ids: Sequence[int]
@@ -96,14 +96,14 @@ class Proof(NamedTuple):
 
 
 class AdapterShape(NamedTuple):
-    """Of a low-rank adapter: it adds alpha / rank * B A to a layer."""
+    """The shape of a low-rank adapter, which adds alpha / rank * B A to a layer."""
 
     rank: int
     alpha: int
 
 
 class Replica:
-    """One server, and the push that was last begun there. Every method raises PushFailed or Passing."""
+    """One server, and the current push there. Every method raises PushFailed or Passing."""
 
     def __init__(self, url: str, token: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -114,16 +114,17 @@ class Replica:
         self._closed = False
 
     def close(self) -> None:
-        """Nothing more is asked; what is being asked now, in another thread, ends without its answer."""
+        """Make no more requests; a request in flight in another thread ends without its answer."""
         self._closed = True
         for connection in list(self._asking):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def weights(self) -> Json:
-        """`policy_version` and `transport` of a server that is ready; with a transfer its `connection` and `workers`.
+        """`policy_version` and `transport` of a server that is ready; for a transfer also its `connection` and
+        `workers`.
 
-        One that is asleep has to be, as far as it can.
+        A sleeping server counts as ready.
         """
         weights = self._call("GET", "/weights")
         if not weights.get("asleep"):
@@ -133,7 +134,9 @@ class Replica:
     def begin(
         self, version: int, tensors: Mapping[str, Tensor], adapter: AdapterShape | None, transfer: bool = False
     ) -> None:
-        """adapter: None when the tensors are a whole checkpoint. transfer: no files come, but what vLLM receives itself."""
+        """adapter: None if the tensors are a whole checkpoint. transfer: vLLM receives the tensors itself, not as
+        files.
+        """
         announced = [
             {"name": name, "shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype]}
             for name, tensor in tensors.items()
@@ -157,30 +160,32 @@ class Replica:
         self._call("POST", f"/weights/commit?push={self._push}", {"mode": mode})
 
     def connect(self, info: Json) -> str:
-        """Have its engine meet us; the connection's name. info: vLLM's init info for the backend, as in `update`."""
+        """Make its engine connect to us; returns the connection's name. info: vLLM's init info for the backend, as in
+        `update`.
+        """
         answer = self._call("POST", f"/weights/transfer/connect?push={self._push}", {"info": info})
         connection: str = answer["connection"]
         return connection
 
     def start(self, mode: Mode) -> None:
-        """From here on there is no way back for this server but to the end of the push, or to its end."""
+        """The point of no return for this server: the push must complete, or the server must restart."""
         self._call("POST", f"/weights/transfer/start?push={self._push}", {"mode": mode})
 
     def update(self, info: Json) -> None:
         self._call("POST", f"/weights/transfer/update?push={self._push}", {"info": info})
 
     def give_up(self) -> None:
-        """If a push was begun; a server that cannot be told gives it up itself, when its lease ends."""
+        """Abandon a push that was begun; a server that cannot be reached abandons it when its lease ends."""
         if self._push:
             with contextlib.suppress(PushFailed, Passing):
                 self._call("DELETE", f"/weights?push={self._push}")
 
     def sleep(self) -> None:
-        """Its generations in flight end, and the memory of its GPU is free."""
+        """End its generations in flight and free its GPU memory."""
         self._call("POST", "/weights/sleep", {})
 
     def wake(self, *parts: str) -> None:
-        """Take back memory: `weights`, `kv_cache`; with both it generates again."""
+        """Restore parts of its memory: `weights`, `kv_cache`; with both it generates again."""
         self._call("POST", "/weights/wake", {"parts": parts})
 
     def prove(self, proof: Proof) -> Json:
@@ -199,7 +204,7 @@ class Replica:
             parsed: Json = orjson.loads(answer or b"{}")
             return parsed
         problem = _problem(answer)
-        # An error without this word is vLLM's own: its engine has just died, and both are started again.
+        # An error without `retryable` is vLLM's own: its engine has just died, and the server restarts.
         kind_of_error = Passing if problem.get("retryable", status >= 500) else PushFailed
         raise kind_of_error(f"{what}: {status}: {problem['detail']}")
 
@@ -215,7 +220,7 @@ class Replica:
             connection.connect()
             connection.sock.settimeout(self._timeout_s)
             with self._asking_on(connection.sock):
-                # A server that refuses a body need not read it; its answer says more than the broken pipe.
+                # A server may refuse a body without reading it; its answer is more useful than the broken pipe.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, place.path + path, content, headers)
                 reply = connection.getresponse()
@@ -233,7 +238,7 @@ class Replica:
 
 
 def _problem(answer: bytes) -> Json:
-    """A problem document, or whatever else was answered as its detail."""
+    """A problem document; any other answer becomes its detail."""
     with contextlib.suppress(orjson.JSONDecodeError):
         parsed = orjson.loads(answer)
         if isinstance(parsed, dict) and "detail" in parsed:

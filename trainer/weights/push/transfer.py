@@ -1,10 +1,11 @@
-"""Weights from the trainer's GPU into the servers' GPUs by vLLM's own weight transfer: `nccl`, and on one GPU `ipc`.
+"""Transfers weights from the trainer's GPU into the servers' GPUs with vLLM's weight transfer: `nccl`, or `ipc` on one
+GPU.
 
     begin (names, shapes) -> connect -> start -> the tensors -> commit; all servers at once, as one group
 
-No server can go back after `start`: where it breaks off then, the servers end, are started again with their first weights
-and are pushed to anew. Nothing that is loaded by halves is ever served. What a checksum is for the other transports is here
-the proof after the push.
+No server can go back after `start`: if the push fails then, the servers exit, restart with their initial weights and
+get a new push. Partially loaded weights are never served. The proof after the push replaces the checksums of the other
+transports.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GRACE_S = 10.0
 BUFFER_BYTES = 256 << 20
 
 Result = TypeVar("Result")
-# What vLLM's trainer engines want to know, by backend: (where we are reached, how many processes meet) -> their record.
+# The records of vLLM's trainer engines, by backend: (our address, the number of processes) -> the record.
 INTRODUCTIONS: dict[str, Callable[[str, int], TrainerInitInfo]] = {
     "nccl": lambda address, world: NCCLTrainerInitInfo(
         rank=0,
@@ -47,13 +48,13 @@ INTRODUCTIONS: dict[str, Callable[[str, int], TrainerInitInfo]] = {
 
 
 class OnAll(Protocol):
-    """The call on each replica at the same time; an error only when all have answered."""
+    """Calls each replica concurrently; raises an error only after all have answered."""
 
     def __call__(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]: ...
 
 
 class Weights(WeightSource):  # type: ignore[misc]  # mypy does not read vLLM
-    """What vLLM's engine sends: the tensors of the push that is under way, on the trainer's device."""
+    """The source for vLLM's engine: the tensors of the current push, on the trainer's device."""
 
     def __init__(self) -> None:
         self.tensors: Mapping[str, Tensor] = {}
@@ -67,10 +68,10 @@ class Weights(WeightSource):  # type: ignore[misc]  # mypy does not read vLLM
 
 
 class Servers:
-    """The servers' end as vLLM's engine calls it (its VLLMWeightSyncClient), through our routes.
+    """The servers' side for vLLM's engine (a VLLMWeightSyncClient), through our routes.
 
     Attributes:
-        failed: holds the first error, which need not end what this side waits for.
+        failed: holds the first error; this side may still be waiting.
     """
 
     def __init__(self, replicas: Sequence[Replica], workers: Sequence[int], on_all: OnAll, mode: Mode) -> None:
@@ -110,11 +111,11 @@ class Servers:
 
 
 class Transfer:
-    """The trainer's end, for as long as a run lasts.
+    """The trainer's side, for the duration of a run.
 
     Args:
-        backend: vLLM's name of the way.
-        patience_s: how long a meeting or a push may take.
+        backend: vLLM's name of the backend.
+        patience_s: limit of the time for a connection or a push.
     """
 
     def __init__(self, backend: str, on_all: OnAll, mode: Mode, patience_s: float) -> None:
@@ -127,10 +128,10 @@ class Transfer:
         self._engine: Any = None
 
     def connect(self, replicas: Sequence[Replica]) -> None:
-        """Meet these servers, which have begun a push, unless we still know each other.
+        """Connect to these servers, which have begun a push, unless the connection still exists.
 
         Raises:
-            PushFailed: this cannot be, or a server does not come; all serve what they served.
+            PushFailed: it is impossible, or a server does not connect; all keep their previous weights.
         """
         told = [replica.weights() for replica in replicas]
         connections = {replica: one["connection"] for replica, one in zip(replicas, told, strict=True)}
@@ -148,10 +149,10 @@ class Transfer:
         self._servers = servers
 
     def push(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send the tensors to the servers that we have met, and commit.
+        """Send the tensors to the connected servers, and commit.
 
         Raises:
-            Passing, PushFailed: a server failed; whichever had started ends and has to be pushed to again.
+            Passing, PushFailed: a server failed; servers that had started exit and need another push.
         """
         servers, engine = self._servers, self._engine
         assert servers is not None
@@ -159,7 +160,7 @@ class Transfer:
         try:
             self._within(engine.send_weights, servers)
         except BaseException:
-            self._servers = self._engine = None  # the group is broken: the next push meets anew
+            self._servers = self._engine = None  # the group is broken: the next push reconnects
             raise
         finally:
             self._weights.tensors = {}
@@ -179,13 +180,13 @@ class Transfer:
             )
 
     def _within(self, act: Callable[[], Result], servers: Servers) -> Result:
-        """What act returns, which may wait for ever where a server has failed: NCCL knows no time limit."""
+        """Run act and return its result. It may hang if a server has failed, because NCCL has no timeout."""
         done: futures.Future[Result] = futures.Future()
 
         def run() -> None:
             try:
                 done.set_result(act())
-            except BaseException as error:  # noqa: BLE001  # it flies on in the thread that waits
+            except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
                 done.set_exception(error)
 
         threading.Thread(target=run, name="transfer", daemon=True).start()
@@ -195,7 +196,7 @@ class Transfer:
             futures.wait([done], GRACE_S)
         if not done.done():
             reason = servers.failed.result() if servers.failed.done() else f"nothing for {self._patience_s:.0f} s"
-            raise PushFailed(f"{reason}; transport {self._backend} hangs, and only a new start of this run ends that")
+            raise PushFailed(f"{reason}; transport {self._backend} hangs, restart this run")
         try:
             return done.result()
         except NgymError:
@@ -205,12 +206,12 @@ class Transfer:
 
 
 def _offsets(workers: Sequence[int]) -> list[int]:
-    """The first rank of each server in the group; ours is 0."""
+    """The first rank of each server in the group; rank 0 is the trainer."""
     return [1 + sum(workers[:place]) for place in range(len(workers))]
 
 
 def _as_json(update_info: Json) -> Json:
-    """Handles of GPU memory are Python objects: pickled, as vLLM's own client sends them."""
+    """Handles of GPU memory are Python objects; they are pickled, as in vLLM's own client."""
     handles = update_info.get("ipc_handles")
     if handles is None:
         return update_info
@@ -219,7 +220,7 @@ def _as_json(update_info: Json) -> Json:
 
 
 def _our_address(url: str) -> str:
-    """The address under which that server reaches us."""
+    """Our address as that server sees it."""
     place = urlsplit(url)
     with socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), timeout=10) as connection:
         address: str = connection.getsockname()[0]
