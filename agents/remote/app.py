@@ -47,7 +47,11 @@ def _response(answer: Any, service: str) -> dict[str, Any]:
     """A Response, or a scored row that has one under `response`."""
     response = answer.get("response", answer) if isinstance(answer, dict) else None
     output = response.get("output") if isinstance(response, dict) else None
-    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+    if (
+        not isinstance(response, dict)
+        or not isinstance(output, list)
+        or not all(isinstance(item, dict) for item in output)
+    ):
         raise ServiceError(
             f"{service} answered with no Response: its `output` must be a list of items", failure="agent_error"
         )

@@ -116,6 +116,16 @@ class CodeTask(VerifyRequest):
             raise ValueError("cases are {args, expected} beside a function, and {stdin, stdout} without one")
         return self
 
+    @property
+    def calls(self) -> list[Call]:
+        """The cases of a function."""
+        return [case for case in self.cases if isinstance(case, Call)]
+
+    @property
+    def executions(self) -> list[Execution]:
+        """The cases of a program."""
+        return [case for case in self.cases if isinstance(case, Execution)]
+
 
 def _arguments(given: Any) -> list[Any]:
     """LiveCodeBench writes one argument a line, as JSON."""
@@ -141,7 +151,7 @@ class Score:
 
 async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
     """All calls in one run. Each answer comes with its call's number; a call without one has failed."""
-    calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.cases]
+    calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.calls]
     given = json.dumps({"source": code, "function": task.function, "calls": calls, "all": partial})
     result = await sandbox.run(HARNESS, stdin=given, limits=limits)
     if result.verdict == "infra_error":
@@ -149,7 +159,7 @@ async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limit
     answers = _answers(result.answer)
     wrong = [
         number
-        for number, case in enumerate(task.cases)
+        for number, case in enumerate(task.calls)
         if not _returned(answers.get(number), case.expected, task.tolerance)
     ]
     reason = None if not wrong else _why(wrong[0], answers.get(wrong[0]), result)
@@ -159,7 +169,7 @@ async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limit
 async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
     """A run for each test, one after another."""
     passed, reason, tier = 0, None, ""
-    for number, case in enumerate(task.cases):
+    for number, case in enumerate(task.executions):
         result = await sandbox.run(code, stdin=case.stdin, limits=limits)
         tier = result.tier
         if result.verdict == "infra_error":

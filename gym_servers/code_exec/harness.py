@@ -20,7 +20,8 @@ def main() -> None:
     exec(compile(request["source"], "answer.py", "exec"), module.__dict__)  # noqa: S102  (in the sandbox)
     name = request["function"]
     solution = getattr(module, "Solution", None)
-    function = getattr(solution(), name) if hasattr(solution, name) else getattr(module, name)
+    named = solution() if solution is not None and hasattr(solution, name) else module
+    function = getattr(named, name)
     for number, call in enumerate(request["calls"]):
         try:
             answer = {"value": plain(function(*call["args"], **call["kwargs"]))}

@@ -172,9 +172,8 @@ def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers)
         return ["shown_first", "shown_second"], [first, second]
     texts = [*task.references, answer]
     count = len(texts)
-    last, first = ranking_question(task.question, texts, count), ranking_question(task.question, texts[::-1], 1)
-    ours_last = score(last, ranking(count), lambda order: place(order, count))
-    ours_first = score(first, ranking(count), lambda order: place(order, 1))
+    ours_last = score(ranking_question(task.question, texts, count), ranking(count), lambda order: place(order, count))
+    ours_first = score(ranking_question(task.question, texts[::-1], 1), ranking(count), lambda order: place(order, 1))
     return ["shown_last", "shown_first"], [ours_last, ours_first]
 
 

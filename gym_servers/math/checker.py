@@ -149,6 +149,6 @@ def digits_of_power(base: str, exponent: str, second: str) -> float:
     if len(exponent) > 9 or len(second) > 9:
         return math.inf if base.strip("0") not in ("", "1") else 1
     try:
-        return math.log10(max(1, int(base[:300]))) * float(exponent) ** float(second or 1)
+        return math.log10(max(1, int(base[:300]))) * math.pow(float(exponent), float(second or 1))
     except OverflowError:
         return math.inf

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ngym import VerifyRequest, gym_server
+from ngym import ServiceContext, VerifyRequest, gym_server
 from ngym.workers import WorkerPool
 
 from .extraction import MAX_CHARS, Mode, Options, chosen
@@ -60,4 +61,10 @@ async def verify(task: McqaTask) -> dict[str, Any]:
     return {"reward": float(letter == task.expected_answer), "extracted_answer": letter}
 
 
-app = gym_server(verify=verify, lifespan=lambda context: aclosing(pool))
+@asynccontextmanager
+async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
+    async with aclosing(pool):  # not pool.lifespan: the worker starts with the first row that has patterns
+        yield
+
+
+app = gym_server(verify=verify, lifespan=lifespan)

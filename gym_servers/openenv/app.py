@@ -93,9 +93,9 @@ async def called(name: str, arguments: Json, session: Session) -> str:
             observation = await episode.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
     except Refused as problem:
         return str(problem)
-    if problem := observation.get("error"):
-        told = problem.get("message", "the tool failed")
-        if problem.get("error_type") in NOT_THE_TOOLS:
+    if error := observation.get("error"):
+        told = error.get("message", "the tool failed")
+        if error.get("error_type") in NOT_THE_TOOLS:
             raise ServiceError(f"{name} failed: {told}", failure="tool_error", retryable=True)
         return f"Error: {told}"
     result = observation.get("result")

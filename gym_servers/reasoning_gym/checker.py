@@ -106,7 +106,7 @@ def paid_wrongly(name: str, answer: str, entry: dict[str, Any]) -> bool:
         numbers = [number.replace(",", "") for number in NUMBER.findall(answer)]
         return len(numbers) != 1 or Fraction(numbers[0]) != Fraction(entry["answer"].replace(",", ""))
     if name == "spell_backward":
-        return answer.strip().casefold() != entry["answer"].casefold()
+        return answer.strip().casefold() != str(entry["answer"]).casefold()
     if name == "coin_flip":
         expected = float(Fraction(entry["answer"]))
         return not math.isclose(float(Fraction(answer.replace(",", ""))), expected, rel_tol=1e-2)

@@ -6,7 +6,7 @@ counted in SQLite's own instructions, so that the same query gets the same verdi
 
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ class TooHeavy(Exception):
 
 def call(name: str, *arguments: Any) -> Any:
     """The worker's entry: `show`, `expect` or `grade`."""
-    return {"show": show, "expect": expect, "grade": grade}[name](*arguments)
+    entries: dict[str, Callable[..., dict[str, Any]]] = {"show": show, "expect": expect, "grade": grade}
+    return entries[name](*arguments)
 
 
 def show(database: Database, sql: str) -> dict[str, Any]:

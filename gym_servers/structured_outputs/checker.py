@@ -84,7 +84,7 @@ def no_constant(name: str) -> Any:
     raise Malformed(f"{name} is no JSON number")
 
 
-class Loader(yaml.CSafeLoader):  # type: ignore[misc]
+class Loader(yaml.CSafeLoader):
     """YAML 1.2's core scalars; no dates, no merge keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own attribute)

@@ -8,7 +8,8 @@ from collections import Counter
 from typing import Any
 
 from pydantic import Field, field_validator
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import without_reasoning

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 import verifiers.v1 as vf
@@ -22,7 +22,7 @@ from .scoring import NotScored, pool, scored
 from .toolbox import Toolbox, shared_toolsets_of, toolsets_of
 from .turns import Game
 
-Trace = vf.Trace[Any, Any, Any]
+Trace: TypeAlias = vf.Trace[Any, Any, Any]
 
 
 class Begun(NamedTuple):

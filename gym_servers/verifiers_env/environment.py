@@ -143,7 +143,8 @@ class Environment:
 
     @property
     def state_type(self) -> type[State]:
-        return state_cls(self.task_type)
+        found: type[State] = state_cls(self.task_type)
+        return found
 
     @property
     def tasks(self) -> vf.Taskset[Any, Any]:
@@ -176,7 +177,7 @@ class Environment:
 
     def trace_from(self, record: Json, state: Json) -> vf.Trace[Any, Any, Any]:
         """The record of a rollout that crossed a process boundary; the state crosses beside it."""
-        kind = vf.Trace[self.task_type.data_type(), self.state_type, WireAgentConfig]  # type: ignore[misc]
+        kind = vf.Trace[self.task_type.data_type(), self.state_type, WireAgentConfig]
         trace: vf.Trace[Any, Any, Any] = kind.model_validate(record)
         trace.state = self.state_type.model_validate(state)
         return trace

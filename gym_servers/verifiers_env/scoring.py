@@ -39,7 +39,8 @@ def score(source: Json, record: Json, state: Json) -> Json:
         asyncio.run(run())
     except Exception as error:  # noqa: BLE001 - the rewards are somebody's code: what they raise is no verdict
         return {"problem": f"{type(error).__name__}: {error}"}
-    return trace.model_dump(mode="json", include={"rewards", "metrics", "info"})
+    found: Json = trace.model_dump(mode="json", include={"rewards", "metrics", "info"})
+    return found
 
 
 async def scored(source: Source, trace: vf.Trace[Any, Any, Any], deadline_s: float) -> None:

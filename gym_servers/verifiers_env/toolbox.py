@@ -92,12 +92,14 @@ class Toolbox:
 
 def toolsets_of(environment: Environment) -> Toolsets:
     """New toolsets for one rollout."""
-    return environment.task_type.toolsets(environment.tasks.config.task)
+    toolsets: Toolsets = environment.task_type.toolsets(environment.tasks.config.task)
+    return toolsets
 
 
 def shared_toolsets_of(environment: Environment) -> Toolsets:
     """New toolsets that all rollouts share."""
-    return type(environment.tasks).toolsets(environment.tasks.config)
+    toolsets: Toolsets = type(environment.tasks).toolsets(environment.tasks.config)
+    return toolsets
 
 
 def _bind(toolset: vf.Toolset[Any, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import verifiers.v1 as vf
 from verifiers.v1.dialects import parse_message
@@ -19,7 +19,7 @@ from ngym.schema import Json
 
 from .environment import Environment, record_prompt, record_turn
 
-Trace = vf.Trace[Any, Any, Any]
+Trace: TypeAlias = vf.Trace[Any, Any, Any]
 Score = Callable[[Trace], Awaitable[None]]
 
 
@@ -64,7 +64,7 @@ class Game:
 
     async def _play(self) -> None:
         env = self.environment.env
-        agents: Any = vf.Agents(env.config, lambda name, spec: _Player(self))  # type: ignore[arg-type,return-value]
+        agents: Any = vf.Agents(env.config, lambda name, spec: _Player(self))
         try:
             await env.setup(agents)
             await env.run(self.task, agents)
@@ -130,7 +130,8 @@ class _Interaction:
         """What the model is shown: the message, or the last word of the prompt."""
         if message is None:
             self._prompted = False
-            return content_text(self.trace.messages[-1].content)
+            last: str = content_text(self.trace.messages[-1].content)
+            return last
         if isinstance(message, str):
             messages: vf.Messages = [vf.UserMessage(content=message)]
         else:

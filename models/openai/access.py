@@ -111,7 +111,8 @@ async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
 
         async def token() -> str:
             try:
-                return await provided()
+                provided_token: str = await provided()
+                return provided_token
             except ClientAuthenticationError as error:
                 told = " ".join(str(error.message).split())[:300]
                 raise UpstreamError(f"azure.entra: no token from azure-identity: {told}", failure="config") from None

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ngym.convert import (
     ResponseStream,
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .app import Options
 
 Json = dict[str, Any]
+Api = Literal["auto", "responses", "chat"]
 log = logging.getLogger("ngym.models.openai")
 
 _FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # in metadata: meant for us, not for the endpoint's own metadata
@@ -38,7 +39,7 @@ class Backend:
         self._options = options
         self._upstream = upstream
         self._model = (options.azure and options.azure.deployment) or options.model
-        self._api = "chat" if options.token_ids else options.api
+        self._api: Api = "chat" if options.token_ids else options.api
 
     async def respond(self, params: Json) -> Json:
         """The endpoint's Response to checked create params.
@@ -76,7 +77,7 @@ class Backend:
             for event in response_events(self._overflow(params)):
                 yield event
 
-    def _decided(self, api: str, answer: Json) -> Json:
+    def _decided(self, api: Api, answer: Json) -> Json:
         """What a first answer shows; a call that fails decides nothing."""
         if self._api == "auto":
             self._api = api

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ngym.dialogue import Sampled, Sampling
+from ngym.dialogue.engine import Finish
 from ngym.errors import NotReady
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Engine:
             out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **self._last_only)
             past = out.past_key_values
             token, logprob = _drawn(out.logits[0, -1].float(), sampling, draw)
-            finish = "stop" if token in stops else "length" if count == sampling.max_tokens else None
+            finish: Finish | None = "stop" if token in stops else "length" if count == sampling.max_tokens else None
             yield Sampled([token], [logprob], finish)
             if finish:
                 return

@@ -39,7 +39,7 @@ from .serving.loading_server import Say
 from .serving.tokens import SampledLogprobs, recorded
 from .weights.adapter import Adapter, AdapterFiles, linear_layers
 from .weights.staging import Shapes, shapes_in
-from .weights.worker import Repacking, __name__
+from .weights.worker import Repacking
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
@@ -250,7 +250,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     if on_cpu and single:
         prefer_ours(arguments)
         # By a name that only a forked process knows; elsewhere on a CPU (several workers) there is no weight push.
-        arguments.worker_extension_cls = f"{__name__}.{Repacking.__name__}"
+        arguments.worker_extension_cls = f"{Repacking.__module__}.{Repacking.__name__}"
     if on_cpu and model.local:
         _inspect_here(Path(model.name))
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)

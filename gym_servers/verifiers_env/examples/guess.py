@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
@@ -44,7 +45,7 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
 class GuessTaskset(vf.Taskset[GuessTask]):
     INFINITE = True
 
-    def load(self):
+    def load(self) -> Iterator[GuessTask]:
         seed = 0
         while True:
             yield GuessTask(

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     """Where a request's log-probabilities of this step are."""
 
     start: int
-    count: int
+    length: int
 
 
 class RowsOnly:

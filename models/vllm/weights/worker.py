@@ -6,11 +6,11 @@ them. Experts that are copied past the loaders would stay what they were, withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -52,11 +52,11 @@ def load_sinks(model: nn.Module, folder: Path) -> None:
                 parameters[name.replace(".self_attn.", ".attn.")].copy_(tensors.get_tensor(name))
 
 
-def _begin(vllms: object, model: nn.Module) -> None:
-    vllms(model)  # type: ignore[operator]
+def _begin(vllms: Callable[[nn.Module], None], model: nn.Module) -> None:
+    vllms(model)
     for layer in model.modules():
         for name in EXPERTS:
-            tensor = layer._parameters.get(name)
+            tensor: Any = layer._parameters.get(name)  # vLLM hangs its loaders on parameters
             if tensor is not None:
                 tensor.weight_loader = default_weight_loader  # the copy is already cut and turned for this worker
                 tensor.weight_loader = make_online_process_loader(layer, name)
@@ -66,7 +66,7 @@ def _begin(vllms: object, model: nn.Module) -> None:
 class Repacking:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`)."""
 
-    def reload_packed_weights(self: CPUWorker, weights_path: str) -> None:  # type: ignore[misc]
+    def reload_packed_weights(self: CPUWorker, weights_path: str) -> None:
         """Reload so that every kernel multiplies with the new weights; without this, logprobs are off by nats."""
         model = self.model_runner.get_model()
         _have_experts_packed(model)
@@ -76,12 +76,12 @@ class Repacking:
         with set_current_vllm_config(self.vllm_config):
             _pack_tied_heads(model)
 
-    def start_packed_update(self: CPUWorker) -> None:  # type: ignore[misc]
+    def start_packed_update(self: CPUWorker) -> None:
         """vLLM's start_weight_update, for a weight transfer that a plugin brings to a CPU."""
         _have_experts_packed(self.model_runner.get_model())
         self.start_weight_update()
 
-    def finish_packed_update(self: CPUWorker) -> None:  # type: ignore[misc]
+    def finish_packed_update(self: CPUWorker) -> None:
         """vLLM's finish_weight_update, after which every kernel multiplies with the new weights."""
         self.finish_weight_update()
         with set_current_vllm_config(self.vllm_config):
@@ -101,4 +101,5 @@ def _pack_tied_heads(model: nn.Module) -> None:
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel() > 0:
-            module.quant_method.process_weights_after_loading(module)
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
