@@ -1,4 +1,4 @@
-"""langgraph: a LangGraph graph drives the rollout; its model is a base_url, its tools are the gym server's."""
+"""langgraph: a LangGraph graph drives the rollout, with the policy as its model and the gym server's tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 
 def _next(state: MessagesState) -> str:
-    """The tools that a whole turn calls; the calls of a turn that was cut off are not run."""
+    """The next node: the tools, unless the turn was cut off or calls none."""
     return END if _is_cut_off(state["messages"][-1]) else str(tools_condition(state["messages"]))
 
 

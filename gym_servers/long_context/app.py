@@ -1,4 +1,4 @@
-"""long_context: needles, last states, counts and chains of variables in a document of any length, made from a seed."""
+"""long_context: questions about needles, chains of variables, counts and final states in a generated document."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ class LongTask(VerifyRequest):
     kind: Kind
     seed: int
     pages: int = Field(ge=2, le=100_000)  # about 140 words each
-    facts: int = Field(default=12, ge=4, le=200)  # sentences that matter, or look as if they did
+    facts: int = Field(default=12, ge=4, le=200)  # relevant sentences and distractors
 
     @property
     def document(self) -> Document:

@@ -17,7 +17,7 @@ from .extraction import MAX_CHARS, Mode, Options, chosen
 
 
 class Template(BaseModel):
-    """The row's own way of reading an answer: patterns whose first group is the letter, tried in order."""
+    """The row's own patterns for reading an answer, tried in order. Their first group is the letter."""
 
     output_regex: str | list[str] = []
 
@@ -50,7 +50,7 @@ pool = WorkerPool(Path(__file__).with_name("extraction.py"), "search", workers=1
 
 async def verify(task: McqaTask) -> dict[str, Any]:
     letter = None
-    if task.patterns:  # the row's own patterns come first, in a worker: a pattern may run wild on what a model writes
+    if task.patterns:  # in a worker, because a pattern may backtrack for very long on model text
         found = await pool.run(task.patterns, task.text[-MAX_CHARS:])
         if found.kind != "ok":
             failure = found.failure()

@@ -1,4 +1,4 @@
-"""Turns: a number is to be guessed; the environment answers each guess, and rewards those that need few."""
+"""A turn-based environment: guess a number. The environment answers each guess and rewards few guesses."""
 
 import random
 import re

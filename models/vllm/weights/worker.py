@@ -1,7 +1,7 @@
-"""The extension of vLLM's workers that loads pushed weights; the expert layout of gpt-oss.
+"""The extension of vLLM's CPU worker that loads pushed weights, with fixes for gpt-oss.
 
-Reloading puts tensors without memory in the place of a layer's, and waits until their loaders have been called for all of
-them. Experts that are copied past the loaders would stay what they were, without a word; so would sinks.
+Reloading replaces a layer's tensors by ones without memory, and waits until the loaders of all of them have been called.
+gpt-oss copies experts and sinks without their loaders, so they would silently keep the old values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXPERTS = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 
 @contextmanager
 def copies_seen(model: nn.Module) -> Iterator[None]:
-    """While it lasts, vLLM's reloading of a gpt-oss sees what is copied into its experts."""
+    """A context in which vLLM's reloading notices the copies into the experts of a gpt-oss."""
     vllms = inplace.initialize_layerwise_reload
     if isinstance(model, GptOssForCausalLM):
         inplace.initialize_layerwise_reload = partial(_begin, vllms)
@@ -42,13 +42,13 @@ def copies_seen(model: nn.Module) -> Iterator[None]:
 
 
 def load_sinks(model: nn.Module, folder: Path) -> None:
-    """Those of a checkpoint, into a gpt-oss; nothing, into another model."""
+    """Load the sinks of a checkpoint into a gpt-oss; does nothing for other models."""
     if not isinstance(model, GptOssForCausalLM):
         return
     parameters = dict(model.named_parameters())
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors, torch.no_grad():
-            for name in (name for name in tensors.keys() if name.endswith(".sinks")):  # noqa: SIM118  (no mapping)
+            for name in (name for name in tensors.keys() if name.endswith(".sinks")):  # noqa: SIM118  (not a mapping)
                 parameters[name.replace(".self_attn.", ".attn.")].copy_(tensors.get_tensor(name))
 
 
@@ -56,9 +56,11 @@ def _begin(vllms: Callable[[nn.Module], None], model: nn.Module) -> None:
     vllms(model)
     for layer in model.modules():
         for name in EXPERTS:
-            tensor: Any = layer._parameters.get(name)  # vLLM hangs its loaders on parameters
+            tensor: Any = layer._parameters.get(name)  # vLLM attaches its loaders to parameters
             if tensor is not None:
-                tensor.weight_loader = default_weight_loader  # the copy is already cut and turned for this worker
+                tensor.weight_loader = (
+                    default_weight_loader  # the copy is already sliced and transposed for this worker
+                )
                 tensor.weight_loader = make_online_process_loader(layer, name)
                 tensor.copy_ = partial(tensor.weight_loader, tensor)
 
@@ -67,7 +69,7 @@ class Repacking:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`)."""
 
     def reload_packed_weights(self: CPUWorker, weights_path: str) -> None:
-        """Reload so that every kernel multiplies with the new weights; without this, logprobs are off by nats."""
+        """Reload the weights and pack them for the CPU kernels; without packing, logprobs are wrong by nats."""
         model = self.model_runner.get_model()
         _have_experts_packed(model)
         with copies_seen(model):
@@ -77,19 +79,19 @@ class Repacking:
             _pack_tied_heads(model)
 
     def start_packed_update(self: CPUWorker) -> None:
-        """vLLM's start_weight_update, for a weight transfer that a plugin brings to a CPU."""
+        """vLLM's start_weight_update, for a weight transfer on a CPU by a plugin."""
         _have_experts_packed(self.model_runner.get_model())
         self.start_weight_update()
 
     def finish_packed_update(self: CPUWorker) -> None:
-        """vLLM's finish_weight_update, after which every kernel multiplies with the new weights."""
+        """vLLM's finish_weight_update, then packing for the CPU kernels."""
         self.finish_weight_update()
         with set_current_vllm_config(self.vllm_config):
             _pack_tied_heads(self.model_runner.get_model())
 
 
 def _have_experts_packed(model: nn.Module) -> None:
-    """Experts that have a kernel would be reloaded without being packed for it."""
+    """Remove the kernels of experts, so that reloading packs the experts again."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
@@ -97,7 +99,7 @@ def _have_experts_packed(model: nn.Module) -> None:
 
 
 def _pack_tied_heads(model: nn.Module) -> None:
-    """No tensor of a checkpoint belongs to a head that shares the embedding's: vLLM would keep its packed copy."""
+    """Pack heads that share the embedding's tensor again, because no tensor of a checkpoint updates their packed copy."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel() > 0:
