@@ -1,4 +1,4 @@
-"""multi_turn: a conversation with a user, scripted in the row or played by a model, in one session of the gym server."""
+"""multi_turn: a conversation with a user, scripted in the row or played by a model, in one gym session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""remote: an agent that runs as an external service. It receives the task and returns a Response, which is scored here."""
+"""remote: an agent that runs as an external service. It gets the task and returns a Response, which is scored here."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def evaluate(expression: str) -> int | float:
 
 
 class _Parser:
-    """Recursive descent: sum = product {(+|-) product}; product = factor {(*|/) factor}; factor = [+|-] factor | number | ( sum )."""
+    """sum = product {(+|-) product};  product = factor {(*|/) factor};  factor = [+|-] factor | number | ( sum )."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -87,7 +87,7 @@ class Execution(BaseModel):
 class CodeTask(VerifyRequest):
     """function: the name to call; without it the answer is a program. tolerance: relative, for numbers with a point.
 
-    Also accepts `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, the format of LiveCodeBench and NeMo Gym.
+    Also accepts `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as in LiveCodeBench and NeMo Gym.
     """
 
     function: str | None = None
@@ -141,7 +141,7 @@ HARNESS = Path(__file__).with_name("harness.py").read_text()
 
 @dataclass(frozen=True)
 class Score:
-    """passed: number of tests. reason: why the first failed test failed. infra: the sandbox failed, so there is no verdict."""
+    """passed: number of tests. reason: of the first failure. infra: the sandbox failed, so there is no verdict."""
 
     passed: int
     reason: str | None
@@ -189,7 +189,7 @@ def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) ->
 
 
 def _answers(text: str) -> dict[int, dict[str, Any]]:
-    """Call number -> its answer (`value` or `error`). Unreadable lines are skipped; the first answer of a call counts."""
+    """Call number -> its answer (`value` or `error`). Skips unreadable lines; the first answer of a call counts."""
     answers: dict[int, dict[str, Any]] = {}
     for line in text.splitlines():
         try:

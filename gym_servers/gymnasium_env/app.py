@@ -121,7 +121,7 @@ async def step(task: Task, session: Session) -> Step:
 
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:
-    """The sum of the rewards. An unfinished episode is played on at random, and its loss counts, so giving up never pays."""
+    """The sum of the rewards. Unfinished episodes are played on at random and losses count, so giving up never pays."""
     episode = session.get("episode") or await replayed(task)
     over, total = episode.over, episode.total
     lost = 0.0 if over else min(0.0, await asyncio.to_thread(episode.rest))

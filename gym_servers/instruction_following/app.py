@@ -1,4 +1,4 @@
-"""instruction_following: instructions that code can check (IFEval, IFBench, RLVR). Reward for those that are followed."""
+"""instruction_following: instructions that code can check (IFEval, IFBench, RLVR). Rewards those that are followed."""
 
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ class FollowingTask(VerifyRequest):
 
     @property
     def instructions(self) -> list[tuple[str, dict[str, Any]]]:
-        """Each id with its arguments. Null arguments are dropped: IFEval's rows list those of other instructions as null."""
+        """Each id with its arguments. Drops null arguments, which IFEval's rows have for other instructions."""
         pairs = zip(self.instruction_id_list, self.kwargs, strict=True)
         return [
             (name, {key: value for key, value in (given or {}).items() if value is not None}) for name, given in pairs

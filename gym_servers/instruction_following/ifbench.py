@@ -74,7 +74,7 @@ def repeats(text: str, small_n: Count) -> bool:
 
 
 def palindrome(text: str, N: Count | None = None) -> bool:
-    """At least N different palindromes of three letters or more; without N, as in IFBench's rows, ten of five letters."""
+    """At least N different palindromes of three letters or more. Without N, as in IFBench's rows: ten of five."""
     least, letters = (10, 5) if N is None else (N, 3)
     said = {word.casefold() for word in words(text) if len(word) >= letters and word.isalpha()}
     return sum(word == word[::-1] and len(set(word)) > 1 for word in said) >= least

@@ -19,7 +19,7 @@ EDGES = ".,!?;:'\"()[]{}*_`\u2018\u2019\u201c\u201d"
 
 
 def said(text: str) -> list[str]:
-    """Words between spaces, in lower case, without marks around them: `well-known` is one word, different from `well`."""
+    """Words between spaces, in lower case, without marks around them: `well-known` is one word, not `well`."""
     return [word.strip(EDGES).casefold() for word in text.split() if word.strip(EDGES)]
 
 

@@ -69,7 +69,7 @@ async def verify(task: LongTask, options: LongOptions) -> dict[str, Any]:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """The share of right answers by the kind of question, and by the document's length in powers of two of its pages."""
+    """The share of right answers by the kind of question, and by the document's pages, in powers of two."""
     sized = [{**row, "length": f"pages<={1 << (row['pages'] - 1).bit_length()}"} for row in rows]
     return {**means_by(rows, "kind", "right"), **means_by(sized, "length", "right")}
 

@@ -1,4 +1,4 @@
-"""math: a final formula or number. Reward 1 or 0 by math-verify; null, with a reason, if the row or the machine fails."""
+"""math: a final formula or number. Reward 1 or 0 by math-verify; null, with a reason, if row or machine fails."""
 
 from pathlib import Path
 from typing import Any

@@ -74,7 +74,7 @@ def warm() -> None:
 
 
 def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str | None]:
-    """`{"outcome": "correct" | "wrong" | "too_heavy" | "unverifiable", "reason"}` for an answer without its surrounding text.
+    """`{"outcome": "correct" | "wrong" | "too_heavy" | "unverifiable", "reason"}` for an extracted answer.
 
     simplified: an answer with more operations left than the expected one is wrong.
     """
@@ -102,7 +102,7 @@ def read(text: str) -> list[Basic | MatrixBase | str]:
 
 
 def complex_i(part: Basic | MatrixBase) -> Basic | MatrixBase:
-    """The formula with `i` as the imaginary unit. The parser makes it a variable, real in `2i` and not real in `2 i`."""
+    """The formula with `i` as the imaginary unit. The parser makes it a variable, real in `2i`, not real in `2 i`."""
     if not any(symbol.name == "i" for symbol in part.free_symbols):
         return part
     try:
@@ -112,7 +112,7 @@ def complex_i(part: Basic | MatrixBase) -> Basic | MatrixBase:
 
 
 def bare(text: str) -> str:
-    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; normalises `1\,000`, `1 000`, `2**3`, `1e3`, `\mathrm{e}`."""
+    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; normalises `1\,000`, `2**3`, `1e3`, `\mathrm{e}`."""
     text = " ".join(text.split())
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):

@@ -1,4 +1,4 @@
-"""mcp: any MCP server as an environment, with its tools. Compares answer and calls with the row's, or runs your verify."""
+"""mcp: any MCP server as an environment, with its tools. Scores answer and calls by the row, or by your verify."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def offered(tools: Sequence[types.Tool], server: Calls) -> Iterator[Tool]:
 
 
 def named(theirs: str, taken: set[str]) -> str:
-    """A unique, valid function name that is not a route: `verify` becomes verify_tool, `browser.click` browser_click."""
+    """A unique, valid function name that is not a route: verify -> verify_tool, browser.click -> browser_click."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", theirs)[: MAX_NAME_CHARS - 5]
     if name in RESERVED or not name.strip("_-"):
         name = f"{name.strip('_-')}_tool".lstrip("_")
@@ -162,7 +162,7 @@ def _is(text: str, expected: str | float) -> bool:
 
 
 def _called(response: dict[str, Any], expected: list[Call]) -> bool:
-    """Whether the expected tools got exactly the expected calls, in any order. Other tools are free; [] allows no call."""
+    """Whether the expected tools got exactly the expected calls, in any order. [] allows no call at all."""
     names = {call.name for call in expected}
     counted = [call for call in calls_in(response) if call.name in names or not expected]
     made = Counter(_spelled(call.name, call.arguments) for call in counted)

@@ -78,7 +78,7 @@ class Connections:
         await asyncio.gather(*(connection.task for connection in self._alive), return_exceptions=True)
 
     async def list_tools(self) -> list[types.Tool]:
-        """The server's tools. Raises ConfigError if the command does not start, Unreachable if the URL does not answer."""
+        """The server's tools. Raises ConfigError if a command does not start, Unreachable if a URL does not answer."""
         connection = self._connect()
         try:
             return await connection.list_tools()
@@ -214,8 +214,8 @@ class Connection:
                 await self._places.acquire()
         except TimeoutError:
             raise Overloaded(
-                f"max_servers: {self._options.max_servers} MCP servers run for other rollouts; raise it, or collect with "
-                "less --concurrency"
+                f"max_servers: {self._options.max_servers} MCP servers run for other rollouts; raise it, or collect "
+                "with less --concurrency"
             ) from None
         try:
             yield

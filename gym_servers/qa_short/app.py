@@ -69,7 +69,7 @@ class Amount(NamedTuple):
     unit: str | None
 
     def fits(self, expected: Amount) -> bool:
-        """Whether the units agree. One of them may be missing, because the question states it, except a percent sign."""
+        """Whether the units agree. One may be missing, because the question states it, except a percent sign."""
         if PERCENT in (self.unit, expected.unit):
             return self.unit == expected.unit
         return self.unit is None or expected.unit is None or self.unit == expected.unit
@@ -92,7 +92,7 @@ def amount_of(text: str) -> Amount | None:
 
 
 def hedged(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether an answer offers several answers, denies one, or buries it in words. Signs of accepted answers are allowed."""
+    """Whether an answer offers several answers, denies one, or buries it in words, unlike the accepted answers."""
     for signs in (OFFERS, DENIAL):
         if set(signs.findall(answer.casefold())) - set(signs.findall("\v".join(accepted).casefold())):
             return True

@@ -80,7 +80,7 @@ def told(outcome: str, score: float | None, reason: str | None, options: Options
 
 
 def answer_in(text: str) -> str | None:
-    """The content of the last <answer>, or the whole text without such a tag. None if it is empty or the tag is open."""
+    """The content of the last <answer>, or the whole text without such a tag. None if empty or the tag is open."""
     text = without_reasoning(text)
     if OPENING in text:
         inside, closed, _ = text.rpartition(OPENING)[2].partition(CLOSING)

@@ -159,7 +159,7 @@ def disguises(word: str) -> set[str]:
     forms = [word, word[::-1], codecs.encode(word, "rot13")]
     for said in (word, word[::-1], word.lower(), word.upper()):
         raw = said.encode()
-        # in base64, a word has three forms, by its offset in the text; the first and last characters depend on its neighbours
+        # a word has three base64 forms, by its offset in the text; their ends depend on its neighbours
         shifts = [
             base64.b64encode(b"\0" * skip + raw).decode().rstrip("=")[2 * skip :][: -2 or None] for skip in range(3)
         ]

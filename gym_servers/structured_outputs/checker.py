@@ -4,7 +4,7 @@ Stricter than the parsers: no duplicate keys, no NaN, no YAML anchors and tags, 
 text over MAX_CHARS, no nesting deeper than MAX_DEPTH. YAML scalars are those of YAML 1.2: `no` and `2024-05-01` are
 strings. XML and CSV have no types: a text becomes the number, boolean or null that the schema requires.
 
-    XML   <root><name>x</name><tag>a</tag><tag>b</tag></root>   -> {"name": "x", "tag": ["a", "b"]}; attributes are "@name"
+    XML   <root><name>x</name><tag>a</tag><tag>b</tag></root>   -> {"name": "x", "tag": ["a", "b"]}; attributes: "@name"
     CSV   a header line, then one record per line               -> an array of objects
 
 `invalid` and `wrong` are verdicts on the text. `unverifiable` is a fault of the row: its schema cannot be used.
@@ -274,7 +274,9 @@ PARSERS: dict[str, Callable[[str, Schema], Any]] = {
 
 
 def check(text: str, form: Format, schema_str: str, expected: dict[str, Any]) -> dict[str, Any]:
-    """`{"outcome": "correct" | "wrong" | "invalid" | "unverifiable", "reason", "valid", "values"}`, the last two 0 to 1."""
+    """`{"outcome": "correct" | "wrong" | "invalid" | "unverifiable", "reason", "valid", "values"}`; the last two are
+    from 0 to 1.
+    """
     try:
         schema = orjson.loads(schema_str)
         validator = compiled(schema)

@@ -61,7 +61,7 @@ class Bridge:
                 await environment.env.stop()
 
     def rows(self, skip: int, limit: int) -> list[bytes]:
-        """Tasks as rows, without the last prompt message if the environment is turn-based: that is its first observation."""
+        """Tasks as rows. A turn-based environment shows the last prompt message as its first observation."""
         return [orjson.dumps(self._row(task)) + b"\n" for task in self.environment.tasks.skip(skip).take(limit)]
 
     def _row(self, task: vf.Task[Any, Any, Any]) -> Json:
@@ -138,7 +138,7 @@ class Bridge:
                 await self.call(call.name, call.arguments, session)
 
     async def _begun(self, data: Json, session: Session) -> Begun:
-        """What tools and rewards need. Created once per session, also if several first calls arrive at the same time."""
+        """What tools and rewards need. Created once per session, also for concurrent first calls."""
         if "begun" not in session:
             session["begun"] = session.spawn(self._begin(data, session))
         begun: Begun = await asyncio.shield(session["begun"])

@@ -1,7 +1,7 @@
 """A verifiers environment: loading and checks, tasks, prompts as items, and responses as traces.
 
-The environment's id comes from the stanza, never from a row. A row has the data of its task, which the environment's own
-record validates.
+The environment's id comes from the stanza, never from a row. A row has the data of its task, which the environment's
+own record validates.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _problems(environment: Environment, task: vf.Task[Any, Any, Any]) -> Iterato
         if parameter is not None and parameter.default is inspect.Parameter.empty:
             yield f"{hook.__name__}() needs the runtime of the agent; there is none"
     for hook in (*task.hooks("stop"), *discover_decorated(task, "intercept")):
-        yield f"{hook.__name__}() watches each model call (@stop or @intercept), but model calls do not pass through a gym server"
+        yield f"{hook.__name__}() watches model calls (@stop or @intercept), which do not pass through a gym server"
     for toolset in (*type(task).toolsets(task.config), *type(environment.tasks).toolsets(environment.tasks.config)):
         if toolset.config.url:
             yield f"its tools are served at {toolset.config.url}; use gym_servers/mcp for those"

@@ -54,7 +54,7 @@ class Game:
         return await self.observe()
 
     async def finish(self) -> Trace:
-        """The trace with its rewards. An unfinished `run` sees its turn as `terminated`, as at any limit of verifiers."""
+        """The trace with its rewards. An unfinished `run` sees its turn as `terminated`, as at verifiers' limits."""
         self._said.put_nowait(None)
         await self._run
         return self.traces[0]

@@ -74,7 +74,7 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
 
 
 def _replayed(task: Task) -> Office:
-    """The office of a stored rollout. Time is fixed and ids are counted, so repeating its calls gives the same state."""
+    """The office of a stored rollout. Time is fixed and ids are counted, so the same calls give the same state."""
     state = office(task.office)
     for call in calls_in(task.response):
         try:

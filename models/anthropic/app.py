@@ -32,7 +32,7 @@ class Options(RemoteOptions, ModelOptions):
     api_key_env: str | None = Field(
         default="ANTHROPIC_API_KEY",
         validate_default=True,
-        description="The environment variable that holds the key (never the key itself); null if the endpoint needs none.",
+        description="The environment variable with the key (never the key itself); null if the endpoint needs none.",
     )
     version: str = Field(default="2023-06-01", description="The header anthropic-version.")
     beta: tuple[str, ...] = Field(default=(), description="The header anthropic-beta.")

@@ -26,7 +26,7 @@ RENEWED_S = 300.0  # before a token expires; a token without an expiry is renewe
 
 
 class Azure(BaseModel):
-    """Options of Azure OpenAI; the endpoint is `base_url`. Without entra and token_*, it uses the key of api_key_env."""
+    """Options of Azure OpenAI; the endpoint is `base_url`. Without entra and token_*: the key of api_key_env."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     api_version: str | None = Field(

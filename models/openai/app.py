@@ -25,7 +25,7 @@ class Options(RemoteOptions, ModelOptions):
     api_key_env: str | None = Field(
         default="OPENAI_API_KEY",
         validate_default=True,
-        description="The environment variable that holds the key (never the key itself); null if the endpoint needs none.",
+        description="The environment variable with the key (never the key itself); null if the endpoint needs none.",
     )
     api: Literal["auto", "responses", "chat"] = Field(
         default="auto", description="auto tries Responses first, and uses Chat Completions after a 404 or 405."

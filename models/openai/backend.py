@@ -1,4 +1,4 @@
-"""Translates requests to the endpoint's API and its answers back. Input that does not fit gives an incomplete answer."""
+"""Translates requests to the endpoint's API and answers back. Input that does not fit gives an incomplete answer."""
 
 from __future__ import annotations
 
@@ -163,7 +163,10 @@ class Backend:
             raise UpstreamError(detail, failure="model_error")
 
     def _without_tokens(self) -> UpstreamError:
-        detail = f"{self._options.base_url} returned no token ids: it does not support return_token_ids; set token_ids: false"
+        detail = (
+            f"{self._options.base_url} returned no token ids: it does not support return_token_ids; "
+            "set token_ids: false"
+        )
         return UpstreamError(detail, failure="model_error")
 
     def _overflow(self, params: Json) -> Json:

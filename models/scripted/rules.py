@@ -38,8 +38,8 @@ class ToolCall(BaseModel):
 class Reply(BaseModel):
     """Conditions, and the reply if they hold.
 
-    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the first
-    call of a conversation. reasoning, text, tool_calls: the content of the answer.
+    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the
+    first call of a conversation. reasoning, text, tool_calls: the content of the answer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

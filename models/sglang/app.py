@@ -28,7 +28,7 @@ class Options(RemoteOptions, ModelOptions):
     base_url: str = Field(default="http://127.0.0.1:30000", pattern="^https?://")
     tokenizer: str | None = Field(
         default=None,
-        description="A folder (relative to the config file) or a name on the hub; default: the server's own model_path.",
+        description="A folder (relative to the config file) or a name on the hub; default: the server's model_path.",
     )
     context: int | None = Field(default=None, ge=1, description="In tokens; default: the server's.")
     push_token: str | None = Field(

@@ -86,7 +86,7 @@ class Engine:
             raise UpstreamError(detail, failure="model_error", retryable=True)
 
     async def command(self, path: str, body: Json) -> None:
-        """Call one of SGLang's control routes, without retries. Raises ServiceError, also if the answer reports a failure."""
+        """Call one of SGLang's control routes, without retries. Raises ServiceError, also for a reported failure."""
         said = await self._upstream.send(path, body, once=True)
         try:
             answer = orjson.loads(said)

@@ -1,7 +1,7 @@
 """Routes for new weights, sleep and wake, which call SGLang's control routes. All but GET need the token.
 
 GET  /weights                            -> {policy_version, transport: ["disk"], updating, asleep}
-POST /weights        {version, path}     a checkpoint's folder, as the SGLang server sees it -> {policy_version, seconds}
+POST /weights        {version, path}     path: a folder on the SGLang server -> {policy_version, seconds}
 POST /weights/sleep  {}                  release_memory_occupation: weights and KV cache
 POST /weights/wake   {parts}             resume_memory_occupation; default: all parts
 POST /weights/flush  {}                  flush_cache

@@ -58,7 +58,7 @@ def _push_options(context: ServiceContext) -> PushOptions:
 
 
 def _die_at_once_when_told() -> None:
-    """Use the default signal handlers, because imports block the event loop. The engine and the doorkeeper end with us."""
+    """Use the default signal handlers, because imports block the event loop. The child processes end with us."""
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)

@@ -118,7 +118,7 @@ class Engine(AsyncLLM):
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        # vLLM's reloading skips the experts and sinks of this family; only our CPU worker (weights/worker.py) handles them.
+        # vLLM's reloading skips the experts and sinks of this family; only weights/worker.py (CPU) loads them.
         left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not current_platform.is_cpu()
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None
@@ -140,8 +140,8 @@ class Engine(AsyncLLM):
             patience_s: how long generations in flight may take to end (mode wait).
 
         Raises:
-            ServiceError: they took longer, and the old weights are still served; or the new ones are only partly loaded,
-                and `raise_when_dead` ends the server.
+            ServiceError: they took longer, and the old weights are still served; or the new ones are only partly
+                loaded, and `raise_when_dead` ends the server.
         """
         began = time.monotonic()
         await self.pause_for_push(mode, patience_s)

@@ -36,7 +36,7 @@ from .weights.push_routes import FILES, WeightPush
 async def build_application(
     context: ServiceContext, arguments: Namespace, engine: Engine, push: PushOptions
 ) -> FastAPI:
-    """The application over this engine. Raises ConfigError if the model generates no text, or a parser does not fit it."""
+    """The application over this engine. Raises ConfigError if the model generates no text or a parser does not fit."""
     await engine.update_weight_version("0")
     ours = engine.checkpoint_shapes()
     matrices = beside(engine.adapted_layers, ours or {})

@@ -85,7 +85,7 @@ async def test_new_weights_come_from_disk_and_their_version_is_on_the_answers(fo
         response = (await client.post("/v1/responses", json={"input": "hello"})).json()
         assert [span[2] for span in response["ng"]["policy_version"]] == [3]
         stale = await client.post("/weights", json=update, headers=KEY)
-        assert (stale.status_code, stale.json()["detail"]) == (409, "version 3 is served already, not before 3")
+        assert (stale.status_code, stale.json()["detail"]) == (409, "version 3 is already served; 3 is not newer")
         lost = await client.post("/weights", json={"version": 4, "path": "/nowhere"}, headers=KEY)
         assert lost.status_code >= 400
         assert (await client.get("/weights")).json()["policy_version"] == 3

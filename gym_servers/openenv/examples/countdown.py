@@ -1,4 +1,4 @@
-"""An OpenEnv environment with its own action type: bring a number to zero. Start it: `python countdown.py --port 8000`."""
+"""An OpenEnv environment with its own action type: bring a number to zero. Start: `python countdown.py --port 8000`."""
 
 import argparse
 import random

@@ -1,7 +1,9 @@
 """Chat Completions on vLLM's engine, whole and as chunks.
 
-vLLM's handler renders the template, has the engine generate, and parses reasoning and tool calls. It is called directly,
-without a route, and gets prompt ids in the field for those of a prefill server. Differences from vLLM's own server:
+vLLM's handler renders the template, has the engine generate, and parses reasoning and tool calls. It is called
+directly, without a route, and gets prompt ids in the field for those of a prefill server.
+
+Differences from vLLM's own server:
 
 - A stream consists of dicts; vLLM's generator would write each chunk as text. One choice; no echo, no beams.
 - The finish_reason is the engine's; vLLM answers `tool_calls` if a cut-off text parses as a call.

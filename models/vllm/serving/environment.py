@@ -24,7 +24,7 @@ class Model:
 
 
 def find_model(name: str, root: Path, service: str) -> Model:
-    """The folder of that name relative to the config file, else the hub's model. Raises ConfigError if it is neither."""
+    """The folder of that name (relative to the config file), else the hub's model. Raises ConfigError for neither."""
     folder = (root / name).resolve()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

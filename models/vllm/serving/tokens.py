@@ -37,7 +37,7 @@ def turn_ends(engine: Engine) -> Ends:
 
 @dataclass
 class Tokens:
-    """The tokens of a call: prompt [P], sampled [G], logprobs [G]; versions: spans [start, end, policy version] over [G].
+    """Tokens of a call: prompt [P], sampled [G], logprobs [G]; versions: spans [start, end, policy version] over [G].
 
     aborted: a weight push ended the generation (its mode `abort`).
     """

@@ -206,7 +206,7 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _placed(size: int) -> tuple[Path, int]:
-    """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 if they fit nowhere."""
+    """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
     places = [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for place in places:
         with (place / f".{PREFIX}{os.getuid()}.lock").open("w") as choosing:

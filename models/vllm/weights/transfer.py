@@ -2,8 +2,8 @@
 
     connect -> pause -> start -> update, once or more -> finish
 
-vLLM loads each tensor into the served weights as it arrives. So there is no way back after `start`: generation is paused
-until `finish`, and if that is not reached, the engine is broken and the server ends, to be restarted.
+vLLM loads each tensor into the served weights as it arrives. So there is no way back after `start`: generation is
+paused until `finish`, and if that is not reached, the engine is broken and the server ends, to be restarted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The extension of vLLM's CPU worker that loads pushed weights, with fixes for gpt-oss.
 
-Reloading replaces a layer's tensors by ones without memory, and waits until the loaders of all of them have been called.
+Reloading replaces a layer's tensors by ones without memory, and waits until all their loaders have been called.
 gpt-oss copies experts and sinks without their loaders, so they would silently keep the old values.
 """
 
@@ -99,7 +99,7 @@ def _have_experts_packed(model: nn.Module) -> None:
 
 
 def _pack_tied_heads(model: nn.Module) -> None:
-    """Pack heads that share the embedding's tensor again, because no tensor of a checkpoint updates their packed copy."""
+    """Pack heads that share the embedding's tensor: no tensor of a checkpoint updates their packed copy."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel() > 0:
