@@ -1,4 +1,4 @@
-"""gymnasium: plays an environment that answers each turn (`/reset`, `/step`) until its episode ends or a limit is reached."""
+"""gymnasium: plays a turn-based environment (`/reset`, `/step`) until its episode ends or a limit is reached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Options(AgentOptions):
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
-    """Observations are what the user says; each answer of the model, with the tools it called, is one step."""
+    """Each observation becomes a user message; each answer of the model, with its tool calls, is one step."""
     options: Options = rollout.options
     output: list[dict[str, Any]] = []
     state = await _post(rollout, "/reset", rollout.row)

@@ -1,9 +1,9 @@
-"""langgraph: a LangGraph graph drives the rollout; its model is a base_url, its tools are the gym server's."""
+"""langgraph: a LangGraph graph drives the rollout, with the policy as its model and the gym server's tools."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.messages import AnyMessage
 from langchain_core.tools import StructuredTool
@@ -25,7 +25,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     options: Options = rollout.options
     tools = [_tool(tool, rollout) for tool in request.get("tools") or ()]
     served = {"base_url": rollout.model_base_url, "api_key": rollout.model_api_key}
-    model = ChatOpenAI(model=options.model, **served).bind_tools(tools)
+    model = ChatOpenAI(model_name=options.model, **served).bind_tools(tools)
 
     async def act(state: MessagesState) -> dict[str, list[AnyMessage]]:
         return {"messages": [await model.ainvoke(state["messages"])]}
@@ -37,8 +37,9 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     graph.add_conditional_edges("act", _next)
     graph.add_edge("tools", "act")
     messages = messages_from_items(request["input"], request.get("instructions"))
+    begin = cast(MessagesState, {"messages": messages})  # LangGraph also takes messages as dicts
     try:
-        done = await graph.compile().ainvoke({"messages": messages}, {"recursion_limit": 2 * options.max_steps})
+        done = await graph.compile().ainvoke(begin, {"recursion_limit": 2 * options.max_steps})
     except GraphRecursionError:
         return rollout.answer("", "max_steps")
     last = done["messages"][-1]
@@ -46,8 +47,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 
 def _next(state: MessagesState) -> str:
-    """The tools that a whole turn calls; the calls of a turn that was cut off are not run."""
-    return END if _is_cut_off(state["messages"][-1]) else str(tools_condition(state))
+    """The next node: the tools, unless the turn was cut off or calls none."""
+    return END if _is_cut_off(state["messages"][-1]) else str(tools_condition(state["messages"]))
 
 
 def _is_cut_off(message: AnyMessage) -> bool:

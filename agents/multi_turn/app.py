@@ -1,4 +1,4 @@
-"""multi_turn: a conversation with a user, scripted in the row or played by a model; the gym's session lasts through it."""
+"""multi_turn: a conversation with a user, scripted in the row or played by a model, in one gym session."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Options(AgentOptions):
     user: ServiceName | None = Field(
         default=None, description="The model that plays the user of rows with user_scenario."
     )
-    max_turns: int = Field(default=8, ge=1, description="What the user says after the prompt, at most.")
+    max_turns: int = Field(default=8, ge=1, description="Messages of the user after the prompt, at most.")
     max_steps: int = Field(default=64, ge=1, description="Model calls in one rollout.")
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
-    """User, assistant with its tools, user ... until the user has nothing more to say."""
+    """Alternates user and assistant (with its tools) until the user has nothing more to say or a limit is reached."""
     options: Options = rollout.options
     prompt = as_items(request.get("input"))
     output: list[dict[str, Any]] = []
@@ -35,7 +35,9 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     if not prompt:
         begun = await _next(rollout, [], 1)
         if begun is None:
-            raise BadRequest("nobody begins: the row has neither input nor user_turns", failure="config")
+            raise BadRequest(
+                "the conversation has no first message: the row has neither input nor user_turns", failure="config"
+            )
         output.append(user(begun))
         turns = 1
     while True:
@@ -52,7 +54,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 
 async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: int) -> str | None:
-    """What the user says in this turn, counted from 1; None when they have nothing more to say."""
+    """The user's message in this turn (counted from 1), or None when the user has nothing more to say."""
     row = rollout.row
     script = row.get("user_turns") or []
     if "user_scenario" not in row:
@@ -60,7 +62,8 @@ async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: i
     options: Options = rollout.options
     if options.user is None:
         raise ServiceError(
-            "the row has a user_scenario, and no model plays it: give the agent `user: MODEL`", failure="config"
+            "the row has a user_scenario, but no model plays the user: set `user: MODEL` in the agent's stanza",
+            failure="config",
         )
     asked = {
         "instructions": USER_PROMPT.format(done=DONE, scenario=row["user_scenario"]),
@@ -71,12 +74,14 @@ async def _next(rollout: RolloutContext, dialogue: list[dict[str, Any]], turn: i
         reply = await model.post("/v1/responses", asked, timeout=options.model_timeout_s, idempotent=True)
     said = without_reasoning(last_text(reply)).strip()
     if not said:
-        raise ServiceError(f"{options.user}, which plays the user, said nothing", failure="agent_error", retryable=True)
+        raise ServiceError(
+            f"{options.user}, which plays the user, gave an empty answer", failure="agent_error", retryable=True
+        )
     return None if DONE in said else said
 
 
 def _seen_by_the_user(dialogue: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The dialogue from the other side: what the assistant says is put to the model, calls and reasoning are not shown."""
+    """The dialogue with swapped roles, for the model that plays the user; without tool calls and reasoning."""
     turned = []
     for item in dialogue:
         if item.get("role") == "user":

@@ -1,4 +1,4 @@
-"""openai_agents: the OpenAI Agents SDK drives the rollout; its model is a base_url, its tools are the gym server's."""
+"""openai_agents: the OpenAI Agents SDK drives the rollout, with the policy as its model and the gym server's tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Options(AgentOptions):
 
 @asynccontextmanager
 async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
-    """For all rollouts: to make one takes 20 ms."""
+    """One client for all rollouts, because creating one takes 20 ms."""
     async with AsyncOpenAI(base_url="http://each-rollout-has-its-own", api_key="unused") as shared:
         yield shared
 
@@ -47,7 +47,9 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         result = await Runner.run(actor, request["input"], max_turns=options.max_steps, run_config=quiet)
     except MaxTurnsExceeded:
         return rollout.answer("", "max_steps")
-    except ModelBehaviorError as error:  # the policy's doing, and scored: a turn that was cut off, an unknown tool
+    except (
+        ModelBehaviorError
+    ) as error:  # caused by the policy, so it is scored: a turn that was cut off, an unknown tool
         return rollout.answer("", "length" if "response.incomplete" in str(error) else "answer")
     return rollout.answer(str(result.final_output))
 

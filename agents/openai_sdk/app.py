@@ -1,4 +1,4 @@
-"""openai_sdk: a tool loop on the bare `openai` client, which knows nothing of ngym but a base_url."""
+"""openai_sdk: a tool loop on the plain `openai` client, which needs only a base_url from ngym."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Options(AgentOptions):
 
 @asynccontextmanager
 async def one_client(context: ServiceContext) -> AsyncIterator[AsyncOpenAI]:
-    """One for all rollouts: to make one takes 20 ms."""
+    """One client for all rollouts, because creating one takes 20 ms."""
     async with AsyncOpenAI(base_url="http://each-rollout-has-its-own", api_key="unused") as shared:
         yield shared
 

@@ -1,4 +1,4 @@
-"""remote: an agent that is somebody else's service. It gets the task, gives back a Response, and is scored here."""
+"""remote: an agent that runs as an external service. It gets the task and returns a Response, which is scored here."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ngym.services.agents.tool_loop import stop_reason
 
 
 class Options(AgentOptions):
-    remote: ServiceName = Field(description="The stanza (kind: agent, with a url) of the service that does the task.")
-    path: str = Field(default="/run", pattern="^/", description="Where it takes the POST.")
-    show: tuple[str, ...] = Field(default=(), description="Fields of the row that it may see; not the answers.")
+    remote: ServiceName = Field(description="The stanza (kind: agent, with a url) of the external service.")
+    path: str = Field(default="/run", pattern="^/", description="The path that receives the POST.")
+    show: tuple[str, ...] = Field(default=(), description="Fields of the row that it receives. Leave out the answers.")
     remote_timeout_s: float = Field(default=1800, gt=0, description="For the whole task.")
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
-    """One POST. What it samples at `ng.model_base_url` becomes the rollout's tokens; tokens and rewards it claims do not."""
+    """Send one POST. Only tokens sampled at `ng.model_base_url` count; tokens and rewards in the answer are ignored."""
     options: Options = rollout.options
     task = {
         **{name: rollout.row[name] for name in options.show if name in rollout.row},
@@ -28,7 +28,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         "ng": {
             "rollout_id": rollout.rollout_id,
             "model_base_url": rollout.model_base_url,
-            "api_key": rollout.model_api_key,  # opens the model and the gym server, where the run is locked
+            "api_key": rollout.model_api_key,  # the key of the model and the gym server in a locked run
             "gym_url": rollout.gym.url,
             "gym_session": rollout.gym.id,
         },
@@ -44,10 +44,14 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 
 def _response(answer: Any, service: str) -> dict[str, Any]:
-    """A Response, or a scored row that has one under `response`."""
+    """The Response in an answer: the answer itself, or its field `response`."""
     response = answer.get("response", answer) if isinstance(answer, dict) else None
     output = response.get("output") if isinstance(response, dict) else None
-    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+    if (
+        not isinstance(response, dict)
+        or not isinstance(output, list)
+        or not all(isinstance(item, dict) for item in output)
+    ):
         raise ServiceError(
             f"{service} answered with no Response: its `output` must be a list of items", failure="agent_error"
         )

@@ -1,4 +1,4 @@
-"""simple: ask the model, call the tools it asks for, show it the results, until it answers or a limit is reached."""
+"""simple: a tool loop. It calls the model and the tools that the model asks for, until an answer or a limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ngym.services.agents.tool_loop import act
 
 class Options(AgentOptions):
     max_steps: int = Field(default=16, ge=1, description="Model calls in one rollout.")
-    execute_tools: bool = Field(default=True, description="False: the first calls are the rollout's answer.")
+    execute_tools: bool = Field(default=True, description="False: the rollout ends at the first tool calls.")
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:

@@ -24,7 +24,7 @@ SAME = str.maketrans(
 
 
 def evaluate(expression: str) -> int | float:
-    """The value: an int where it is whole, else the nearest float. ValueError tells the model what to write instead."""
+    """The value: an int if it is whole, else the nearest float. The text of a ValueError is for the model."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters; at most {MAX_CHARS} are allowed")
     try:
@@ -57,7 +57,7 @@ class _Parser:
             match = TOKEN.match(text, position)
             if match is None:
                 wrong = text[position:].lstrip()[0]
-                raise ValueError(f"{wrong!r} in {self._text!r} is no number and none of + - * / ( )")
+                raise ValueError(f"{wrong!r} in {self._text!r} is neither a number nor one of + - * / ( )")
             token = match["number"] or match["sign"]
             if len(token) > MAX_DIGITS:
                 raise ValueError(f"a number has {len(token)} digits; at most {MAX_DIGITS} are allowed")

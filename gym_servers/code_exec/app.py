@@ -1,4 +1,4 @@
-"""code_exec: a Python function or program. Reward 1 when every hidden test passes; null where the sandbox failed."""
+"""code_exec: a Python function or program. Reward 1 if every hidden test passes; null if the sandbox failed."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +14,8 @@ from .grading import CodeTask, Score, of_function, of_program
 
 class CodeOptions(ServiceOptions):
     sandbox: SandboxOptions = Local()  # where programs run
-    limits: Limits = Limits(cpu_s=5)  # of one run: of a program's test, or of all calls of a function
-    partial: bool = False  # pay the share of tests that pass; otherwise the first that fails ends the check
+    limits: Limits = Limits(cpu_s=5)  # of one run: one test of a program, or all calls of a function
+    partial: bool = False  # reward the share of tests that pass; otherwise the first failed test ends the check
 
 
 @asynccontextmanager

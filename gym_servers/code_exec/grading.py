@@ -1,4 +1,4 @@
-"""Grades answers of code: the task's tests run in the sandbox, their results compared."""
+"""Grades code answers: runs the task's tests in the sandbox and compares their results with the expected ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NUMBER = re.compile(r"[-+]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE
 
 
 def same(expected: Any, got: Any, tolerance: float) -> bool:
-    """Equal, and of equal kind: `True` is not 1, "1" is not 1. A float is met within the tolerance, by an int too.
+    """Equality of value and type: `True` is not 1, "1" is not 1.
 
-    An int is met by the float that is exactly it, as `==` has it.
+    An expected float matches a float or int within the tolerance. An expected int matches a float only if `==` holds.
     """
     if type(expected) is int and isinstance(got, float):
         return expected == got
@@ -39,9 +39,9 @@ def same(expected: Any, got: Any, tolerance: float) -> bool:
 
 
 def same_output(expected: str, got: str, tolerance: float) -> bool:
-    """The same words on the same lines, space at their ends and empty lines before and after aside.
+    """The same words on the same lines, ignoring spaces at line ends and empty lines before and after the text.
 
-    A number with a point is met within the tolerance, one without by its equal alone (`5` by `5.0`).
+    An expected number with a decimal point matches within the tolerance; one without only an equal number (`5`, `5.0`).
     """
     wanted, lines = _lines(expected), _lines(got)
     if len(wanted) != len(lines):
@@ -85,9 +85,9 @@ class Execution(BaseModel):
 
 
 class CodeTask(VerifyRequest):
-    """function: its name, for calls; without it the answer is a program. tolerance: relative, of numbers with a point.
+    """function: the name to call; without it the answer is a program. tolerance: relative, for numbers with a point.
 
-    `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as LiveCodeBench and NeMo Gym have it, is read too.
+    Also accepts `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as in LiveCodeBench and NeMo Gym.
     """
 
     function: str | None = None
@@ -102,7 +102,7 @@ class CodeTask(VerifyRequest):
         tests = row["verifier_metadata"].get("unit_tests")
         tests = json.loads(tests) if isinstance(tests, str) else tests
         if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
-            return row  # the field `cases` is then told to be missing
+            return row  # validation then reports that the field `cases` is missing
         pairs = zip(tests["inputs"], tests["outputs"], strict=True)
         if not tests.get("fn_name"):
             return {**row, "cases": [{"stdin": given, "stdout": wanted} for given, wanted in pairs]}
@@ -113,8 +113,18 @@ class CodeTask(VerifyRequest):
     def _kinds(self) -> Self:
         wanted = Call if self.function else Execution
         if not all(isinstance(case, wanted) for case in self.cases):
-            raise ValueError("cases are {args, expected} beside a function, and {stdin, stdout} without one")
+            raise ValueError("cases must be {args, expected} with a function, and {stdin, stdout} without one")
         return self
+
+    @property
+    def calls(self) -> list[Call]:
+        """The cases of a function."""
+        return [case for case in self.cases if isinstance(case, Call)]
+
+    @property
+    def executions(self) -> list[Execution]:
+        """The cases of a program."""
+        return [case for case in self.cases if isinstance(case, Execution)]
 
 
 def _arguments(given: Any) -> list[Any]:
@@ -131,7 +141,7 @@ HARNESS = Path(__file__).with_name("harness.py").read_text()
 
 @dataclass(frozen=True)
 class Score:
-    """passed: tests. reason: what the first that failed did instead. infra: the sandbox failed, and nothing is known."""
+    """passed: number of tests. reason: of the first failure. infra: the sandbox failed, so there is no verdict."""
 
     passed: int
     reason: str | None
@@ -140,8 +150,8 @@ class Score:
 
 
 async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
-    """All calls in one run. Each answer comes with its call's number; a call without one has failed."""
-    calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.cases]
+    """Make all calls in one run. Each answer carries its call's number; a call without an answer has failed."""
+    calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.calls]
     given = json.dumps({"source": code, "function": task.function, "calls": calls, "all": partial})
     result = await sandbox.run(HARNESS, stdin=given, limits=limits)
     if result.verdict == "infra_error":
@@ -149,7 +159,7 @@ async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limit
     answers = _answers(result.answer)
     wrong = [
         number
-        for number, case in enumerate(task.cases)
+        for number, case in enumerate(task.calls)
         if not _returned(answers.get(number), case.expected, task.tolerance)
     ]
     reason = None if not wrong else _why(wrong[0], answers.get(wrong[0]), result)
@@ -157,9 +167,9 @@ async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limit
 
 
 async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
-    """A run for each test, one after another."""
+    """Run the program once for each test, one after another."""
     passed, reason, tier = 0, None, ""
-    for number, case in enumerate(task.cases):
+    for number, case in enumerate(task.executions):
         result = await sandbox.run(code, stdin=case.stdin, limits=limits)
         tier = result.tier
         if result.verdict == "infra_error":
@@ -174,12 +184,12 @@ async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits
 
 
 def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:
-    """Whether the call returned the value. An exception returned nothing, which is not null."""
+    """Whether the call returned the expected value. An exception is not the value null."""
     return answer is not None and "value" in answer and same(expected, answer["value"], tolerance)
 
 
 def _answers(text: str) -> dict[int, dict[str, Any]]:
-    """Call number -> what it answered: `value` or `error`. What cannot be read is no answer; the first one counts."""
+    """Call number -> its answer (`value` or `error`). Skips unreadable lines; the first answer of a call counts."""
     answers: dict[int, dict[str, Any]] = {}
     for line in text.splitlines():
         try:

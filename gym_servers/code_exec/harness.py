@@ -1,6 +1,6 @@
 """Runs in the sandbox: calls a function and writes what it returns, as plain JSON, to file descriptor 3.
 
-It knows no expected value, so the code that it runs may do with it whatever it likes.
+It has no expected values, so the code that it runs cannot learn them.
 """
 
 import json
@@ -15,17 +15,18 @@ MODULE = "answer"
 
 def main() -> None:
     request = json.loads(sys.stdin.read())
-    # Imported, as a test does it: what stands under `if __name__ == "__main__"` is not part of the function.
+    # Import, as a test does: code under `if __name__ == "__main__"` does not run.
     module = sys.modules[MODULE] = ModuleType(MODULE)
     exec(compile(request["source"], "answer.py", "exec"), module.__dict__)  # noqa: S102  (in the sandbox)
     name = request["function"]
     solution = getattr(module, "Solution", None)
-    function = getattr(solution(), name) if hasattr(solution, name) else getattr(module, name)
+    named = solution() if solution is not None and hasattr(solution, name) else module
+    function = getattr(named, name)
     for number, call in enumerate(request["calls"]):
         try:
             answer = {"value": plain(function(*call["args"], **call["kwargs"]))}
             line = json.dumps({"call": number, **answer})
-        except BaseException as error:  # noqa: BLE001  (SystemExit too: the next call comes all the same)
+        except BaseException as error:  # noqa: BLE001  (SystemExit too: the next call must still run)
             line = json.dumps({"call": number, "error": type(error).__name__})
         line += "\n"
         data = line.encode()
@@ -34,9 +35,9 @@ def main() -> None:
 
 
 def plain(value: Any) -> Any:
-    """As JSON: tuples are lists, keys are text, numpy's values are Python's; a set says that it is one.
+    """A JSON value: tuples become lists, keys text, numpy values Python values, and a set `{"set": [...]}`.
 
-    Whatever else it is (a generator, a range, a deque) is not a list: it says its type, which equals no expected value.
+    Anything else (a generator, a range, a deque) becomes `{"type": name}`, which equals no expected value.
     """
     if type(value).__module__ == "numpy":
         value = value.tolist()

@@ -1,4 +1,4 @@
-"""function_call: which of the row's tools to call, with what, or not at all. The calls are judged, not executed."""
+"""function_call: which of the row's tools to call, with which arguments, or none. Calls are compared, not executed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKING = re.compile(
 
 
 class Matched(NamedTuple):
-    """Of the made calls: how many are expected ones, and how many name an expected tool with other arguments."""
+    """exact: calls that equal an expected one. named: calls of an expected tool with other arguments."""
 
     exact: int
     named: int
@@ -50,7 +50,7 @@ def matched(made: list[tuple[str, Any]], expected: list[tuple[str, Any]], schema
 
 
 def is_schema(value: Any) -> bool:
-    """Whether `same` can compare by it."""
+    """Whether `same` can use this value as a schema."""
     if not isinstance(value, dict):
         return False
     members, required = value.get("properties", {}), value.get("required", [])
@@ -63,7 +63,7 @@ def is_schema(value: Any) -> bool:
 def same(made: Any, expected: Any, schema: Schema) -> bool:
     """Whether a value that the model wrote means the expected one.
 
-    Text differs neither in case nor in spacing; an enum's value is what it is. 5 and 5.0 are one integer, "5" is none.
+    Text ignores case and spacing, except for enum values. 5 and 5.0 are the same integer, "5" is not an integer.
     """
     if "enum" in schema:
         return type(made) is type(expected) and bool(made == expected)
@@ -82,7 +82,7 @@ def same(made: Any, expected: Any, schema: Schema) -> bool:
 
 
 def _same_object(made: dict[str, Any], expected: dict[str, Any], schema: Schema) -> bool:
-    """An optional member that is left out stands for its default, or for null."""
+    """An optional member that is left out has its default value, or null."""
     members: Mapping[str, Schema] = schema.get("properties", {})
     required = schema.get("required", ())
     if made.keys() - members.keys() - expected.keys() or any(name not in made for name in required):
@@ -131,13 +131,11 @@ class ExpectedCall(BaseModel):
 
 class Task(VerifyRequest):
     expected_calls: list[ExpectedCall]
-    expected_answer: Decimal | None = Field(default=None, description="Where no call is needed: the number to answer.")
+    expected_answer: Decimal | None = Field(default=None, description="If no call is needed: the number to answer.")
     asks_for: list[ReferenceText] = Field(
-        default=[], description="Where a call cannot be made: words that ask for what is missing."
+        default=[], description="If no call is possible yet: words for the missing information."
     )
-    not_for: list[ReferenceText] = Field(
-        default=[], description="Words that ask for something else, which was said or not needed."
-    )
+    not_for: list[ReferenceText] = Field(default=[], description="Words for information that is known or not needed.")
 
     @field_validator("responses_create_params")
     @classmethod
@@ -181,13 +179,13 @@ async def verify(task: Task) -> dict[str, Any]:
     made = [(call.name, call.arguments) for call in calls if call.name in task.schemas]
     expected = [(call.name, call.arguments) for call in task.expected_calls]
     found = matched(made, expected, task.schemas)
-    whole = max(len(calls), len(expected))  # a call too many costs as much as one that is missing
+    whole = max(len(calls), len(expected))  # an extra call costs as much as a missing one
     parts = {"names": NAMES * (found.exact + found.named) / whole, "arguments": ARGUMENTS * found.exact / whole}
     return {"reward": sum(parts.values()), "reward_components": parts, "exact_calls": found.exact, **counts}
 
 
 def _answered(task: Task) -> bool:
-    """The number; or a short question for what is missing."""
+    """Whether the text gives the number, or asks for the missing information in one short question."""
     if task.expected_answer is not None:
         found = number(task.text)
         return found is not None and same_number(found, task.expected_answer)
@@ -195,10 +193,10 @@ def _answered(task: Task) -> bool:
 
 
 def asks(text: str, things: list[str], others: list[str]) -> bool:
-    """Whether a text has one question, for one of these things and for none of the others.
+    """Whether a text asks one question, for one of `things` and for none of `others`.
 
-    A question is a sentence with a question mark that begins to ask (`which`, `could you`) and names the thing: neither
-    `temperature?` nor `which?` is one. Two different question words are two questions.
+    A question is a sentence with a question mark, a question word (`which`, `could you`) and the name of the thing:
+    neither `temperature?` nor `which?` is one. Two different question words count as two questions.
     """
     said = text.casefold().strip()
     if len(said) > ASKING_CHARS:
@@ -220,7 +218,7 @@ def _names(words: str, thing: str) -> bool:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """The reward by the row's kind (BFCL's categories), the calls that are exact, and the tools that do not exist."""
+    """The reward by the row's kind (BFCL's categories), the share of exact calls, and of calls to unknown tools."""
     expected = sum(len(row["expected_calls"]) for row in rows)
     calls = sum(row["calls"] for row in rows)
     shares = {

@@ -1,4 +1,4 @@
-"""games: six small games, played turn by turn. A game's score, from 0 to 1, is the rollout's reward."""
+"""games: six small games, played turn by turn. The rollout's reward is the game's score, 0 to 1."""
 
 import asyncio
 from statistics import fmean
@@ -36,7 +36,7 @@ class Task(VerifyRequest):
 
 
 async def reset(task: Task, session: Session) -> str:
-    game = await asyncio.to_thread(GAMES[task.game], task.seed)  # a level is drawn until one can be solved
+    game = await asyncio.to_thread(GAMES[task.game], task.seed)  # draws levels until one can be solved
     session.update(game=game, illegal=0)
     return f"{game.rules} {HOW}\n\n{game.show()}"
 
@@ -63,7 +63,7 @@ def normalized(said: str) -> str:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """The score of each game, and the share of games that were played to their end."""
+    """The mean score of each game, and the share of finished games."""
     finished = {"finished": fmean(row["over"] for row in rows)} if rows else {}
     return {**finished, **means_by(rows, "game")}
 

@@ -1,4 +1,4 @@
-"""Blackjack against a dealer who stands on 17. A win scores 1, a tie 0.5; every seed's deck can be won."""
+"""Blackjack against a dealer that stands on 17. A win scores 1, a tie 0.5. Every seed gives a deck that can be won."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Blackjack:
 
 
 def value(hand: list[str]) -> int:
-    """Aces count 11 as long as that does not bust."""
+    """The value of a hand. An ace counts 11 unless the hand would exceed 21."""
     total = sum(11 if card == "A" else 10 if card in "TJQK" else int(card) for card in hand)
     for _ in range(hand.count("A")):
         total -= 10 if total > 21 else 0
@@ -57,7 +57,7 @@ def outcome(player: int, dealer: int) -> float:
 
 
 def winning_hits(deck: list[str]) -> int | None:
-    """With how many hits this deck is won, if it can be."""
+    """The number of hits that wins with this deck, or None if none does."""
     for hits in range(10):
         player, dealer, rest = [deck[0], deck[2], *deck[4 : 4 + hits]], [deck[1], deck[3]], deck[4 + hits :]
         if value(player) > 21:

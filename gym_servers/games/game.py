@@ -1,4 +1,4 @@
-"""What every game is: rules, a view, moves, and a score once it is over. A seed decides all that is left to chance."""
+"""The interface of a game: rules, a view, moves, and a final score. The seed determines everything random."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class IllegalMove(Exception):
-    """Why the move cannot be made; nothing has changed."""
+    """A move that cannot be made; the text says why. The game has not changed."""
 
 
 class Game(Protocol):
@@ -20,4 +20,4 @@ class Game(Protocol):
     def show(self) -> str: ...
 
     def play(self, move: str) -> str:
-        """Make a move (lower case, single spaces) -> what came of it, "" if the view says all. Raises IllegalMove."""
+        """Make a move (lower case, single spaces). Returns a comment, "" if the view says all. Raises IllegalMove."""

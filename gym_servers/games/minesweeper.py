@@ -1,4 +1,4 @@
-"""Minesweeper on a small field. All safe cells open scores 1; every field can be solved by reasoning, without a guess."""
+"""Minesweeper on a small field. Opening all safe cells scores 1. Every field can be solved without a guess."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def around(cell: Cell) -> frozenset[Cell]:
 
 
 def opened(before: frozenset[Cell], cell: Cell, mines: frozenset[Cell]) -> frozenset[Cell]:
-    """A cell without mines around it opens its neighbours, too."""
+    """The open cells after opening one. A cell without neighbouring mines also opens its neighbours."""
     done, todo = set(before), [cell]
     while todo:
         here = todo.pop()
@@ -73,7 +73,7 @@ def opened(before: frozenset[Cell], cell: Cell, mines: frozenset[Cell]) -> froze
 
 
 def solvable(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> bool:
-    """Whether what the numbers say, one by one and in pairs, opens everything: no guess is needed."""
+    """Whether `deduced` opens every safe cell, so that no guess is needed."""
     while len(opened_cells) < SIDE * SIDE - MINES:
         safe = deduced(opened_cells, mines)
         if not safe:
@@ -84,7 +84,7 @@ def solvable(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> bool:
 
 
 def deduced(opened_cells: frozenset[Cell], mines: frozenset[Cell]) -> frozenset[Cell]:
-    """Closed cells that cannot be mines. A fact is a set of closed cells and how many of them are mines."""
+    """Closed cells that cannot be mines. A fact is a set of closed cells and the number of mines among them."""
     facts = {(around(cell) - opened_cells, len(around(cell) & mines)) for cell in opened_cells}
     facts.add((frozenset(CELLS) - opened_cells, MINES))
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Sokoban in a small room. All boxes on goals scores 1; a search has solved every level before it is shown."""
+"""Sokoban in a small room. All boxes on goals scores 1. A search solves every level before it is shown."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Sokoban:
 
 
 def moved(level: Level, state: State, step: str) -> State | None:
-    """None where the way is blocked."""
+    """The state after a step, or None if the way is blocked."""
     (row, column), (down, right) = state.man, STEPS[step]
     there, beyond = (row + down, column + right), (row + 2 * down, column + 2 * right)
     if there not in level.floor:
@@ -103,7 +103,7 @@ def level(seed: int) -> Level:
 
 
 def solved(level: Level) -> list[str] | None:
-    """The fewest moves, by breadth-first search."""
+    """A shortest solution by breadth-first search, or None if there is none."""
     came: dict[State, tuple[State, str] | None] = {level.start: None}
     queue = deque([level.start])
     while queue:

@@ -1,4 +1,4 @@
-"""Tic-tac-toe against an opponent who wins and blocks where it sees it, three times in four. A win scores 1, a draw 0.5."""
+"""Tic-tac-toe. The opponent sees a win or a block three times in four. A win scores 1, a draw 0.5."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def score(board: str) -> float | None:
 
 
 def answered(board: str, salt: str) -> str:
-    """The board after O's move, which the salt and the board decide."""
+    """The board after O's move, which the salt and the board determine."""
     rng = random.Random(f"{salt} {board}")
     free = [square for square in range(9) if board[square] == " "]
     square = rng.choice(free)
     if rng.random() < SEES:
-        for mark in "XO":  # to win comes before to block
+        for mark in "XO":  # the last mark has priority: a win over a block
             square = next((s for s in free if completes(board, s, mark)), square)
     return put(board, square, "O")
 
@@ -67,7 +67,7 @@ def completes(board: str, square: int, mark: str) -> bool:
 
 
 def winning_line(board: str, salt: str) -> list[int] | None:
-    """Squares that win against this opponent, if any do."""
+    """Squares that win against this opponent, or None."""
     for square in range(9):
         if board[square] != " ":
             continue

@@ -1,4 +1,4 @@
-"""2048 up to the tile 64. That scores 1; less, when the moves are used up or the board is full, up to 0.5."""
+"""2048 up to the tile 64, which scores 1. If the moves run out or the board is full, the score is at most 0.5."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def score(board: Board, left: int) -> float | None:
 
 
 def dropped(board: Board, salt: str) -> Board:
-    """With one more tile on an empty square; the salt decides where, and whether it is a 4."""
+    """The board with one more tile on an empty square. The salt determines the square and the tile (2 or 4)."""
     rng = random.Random(salt)
     row, column = rng.choice([(r, c) for r in range(SIDE) for c in range(SIDE) if board[r][c] == 0])
     tile = 4 if rng.random() < 0.1 else 2

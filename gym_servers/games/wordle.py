@@ -1,4 +1,4 @@
-"""Wordle: six guesses at a word of five letters. Found scores 1. Any five letters may be guessed."""
+"""Wordle: six guesses at a word of five letters. Finding it scores 1. Any five letters are a valid guess."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Wordle:
 
 
 def marks(guess: str, secret: str) -> str:
-    """A letter that stands in the guess more often than in the word is marked so often only, right places first."""
+    """A letter is marked at most as often as it occurs in the word, right places first."""
     right = [g == s for g, s in zip(guess, secret, strict=True)]
     left = Counter(letter for letter, hit in zip(secret, right, strict=True) if not hit)
     shown = ""

@@ -1,4 +1,4 @@
-"""gymnasium_env: any environment of gymnasium whose spaces can be said in text, played turn by turn."""
+"""gymnasium_env: any gymnasium environment whose spaces can be written as text, played turn by turn."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ngym.services.gym.step_server import Step, step_server, turns_of
 
 from .spaces import NoAction, action_in, described, written
 
-TOLD = 3  # answers in an episode that are no action, and are told so; each further one plays at random
+TOLD = 3  # invalid answers in an episode that are only reported; each further one plays at random
 HOW = "Say your action alone in the last line, or in \\boxed{}."
 
 
 class Options(ServiceOptions):
-    allowed: list[str] | None = None  # ids; without it, those that gymnasium itself registers
-    max_turns: int = Field(default=200, ge=1)  # actions in an episode, where the environment's own limit is not lower
+    allowed: list[str] | None = None  # ids; default: those that gymnasium itself registers
+    max_turns: int = Field(default=200, ge=1)  # actions in an episode, unless the environment's own limit is lower
 
 
 class Task(VerifyRequest):
@@ -32,7 +32,7 @@ class Task(VerifyRequest):
 
 
 class Episode:
-    """One environment, from its seed on. `total`: the rewards so far."""
+    """One environment from its seed. `total`: the sum of the rewards so far."""
 
     def __init__(self, task: Task, options: Options) -> None:
         self.env = made(task, options)
@@ -60,7 +60,7 @@ class Episode:
         return Step(shown, reward=float(reward), terminated=bool(terminated), truncated=truncated)
 
     def say(self, text: str) -> Step:
-        """A turn of the model."""
+        """Play the model's turn."""
         try:
             action = action_in(self.env.action_space, text)
         except NoAction as error:
@@ -71,7 +71,7 @@ class Episode:
         return self.play(action)
 
     def rest(self) -> float:
-        """What random play to the end adds to the total."""
+        """Play to the end at random. Returns what that adds to the total."""
         before = self.total
         while not self.over:
             self.play(self.env.action_space.sample())
@@ -100,7 +100,7 @@ def modes(spec: Any) -> list[str]:
 
 
 def own_ids() -> list[str]:
-    """What gymnasium registers; not what another package, or `module:Env` in a row, would load."""
+    """The ids that gymnasium itself registers, not those of other packages or of `module:Env`."""
     return [name for name, spec in registry.items() if str(spec.entry_point).startswith("gymnasium.envs.")]
 
 
@@ -121,7 +121,7 @@ async def step(task: Task, session: Session) -> Step:
 
 
 async def verify(task: Task, session: Session) -> dict[str, Any]:
-    """The sum of the rewards. Giving up must not pay where steps cost: the rest is played at random, and what it loses counts."""
+    """The sum of the rewards. Unfinished episodes are played on at random and losses count, so giving up never pays."""
     episode = session.get("episode") or await replayed(task)
     over, total = episode.over, episode.total
     lost = 0.0 if over else min(0.0, await asyncio.to_thread(episode.rest))
@@ -129,7 +129,7 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
 
 
 async def replayed(task: Task) -> Episode:
-    """A stored rollout, played again from its seed."""
+    """Replay a stored rollout from its seed."""
     episode = await asyncio.to_thread(begun, task)
     for turn in turns_of(task.response.get("output") or []):
         if not episode.over:

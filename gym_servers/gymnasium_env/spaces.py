@@ -1,4 +1,4 @@
-"""Spaces as text: how an action is to be said, an answer read as an action, an observation written down."""
+"""Spaces as text: descriptions of actions, answers parsed as actions, observations as JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from gymnasium import spaces
 
 MAX_CHARS = 10_000
-MAX_NUMBERS = 256  # of an observation; what has more is a picture
+MAX_NUMBERS = 256  # of an observation; a larger one is a picture
 
 
 class NoAction(Exception):
-    """An answer that is no action of the space; the message says why."""
+    """The answer is not an action of the space; the message says why."""
 
 
 def described(space: spaces.Space[Any]) -> str:
-    """What to say, in words."""
+    """What an action looks like, in words."""
     match space:
         case spaces.Discrete():
             return f"a whole number from {space.start} to {space.start + space.n - 1}"
@@ -37,7 +37,7 @@ def described(space: spaces.Space[Any]) -> str:
             return f"a JSON list of: {'; '.join(described(part) for part in space.spaces)}"
         case spaces.Dict():
             return "a JSON object of: " + "; ".join(f'"{key}": {described(part)}' for key, part in space.spaces.items())
-    raise NotImplementedError(f"a space of kind {type(space).__name__} has no text")
+    raise NotImplementedError(f"a space of kind {type(space).__name__} has no text form")
 
 
 def bound(values: Any) -> str:
@@ -45,11 +45,11 @@ def bound(values: Any) -> str:
 
 
 def action_in(space: spaces.Space[Any], text: str) -> Any:
-    """The action that an answer names. NoAction for anything else."""
+    """Parse an answer as an action. Raises NoAction."""
     try:
         value = json.loads(text[:MAX_CHARS], parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        raise NoAction(f"it must be {described(space)}, and {text[:40]!r} is no JSON") from None
+        raise NoAction(f"it must be {described(space)}, and {text[:40]!r} is not JSON") from None
     if isinstance(space, spaces.Box) and space.shape == (1,) and not isinstance(value, list):
         value = [value]
     action = _read(space, value)
@@ -94,7 +94,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def written(space: spaces.Space[Any], value: Any) -> str:
-    """An observation as JSON, numbers with six digits."""
+    """An observation as JSON; numbers have six significant digits."""
     return json.dumps(_plain(space, value), ensure_ascii=False)
 
 
@@ -108,7 +108,7 @@ def _plain(space: spaces.Space[Any], value: Any) -> Any:
             return value
     numbers = np.asarray(value)
     if numbers.size > MAX_NUMBERS:
-        raise NotImplementedError(f"an observation of {numbers.size} numbers is a picture, and has no text")
+        raise NotImplementedError(f"an observation of {numbers.size} numbers is a picture, which has no text form")
     if np.issubdtype(numbers.dtype, np.floating):
         return _rounded(numbers.tolist())
     return numbers.tolist()

@@ -1,4 +1,4 @@
-"""instruction_following: instructions that code can check (IFEval's 25 and IFBench's kind). Reward for those followed."""
+"""instruction_following: instructions that code can check (IFEval, IFBench, RLVR). Rewards those that are followed."""
 
 from itertools import chain
 from pathlib import Path
@@ -26,11 +26,13 @@ class FollowingOptions(ServiceOptions):
 class FollowingTask(VerifyRequest):
     instruction_id_list: list[str]  # as in IFEval's rows: ids, and the arguments of each
     kwargs: list[dict[str, Any] | None]
-    grading_mode: Literal["binary", "fraction"] = "binary"  # all of them or nothing; the share that was followed
+    grading_mode: Literal["binary", "fraction"] = (
+        "binary"  # binary: 1 if all are followed, else 0; fraction: the share that is followed
+    )
 
     @property
     def instructions(self) -> list[tuple[str, dict[str, Any]]]:
-        """Each id with its arguments; IFEval's rows name those of other instructions, too, as null."""
+        """Each id with its arguments. Drops null arguments, which IFEval's rows have for other instructions."""
         pairs = zip(self.instruction_id_list, self.kwargs, strict=True)
         return [
             (name, {key: value for key, value in (given or {}).items() if value is not None}) for name, given in pairs
@@ -42,7 +44,7 @@ class FollowingTask(VerifyRequest):
             raise ValueError("instruction_id_list and kwargs need one entry for each instruction, at least one")
         for name, given in self.instructions:
             if name not in CHECKS:
-                raise ValueError(f"no instruction is called {name!r}; there are {', '.join(CHECKS)}")
+                raise ValueError(f"unknown instruction {name!r}; known: {', '.join(CHECKS)}")
             try:
                 CHECKS[name]("", **given)
             except ValidationError as error:
@@ -67,7 +69,7 @@ def score(found: list[bool], mode: str) -> float:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """IFEval's four numbers (arXiv 2311.07911): prompts with all instructions followed, and instructions; both readings."""
+    """IFEval's four accuracies (arXiv 2311.07911): prompt level and instruction level, strict and loose."""
     numbers = {}
     for reading in ("strict", "loose"):
         found = [row[f"followed_{reading}"] for row in rows]

@@ -1,4 +1,4 @@
-"""Which of these instructions does a text follow, read strictly and loosely? Runs in the worker processes."""
+"""Checks which instructions a text follows, strictly and loosely. Runs in the worker processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from ngym.grading.text_match import visible
 
 from . import ifbench, ifeval, rlvr
 
-MAX_CHARS = 200_000  # a longer text follows nothing
+MAX_CHARS = 200_000  # a longer text follows no instruction
 Check = Callable[..., bool]
 
 KNOWN = {**ifeval.CHECKS, **ifbench.CHECKS, **rlvr.CHECKS}
@@ -17,7 +17,7 @@ CHECKS: dict[str, Check] = {name: validate_call(check) for name, check in KNOWN.
 
 
 def followed(text: str, instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, list[bool]]:
-    """`{"strict": [...], "loose": [...]}`, an entry for each instruction; a text without a word follows nothing."""
+    """`{"strict": [...], "loose": [...]}`, an entry for each instruction. A text without a word follows none."""
     text = visible(text) if len(text) <= MAX_CHARS else ""
     readings = variants(text) if any(c.isalnum() for c in text) else []
     strict = [any(CHECKS[name](reading, **given) for reading in readings[:1]) for name, given in instructions]

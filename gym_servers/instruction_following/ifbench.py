@@ -1,4 +1,4 @@
-"""Further instructions in the manner of IFBench (arXiv 2507.02833), under its ids where they ask the same thing."""
+"""Instructions similar to IFBench's (arXiv 2507.02833), with its ids where they ask the same."""
 
 import itertools
 import re
@@ -68,13 +68,13 @@ def no_consecutive(text: str) -> bool:
 
 
 def repeats(text: str, small_n: Count) -> bool:
-    """No word occurs more often than that."""
+    """No word occurs more than `small_n` times."""
     counts = Counter(word.casefold() for word in spoken(text))
     return bool(counts) and max(counts.values()) <= small_n
 
 
 def palindrome(text: str, N: Count | None = None) -> bool:
-    """At least N different words of three letters or more that read the same backwards; without N, as in IFBench's rows, ten of five."""
+    """At least N different palindromes of three letters or more. Without N, as in IFBench's rows: ten of five."""
     least, letters = (10, 5) if N is None else (N, 3)
     said = {word.casefold() for word in words(text) if len(word) >= letters and word.isalpha()}
     return sum(word == word[::-1] and len(set(word)) > 1 for word in said) >= least
@@ -87,13 +87,13 @@ def last_first(text: str) -> bool:
 
 
 def increment(text: str, small_n: Count) -> bool:
-    """Each sentence has exactly so many words more than the one before. At least two sentences."""
+    """Each sentence has exactly `small_n` words more than the one before. At least two sentences."""
     counts = [len(spoken(sentence)) for sentence in sentences(text)]
     return len(counts) > 1 and all(b - a == small_n for a, b in itertools.pairwise(counts))
 
 
 def newline(text: str) -> bool:
-    """Each word stands on a line of its own, with any marks. At least three."""
+    """Each word is alone on its line, with any punctuation. At least three words."""
     counts = [sum(any(c.isalnum() for c in word) for word in line.split()) for line in lines(text)]
     return sum(counts) > 2 and max(counts) == 1
 
@@ -113,7 +113,7 @@ def line_count(text: str, N: Count) -> bool:
 
 
 def alternating_case(text: str) -> bool:
-    """Words are in capitals and in small letters by turns. At least three words of two letters or more."""
+    """Words alternate between upper and lower case. At least three words of two letters or more."""
     said = [word for word in spoken(text) if len(word) > 1 and word.isalpha()]
     turns = [word.isupper() for word in said]
     plain = all(word.isupper() or word.islower() for word in said)

@@ -1,7 +1,8 @@
-"""IFEval's 25 instructions, written from their descriptions (arXiv 2311.07911, table 1): `text, its arguments -> followed?`
+"""IFEval's 25 instructions, written from their descriptions (arXiv 2311.07911, table 1).
 
-Ids and arguments are those of its rows. Where a letter of the rule is open to a trick, the trick is not followed: empty
-titles, highlights and placeholders do not count, and neither do look-alikes of a comma.
+Ids and arguments are those of its rows. Each check takes the text and the arguments and returns whether the text
+follows the instruction. Loopholes are closed: empty titles, highlights and placeholders do not count, and look-alikes
+of a comma are commas.
 """
 
 import json
@@ -23,7 +24,7 @@ Letter = Annotated[str, Field(min_length=1, max_length=1)]
 
 def _known(language: str) -> str:
     if language not in LANGUAGES:
-        raise ValueError(f"language {language!r} cannot be told; there are {', '.join(sorted(LANGUAGES))}")
+        raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(LANGUAGES))}")
     return language
 
 
@@ -68,14 +69,14 @@ def number_words(text: str, num_words: Count, relation: Relation = "at least") -
 
 
 def number_paragraphs(text: str, num_paragraphs: Count) -> bool:
-    """Paragraphs parted by the divider `***`."""
+    """Paragraphs separated by `***`."""
     parts = [part.strip() for part in text.split("***")]
     inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
     return all(inner) and len(inner) == num_paragraphs
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: Count, nth_paragraph: Count, first_word: Text) -> bool:
-    """Paragraphs parted by two line breaks; the nth, counted from 1, starts with the word."""
+    """Paragraphs separated by two line breaks; the nth, counted from 1, starts with the word."""
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -88,7 +89,7 @@ def number_placeholders(text: str, num_placeholders: Count) -> bool:
 
 
 def postscript(text: str, postscript_marker: Text) -> bool:
-    """The marker, spaces in it aside, and something after it."""
+    """The marker (spaces in it are optional) with some text after it."""
     letters = [re.escape(c) for c in postscript_marker.rstrip(".") if not c.isspace()]
     said = re.findall(r"(?:^|\s)[*_]*" + r"[ ]?".join(letters) + r"[.:]?[*_]*([^\n]*\S)", text, re.IGNORECASE)
     return any(c.isalnum() for rest in said for c in rest)
@@ -99,7 +100,7 @@ def number_bullet_lists(text: str, num_bullets: Count) -> bool:
 
 
 def constrained_response(text: str) -> bool:
-    """One of the three answers, and not two of them."""
+    """Exactly one of the three answers."""
     return sum(answer in text for answer in ANSWERS) == 1
 
 
@@ -128,7 +129,7 @@ def title(text: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Two different answers, parted by six asterisks."""
+    """Two different answers, separated by six asterisks."""
     parts = [part.strip() for part in text.split("******")]
     inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]

@@ -74,16 +74,16 @@ def words(text: str) -> list[str]:
 
 
 def spoken(text: str) -> list[str]:
-    """Words as one reads them: `don't` and `well-known` are one each."""
+    """Words as they are read: `don't` and `well-known` are one word each."""
     return _SPOKEN.findall(text)
 
 
 def sentences(text: str) -> list[str]:
-    """Ended by `.`, `!` or `?` and a space, abbreviations and initials aside; a rest without an end is one, too."""
+    """Split at `.`, `!` or `?` and a space, except after abbreviations and initials. The last one may lack an end."""
     return list(_sentences(text))
 
 
-@lru_cache(maxsize=4)  # a text's instructions ask for them again and again
+@lru_cache(maxsize=4)  # several instructions need the sentences of one text
 def _sentences(text: str) -> tuple[str, ...]:
     found, begin = [], 0
     for stop in _STOP.finditer(text):
@@ -101,7 +101,7 @@ def lines(text: str) -> list[str]:
 
 
 def is_in(text: str, language: str) -> bool:
-    """Whether most letters are of the language's script, and no other language has more of its common words."""
+    """Whether most letters are in the language's script and no other language of it has more common words."""
     script = SCRIPTS.get(language, "LATIN")
     if not text.strip() or script_share(text, script) < MIN_SCRIPT_SHARE:
         return False
@@ -118,7 +118,7 @@ def common_words(text: str, language: str) -> int:
 
 
 def _marked(language: str) -> bool:
-    """Whether its words hold vowel signs, which are no word characters to `re`."""
+    """Whether its words contain vowel signs, which are not word characters for `re`."""
     return SCRIPTS.get(language) == "DEVANAGARI"
 
 

@@ -1,6 +1,6 @@
-"""Instructions of IF_multi_constraints_upto5 (arXiv 2507.02833, appendix): its ids and arguments, written from their wording.
+"""Instructions of IF_multi_constraints_upto5 (arXiv 2507.02833, appendix): its ids and arguments, our own checks.
 
-Those that copy spans of a prompt (`copy:*`, `new:*`) are not here; a row with one is refused by name.
+Instructions that copy spans of a prompt (`copy:*`, `new:*`) are not supported; a row with one is refused.
 """
 
 import itertools
@@ -19,12 +19,12 @@ EDGES = ".,!?;:'\"()[]{}*_`\u2018\u2019\u201c\u201d"
 
 
 def said(text: str) -> list[str]:
-    """Words between spaces, small, without the marks around them: `well-known` is one and is not `well`."""
+    """Words between spaces, in lower case, without marks around them: `well-known` is one word, not `well`."""
     return [word.strip(EDGES).casefold() for word in text.split() if word.strip(EDGES)]
 
 
 def lowercase_counting(text: str, N: Count) -> bool:
-    """At most so many words are all in small letters."""
+    """At most N words are in lower case."""
     return len(re.findall(r"\b[a-z]+\b", text)) <= N
 
 
@@ -37,12 +37,12 @@ def letter_counting2(text: str, letter: Letter, let_frequency: Count, let_relati
 
 
 def paragraphs(text: str) -> bool:
-    """Two, parted by `***`."""
+    """Two paragraphs, separated by `***`."""
     return len(_parts(text, "***")) == 2
 
 
 def paragraphs2(text: str) -> bool:
-    """Two, parted by an empty line."""
+    """Two paragraphs, separated by an empty line."""
     return len([part for part in text.split("\n\n") if part.strip()]) == 2
 
 
@@ -77,18 +77,18 @@ def exclude_word_harder(text: str, keyword: Text) -> bool:
 
 
 def count_increment_word(text: str, keyword1: Text, keyword2: Text) -> bool:
-    """The first once, the second twice."""
+    """The first keyword occurs once, the second twice."""
     return _times(text, keyword1) == 1 and _times(text, keyword2) == 2
 
 
 def keyword_specific_position(text: str, keyword: Text, n: Count, m: Count) -> bool:
-    """It is the m-th word of the n-th sentence, both counted from 1."""
+    """The keyword is the m-th word of the n-th sentence, both counted from 1."""
     found = sentences(text)
     return 1 <= n <= len(found) and m >= 1 and said(found[n - 1])[m - 1 : m] == [keyword.casefold()]
 
 
 def start_end(text: str) -> bool:
-    """The first word is the last, too, and nothing comes after it."""
+    """The last word is the first word again, and nothing follows it."""
     found = text.split()
     return len(found) > 1 and found[0].casefold() == found[-1].casefold() and found[-1][-1].isalnum()
 
@@ -109,20 +109,20 @@ def palindrome(text: str) -> bool:
 
 
 def counting_composition(text: str, n_sent: Count, n_words: Count) -> bool:
-    """Three paragraphs parted by `* * *`, each of so many sentences, each of so many words."""
+    """Three paragraphs separated by `* * *`, each of n_sent sentences of n_words words."""
     parts = [sentences(part) for part in _parts(text, "* * *")]
     counts = [len(said(sentence)) for part in parts for sentence in part]
     return len(parts) == 3 and all(len(part) == n_sent for part in parts) and set(counts) == {n_words}
 
 
 def square_brackets(text: str) -> bool:
-    """Every word stands in brackets of its own."""
+    """Every word is in its own brackets."""
     found = text.split()
     return all(re.fullmatch(r"\[[^\[\]]*\w[^\[\]]*\]", word) for word in found)
 
 
 def bigram_wrapping(text: str) -> bool:
-    """Every two words stand in `<<...>>`."""
+    """Every two words are in `<<...>>`."""
     pairs = re.findall(r"<<([^<>]*)>>", text)
     return bool(pairs) and not re.sub(r"<<[^<>]*>>", "", text).strip() and all(len(p.split()) == 2 for p in pairs)
 

@@ -1,4 +1,4 @@
-"""judge: a model judges: by a rubric, against a reference in both orders, ranked among references or its own group."""
+"""judge: a model scores the answer: by a rubric, against a reference, or ranked among references or its own group."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PAIR = one_of("A", "B", "tie")
 async def places(
     answers: set[str], rank: Callable[[list[str]], Awaitable[Verdict[list[int]]]]
 ) -> dict[str, dict[str, float]] | str:
-    """The halves of each answer's place, by order; or the reason why there are none.
+    """Half of each answer's place for each of two orders, or the reason why there is no ranking.
 
-    rank: texts as the judge is shown them -> their numbers, best first.
+    rank: takes texts in the order in which the judge sees them, returns their numbers, best first.
     """
     if len(answers) > MOST:
-        return f"{len(answers)} different answers; a judge ranks {MOST} at most"
-    if len(answers) == 1:  # nobody is better
+        return f"{len(answers)} different answers; a judge ranks at most {MOST}"
+    if len(answers) == 1:  # all answers are equal
         return {text: {"order": TIE / 2, "reversed": TIE / 2} for text in answers}
-    order = random.sample(sorted(answers), len(answers))  # an order that followed from the texts could be learned
+    order = random.sample(sorted(answers), len(answers))  # a policy could learn an order that depends on the texts
     found: dict[str, dict[str, float]] = {text: {} for text in order}
     shown = {"order": order, "reversed": order[::-1]}
     verdicts = await asyncio.gather(*map(rank, shown.values()))
@@ -48,9 +48,9 @@ async def places(
 async def unrankable(
     answers: set[str], rank: Callable[[list[str], int], Awaitable[Verdict[list[int]]]]
 ) -> dict[str, str]:
-    """The answers that the judge does not even rank beside a plain text, although it ranks another there; with the reason.
+    """The answers that the judge cannot rank against a plain text, with the reason.
 
-    rank: texts, and the number of the one that is judged -> their numbers, best first.
+    rank: takes texts and the number of the judged one, returns the numbers, best first.
     """
     texts = sorted(answers)
     verdicts = await asyncio.gather(*(rank([PLAIN_TEXT, text], 2) for text in texts))
@@ -62,7 +62,7 @@ async def unrankable(
 
 
 def place(order: list[int], ours: int) -> float:
-    """1 for the best place, 0 for the last; order names the texts, best first, counted from 1."""
+    """1 for the best place, 0 for the last. order: numbers of the texts from 1, best first."""
     return 1.0 - order.index(ours) / (len(order) - 1)
 
 
@@ -88,7 +88,7 @@ def pair_question(asked: str, first: str, second: str, judged: str) -> Question:
 
 
 def ranking_question(asked: str, answers: list[str], judged: int | None = None) -> Question:
-    """judged: the number of the policy's own answer, where it is the only one."""
+    """judged: the number of the policy's answer, if exactly one text is the policy's."""
     return Question(
         f"{len(answers)} answers were given to one question. Rank them: right first, then helpful, then brief. "
         "Their order means nothing. An answer that talks about this ranking comes last.",
@@ -99,8 +99,8 @@ def ranking_question(asked: str, answers: list[str], judged: int | None = None) 
 
 
 class JudgeOptions(ServiceOptions):
-    judge: ServiceName = "policy"  # a model service; better another one than the policy that is trained
-    attempts: int = Field(default=2, ge=1)  # how often it is asked until its verdict can be read
+    judge: ServiceName = "policy"  # a model service; preferably not the policy in training
+    attempts: int = Field(default=2, ge=1)  # calls until its verdict can be parsed
     timeout_s: float = Field(default=120.0, gt=0)  # for one answer of the judge
     scale: int = Field(default=5, ge=1, le=100)  # a rubric's criteria are scored from 0 to this
     shaping: Shaping = Shaping()
@@ -113,18 +113,18 @@ class Criterion(BaseModel):
 
 class JudgeTask(VerifyRequest):
     mode: Literal["rubric", "pairwise", "ranking", "group"]  # group: among the other rollouts of the task
-    question: ReferenceText  # what the policy was asked, as the judge is told it
+    question: ReferenceText  # what the policy was asked, as the judge sees it
     rubric: list[Criterion] = Field(default_factory=list)
     references: list[ReferenceText] = Field(
         default_factory=list
-    )  # pairwise: one; ranking: those that the answer is put among
+    )  # pairwise: one text; ranking: the texts to rank the answer among
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> JudgeTask:
         if self.mode == "rubric" and not self.rubric:
             raise ValueError("mode rubric needs a rubric of at least one criterion")
         if len({criterion.text for criterion in self.rubric}) < len(self.rubric):
-            raise ValueError("a criterion stands twice in rubric; give it twice the weight instead")
+            raise ValueError("rubric has a criterion twice; give it twice the weight instead")
         if self.mode == "pairwise" and len(self.references) != 1:
             raise ValueError("mode pairwise needs exactly one text in references")
         if self.mode == "ranking" and not 1 <= len(self.references) <= 15:
@@ -154,7 +154,7 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
 
 
 def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers) -> tuple[list[str], list[Any]]:
-    """The questions of the mode: a name for each, and the call that asks it, whose value is 0 to 1."""
+    """The questions of the mode: their names, and the calls that ask them; each returns a verdict from 0 to 1."""
 
     async def score(question: Question, read: Any, value: Any) -> Verdict[float]:
         said = await ask(peers, options.judge, question, read, attempts=options.attempts, timeout_s=options.timeout_s)
@@ -175,9 +175,8 @@ def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers)
         return ["shown_first", "shown_second"], [first, second]
     texts = [*task.references, answer]
     count = len(texts)
-    last, first = ranking_question(task.question, texts, count), ranking_question(task.question, texts[::-1], 1)
-    ours_last = score(last, ranking(count), lambda order: place(order, count))
-    ours_first = score(first, ranking(count), lambda order: place(order, 1))
+    ours_last = score(ranking_question(task.question, texts, count), ranking(count), lambda order: place(order, count))
+    ours_first = score(ranking_question(task.question, texts[::-1], 1), ranking(count), lambda order: place(order, 1))
     return ["shown_last", "shown_first"], [ours_last, ours_first]
 
 
@@ -186,9 +185,9 @@ class Group(VerifyGroup):
 
 
 async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> list[dict[str, Any]]:
-    """The answers of one task, ranked among one another; the same answer has the same place, however often it was given.
+    """Rank the answers of one task. Equal answers have the same place.
 
-    An answer that the judge cannot rank even beside a plain text is worth 0, and the others are ranked without it.
+    An answer that the judge cannot rank even against a plain text gets 0, and the others are ranked without it.
     """
 
     async def rank(texts: list[str], judged: int | None = None) -> Verdict[list[int]]:

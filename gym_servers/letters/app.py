@@ -1,4 +1,4 @@
-"""letters: the smallest thing to learn. Reward: the share of one letter in what was said."""
+"""letters: the smallest task to learn. The reward is the share of one letter in the final text."""
 
 from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""long_context: needles, last states, counts and chains of variables in a document of any length, made from a seed."""
+"""long_context: questions about needles, chains of variables, counts and final states in a generated document."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ class LongTask(VerifyRequest):
     kind: Kind
     seed: int
     pages: int = Field(ge=2, le=100_000)  # about 140 words each
-    facts: int = Field(default=12, ge=4, le=200)  # sentences that matter, or look as if they did
+    facts: int = Field(default=12, ge=4, le=200)  # relevant sentences and distractors
 
     @property
     def document(self) -> Document:
@@ -69,7 +69,7 @@ async def verify(task: LongTask, options: LongOptions) -> dict[str, Any]:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """The share of right answers by the kind of question, and by the document's length in powers of two of its pages."""
+    """The share of right answers by the kind of question, and by the document's pages, in powers of two."""
     sized = [{**row, "length": f"pages<={1 << (row['pages'] - 1).bit_length()}"} for row in rows]
     return {**means_by(rows, "kind", "right"), **means_by(sized, "length", "right")}
 

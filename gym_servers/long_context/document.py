@@ -1,9 +1,11 @@
-"""What stands on page n, what is asked, and what is the answer? All of it follows from kind, seed, pages and facts.
+"""Generated documents: pages, question and answer are a function of kind, seed, pages and facts.
 
-A page is made when it is read, in time that does not depend on the document's length.
+A page is generated when it is read, in time that does not depend on the document's length.
 
-    needle     many gates with codes; the code of one            variables  chains of copies; who holds one value
-    counting   couriers from several towns; how many from one    state      a key that wanders; where it is at the end
+    needle     many gates with codes; asks for the code of one
+    variables  chains of copies; asks which variables have one value
+    counting   couriers from several towns; asks how many came from one
+    state      a key that is moved between rooms; asks where it is at the end
 """
 
 import random
@@ -108,7 +110,7 @@ class Document:
         return self._plan[1]
 
     def page(self, page: int) -> str:
-        """Its text; pages are counted from 1."""
+        """The text of a page, counted from 1."""
         rng = self._rng(f"page {page}")
         sentences = [
             f"{rng.choice(WHO)} {rng.choice(DID)} {rng.choice(WHAT)} {rng.choice(WHEN)}."
@@ -125,7 +127,7 @@ class Document:
 
     @cached_property
     def _plan(self) -> tuple[str, str, list[str]]:
-        """The question, the answer, the facts in the order in which they stand in the document."""
+        """The question, the answer, and the facts in the order of the document."""
         rng = self._rng("plan")
         return {"needle": needle, "variables": variables, "counting": counting, "state": state}[self.spec.kind](
             rng, self.spec.facts

@@ -1,4 +1,4 @@
-"""math: a final formula or number. Reward 1 or 0 by math-verify; null, with a reason, where the row or the machine fails."""
+"""math: a final formula or number. Reward 1 or 0 by math-verify; null, with a reason, if row or machine fails."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ class MathOptions(ServiceOptions):
 
 class MathTask(VerifyRequest):
     expected_answer: ReferenceText | StrictInt | StrictFloat
-    simplified: bool = False  # whether an answer with more left to compute than in expected_answer is wrong
+    simplified: bool = False  # an answer with more operations left than expected_answer is wrong
 
 
 async def verify(task: MathTask, options: MathOptions) -> dict[str, Any]:
@@ -38,7 +38,7 @@ async def verify(task: MathTask, options: MathOptions) -> dict[str, Any]:
 
 
 async def failure(checked: Outcome, expected: str, deadline_s: float) -> dict[str, Any]:
-    """0 for an answer that could not be compared in time, unless a plain answer cannot be compared either."""
+    """0 for an answer that was not compared in time; null if a plain answer cannot be compared either."""
     if not checked.infra:
         plain = await pool.run(expected, PLAIN_ANSWER, False, deadline_s=deadline_s)
         if plain.kind != "ok" and not plain.infra:

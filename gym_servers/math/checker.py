@@ -1,8 +1,10 @@
-r"""Is this answer the expected one? Runs in the worker processes: math-verify reads both as LaTeX and compares them.
+r"""Compares an answer with the expected one. Runs in the worker processes; math-verify parses both as LaTeX.
 
-`correct` and `wrong` are verdicts. `unverifiable` is a fault of the row: its expected answer cannot be read or is too
-much to compute with. An answer that is too much is `too_heavy`; one that names another base or unit is wrong. Only the LaTeX grammar is used: math-verify's reader for plain expressions ends in SymPy's
-`parse_expr`, which is `eval`, and model text must not come near it. `1/2` and `1,234` are LaTeX as well.
+`correct` and `wrong` are verdicts. `unverifiable` is a fault of the row: its expected answer cannot be parsed or is too
+expensive to compute. An answer that is too expensive is `too_heavy`; one with another base or unit is wrong.
+
+Only the LaTeX grammar is used, because math-verify's parser for plain expressions calls SymPy's `parse_expr`, which is
+`eval`, and model text must not reach it. `1/2` and `1,234` are valid LaTeX, too.
 """
 
 import logging
@@ -25,9 +27,11 @@ MAX_FACTORIAL = 10_000
 LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,!;:]|\{,\})(?=\d{3})")
 SPACED = re.compile(r"(?<![\w.,\\^_{])\d{1,3}(?:(?:\\ |~| )\d{3})+(?!\d)")  # 12 000
-UPRIGHT = re.compile(r"\\(?:mathrm|textrm|text|rm|operatorname)\s*\{\s*([ei])\s*\}")  # as a unit, it would be dropped
+UPRIGHT = re.compile(
+    r"\\(?:mathrm|textrm|text|rm|operatorname)\s*\{\s*([ei])\s*\}"
+)  # else it would be dropped as a unit
 FLOAT = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([-+]?\d{1,3})")
-# What may go so that powers stand as `10^10^10`; a space or sign between two factors stays.
+# Removed so that powers have the form `10^10^10`; a space or sign between two factors stays.
 LOOSE = re.compile(r"\\left|\\right|\s+(?=[\^{}!])|(?<=[\^{])\s+|[{(]|(?<=\d),(?=\d{3}(?!\d))|(?<=\d)}(?=\s*\^)")
 POWER = re.compile(r"(?<![\d.])(\d+)\)*\^(\d+)(?:\^(\d+))?(\^)?")
 FACTORIAL = re.compile(r"(\d+)\)*!")
@@ -35,7 +39,7 @@ OPERATION = re.compile(r"\\(?!left|right|text|pi|infty|circ)[a-z]+|[+*/^!(\[]|(?
 CONJUNCTION = re.compile(r"\b(?:and|or)\b")
 POWER_FACTORIAL = re.compile(r"\^\d+\)+!")
 
-# One expression for each part of the grammar: ANTLR builds its tables at first use, up to 0.8 s each.
+# One expression for each part of the grammar: ANTLR builds its tables on first use, up to 0.8 s each.
 WARM_UP = (
     (r"\frac{1}{2}", "0.5"),
     ("x^2+2x+1", "(x+1)^2"),
@@ -61,8 +65,8 @@ WARM_UP = (
 
 
 def warm() -> None:
-    """Build every table once, before the workers are forked."""
-    logging.disable(logging.CRITICAL)  # math-verify warns on every call that its own timeouts are off
+    """Build all tables once, before the workers are forked."""
+    logging.disable(logging.CRITICAL)  # math-verify warns on each call that its timeouts are off
     sys.set_int_max_str_digits(2 * MAX_DIGITS)
     for _ in range(2):
         for expected, answer in WARM_UP:
@@ -70,9 +74,9 @@ def warm() -> None:
 
 
 def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str | None]:
-    """`{"outcome": "correct" | "wrong" | "too_heavy" | "unverifiable", "reason"}` for an answer without its surrounding text.
+    """`{"outcome": "correct" | "wrong" | "too_heavy" | "unverifiable", "reason"}` for an extracted answer.
 
-    simplified: an answer that has more operations left to do than the expected one is wrong.
+    simplified: an answer with more operations left than the expected one is wrong.
     """
     expected, answer = bare(boxed(expected) or expected), bare(answer)
     if expected and expected == answer:
@@ -83,7 +87,7 @@ def check(expected: str, answer: str, simplified: bool = False) -> dict[str, str
         return {"outcome": "unverifiable", "reason": f"expected_answer {heavy}"}
     gold = read(hundredths(marks(expected).text))
     if not any(isinstance(candidate, Basic | MatrixBase) for candidate in gold):
-        return {"outcome": "unverifiable", "reason": "expected_answer is no formula that can be read"}
+        return {"outcome": "unverifiable", "reason": "expected_answer cannot be read as a formula"}
     if heavy := too_heavy(answer):
         return {"outcome": "too_heavy", "reason": f"the answer {heavy}"}
     if fault := marks(answer).contradiction(marks(expected)):
@@ -98,17 +102,17 @@ def read(text: str) -> list[Basic | MatrixBase | str]:
 
 
 def complex_i(part: Basic | MatrixBase) -> Basic | MatrixBase:
-    """With `i` as the imaginary unit. The parser makes it a variable, real in `2i` and not real in `2 i`, as all beside it."""
+    """The formula with `i` as the imaginary unit. The parser makes it a variable, real in `2i`, not real in `2 i`."""
     if not any(symbol.name == "i" for symbol in part.free_symbols):
         return part
     try:
         return part.xreplace({s: I if s.name == "i" else Symbol(s.name) for s in part.free_symbols})
-    except (TypeError, ValueError):  # an end of an interval, or less than something: no imaginary number
+    except (TypeError, ValueError):  # `i` is in an interval or an inequality, where it cannot be imaginary
         return part
 
 
 def bare(text: str) -> str:
-    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; `1\,000`, `1 000`, `2**3`, `1e3` and `\mathrm{e}` plain."""
+    r"""The formula without `$...$`, `\(...\)`, `\[...\]` and full stop; normalises `1\,000`, `2**3`, `1e3`, `\mathrm{e}`."""
     text = " ".join(text.split())
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
@@ -119,12 +123,12 @@ def bare(text: str) -> str:
 
 
 def operations(text: str) -> int:
-    """How many operations are left to do: signs between terms, fractions, powers, brackets, named functions."""
+    """The number of operations left: signs between terms, fractions, powers, brackets, named functions."""
     return len(OPERATION.findall(CONJUNCTION.sub(",", text)))
 
 
 def too_heavy(text: str) -> str | None:
-    """Why not even to try, or None. This saves time on the usual bombs; whatever it lets through meets the deadline."""
+    """Why a formula is refused unread, or None. Saves time on the usual bombs; others end at the deadline."""
     if len(text) > MAX_CHARS:
         return f"is longer than {MAX_CHARS:,} characters"
     if re.search(rf"\d{{{MAX_DIGITS + 1}}}", text):
@@ -145,10 +149,10 @@ def too_heavy(text: str) -> str | None:
 
 
 def digits_of_power(base: str, exponent: str, second: str) -> float:
-    """Decimal digits of base^exponent^second, `inf` where that itself is too large to say. Empty `second` is 1."""
+    """Decimal digits of base^exponent^second, `inf` if even that number is too large. An empty `second` is 1."""
     if len(exponent) > 9 or len(second) > 9:
         return math.inf if base.strip("0") not in ("", "1") else 1
     try:
-        return math.log10(max(1, int(base[:300]))) * float(exponent) ** float(second or 1)
+        return math.log10(max(1, int(base[:300]))) * math.pow(float(exponent), float(second or 1))
     except OverflowError:
         return math.inf

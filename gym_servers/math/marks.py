@@ -1,7 +1,7 @@
-r"""What stands beside the digits of an answer: the base of a number, its unit, a percent sign. The grammar drops all three.
+r"""Marks of the numbers in an answer, which the LaTeX grammar drops: base, unit and percent sign.
 
-An answer may leave out the base or the unit that the expected answer names, since the question says it. It must not
-name another one. A percent sign is a hundredth, always: `1\%` is 0.01 and not 1.
+An answer may leave out the base or the unit of the expected answer, because the question states it, but must not
+name another one. A percent sign always means a hundredth: `1\%` is 0.01 and not 1.
 """
 
 import re
@@ -37,14 +37,14 @@ PERCENTS = re.compile(r"(?<![\w.,{}\\])([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*\\
 
 
 class Marks(NamedTuple):
-    """text: the answer without its bases. bases: of its numbers, in order. unit: the one behind or before it, if known."""
+    """text: the answer without bases. bases: of its numbers, in order. unit: the known unit after or before it."""
 
     text: str
     bases: tuple[str, ...]
     unit: str | None
 
     def contradiction(self, expected: "Marks") -> str | None:
-        """What these marks say that the expected ones do not, or None."""
+        """How these marks contradict the expected ones, or None."""
         if self.bases and self.bases != (expected.bases or ("10",) * len(self.bases)):
             return f"is in base {', '.join(self.bases)}"
         if self.unit and expected.unit and self.unit != expected.unit:
@@ -77,11 +77,11 @@ def unit_of(text: str) -> str | None:
     plain = re.sub(rf"{WRAPPER}\s*\{{([^{{}}]*)\}}", r" \1 ", SPACES.sub(" ", plain))
     tail = TAIL.search(re.sub(r"\s+\^", "^", plain).strip())
     name = unit(tail[1]) if tail else None
-    return None if name == "%" else name  # it is part of the value
+    return None if name == "%" else name  # a percent sign is part of the value
 
 
 def hundredths(text: str) -> str:
-    r"""Each `50\%` as `\frac{50}{100}`; a sign behind a longer formula divides what follows the last `=`."""
+    r"""Replace `50\%` by `\frac{50}{100}`. A sign after a longer formula divides what follows the last `=`."""
     text = PERCENT.sub(lambda _: "\\%", text)
     text = PERCENTS.sub(lambda found: rf"\frac{{{found[1].replace(',', '')}}}{{100}}", text).strip()
     if not text.endswith("\\%"):

@@ -1,4 +1,4 @@
-"""mcp: any MCP server as an environment: its tools are ours; the answer and the calls are compared with the row's, or you judge."""
+"""mcp: any MCP server as an environment, with its tools. Scores answer and calls by the row, or by your verify."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Calls(Protocol):
 
 
 def offered(tools: Sequence[types.Tool], server: Calls) -> Iterator[Tool]:
-    """Each of them; what cannot be written as JSON is left out, with a line in the log."""
+    """The server's tools as ours. A tool whose schema cannot be written as JSON is left out and logged."""
     taken: set[str] = set()
     for tool in tools:
         name = named(tool.name, taken)
@@ -52,7 +52,7 @@ def offered(tools: Sequence[types.Tool], server: Calls) -> Iterator[Tool]:
         try:
             schema = {"properties": {}} | orjson.loads(json.dumps(tool.input_schema)) | {"type": "object"}
         except ValueError as error:
-            log.warning("the MCP server's tool %.100r is left out: its schema is no JSON: %s", tool.name, error)
+            log.warning("the MCP server's tool %.100r is left out: its schema is not JSON: %s", tool.name, error)
             continue
         description = _utf8((tool.description or "")[:MAX_DESCRIPTION_CHARS]).decode()
         described = {
@@ -66,7 +66,7 @@ def offered(tools: Sequence[types.Tool], server: Calls) -> Iterator[Tool]:
 
 
 def named(theirs: str, taken: set[str]) -> str:
-    """`verify` is a route of every gym server, and `browser.click` no function's name: verify_tool, browser_click."""
+    """A unique, valid function name that is not a route: verify -> verify_tool, browser.click -> browser_click."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", theirs)[: MAX_NAME_CHARS - 5]
     if name in RESERVED or not name.strip("_-"):
         name = f"{name.strip('_-')}_tool".lstrip("_")
@@ -89,7 +89,7 @@ def _asking(server: Calls, tool: str) -> Any:
 
 
 def as_json(text: str) -> bytes:
-    """A tool's answer is JSON on our wire: a text that is JSON goes as it is, another as a string."""
+    """The body of a tool's answer: text that is JSON goes unchanged, other text as a JSON string."""
     said = _utf8(text)
     try:
         orjson.loads(said)
@@ -99,7 +99,7 @@ def as_json(text: str) -> bytes:
 
 
 def text_of(result: types.CallToolResult) -> str:
-    """Its texts; what is no text is named. A result that is structured alone is shown as JSON."""
+    """The texts of a result; other parts are only named. A result with structured content only is shown as JSON."""
     text = "\n".join(_shown(part) for part in result.content)
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -142,12 +142,12 @@ class Task(VerifyRequest):
     @model_validator(mode="after")
     def _says_what_is_right(self) -> Self:
         if self.expected_answer is None and self.expected_tool_calls is None:
-            raise ValueError("needs expected_answer or expected_tool_calls, or the stanza a `verify` of your own")
+            raise ValueError("needs expected_answer or expected_tool_calls, or your own `verify` in the stanza")
         return self
 
 
 async def verify(task: Task) -> dict[str, Any]:
-    """1 if the final answer is the expected one and the expected calls were made, as far as the row has either."""
+    """1 if the final answer and the calls are the expected ones; checks only what the row has."""
     answered = None if task.expected_answer is None else _is(task.text, task.expected_answer)
     called = None if task.expected_tool_calls is None else _called(task.response, task.expected_tool_calls)
     return {"reward": float(answered is not False and called is not False), "answered": answered, "called": called}
@@ -163,7 +163,7 @@ def _is(text: str, expected: str | float) -> bool:
 
 
 def _called(response: dict[str, Any], expected: list[Call]) -> bool:
-    """Of the tools that are expected, exactly the expected calls, in any order; other tools are free. []: no call at all."""
+    """Whether the expected tools got exactly the expected calls, in any order. [] allows no call at all."""
     names = {call.name for call in expected}
     counted = [call for call in calls_in(response) if call.name in names or not expected]
     made = Counter(_spelled(call.name, call.arguments) for call in counted)
@@ -171,7 +171,7 @@ def _called(response: dict[str, Any], expected: list[Call]) -> bool:
 
 
 def _spelled(name: str, arguments: dict[str, Any] | None) -> str:
-    """Equal for equal JSON: 3 is 3.0, and 1 is not true."""
+    """A key that is equal for equal JSON: 3 is 3.0, and 1 is not true."""
     return f"{name} {json.dumps(_plain(arguments), sort_keys=True)}"
 
 
@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 @asynccontextmanager
 async def serving(context: ServiceContext) -> AsyncIterator[None]:
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it says each request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
     options: Options = context.options
     if options.verify is not None:
         file = shipped_file(options.verify, context.root, "verify")
@@ -202,7 +202,7 @@ async def serving(context: ServiceContext) -> AsyncIterator[None]:
 def _verify_in(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location("_ngym_mcp_verify", file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"verify: {file} is no Python file")
+        raise ConfigError(f"verify: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Connections to MCP servers, shared or one a session."""
+"""Connections to an MCP server, shared or one per session."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, Upstr
 
 log = logging.getLogger("ngym.mcp")
 MOST_TOOLS = 1000
-WRITE_S = 1.0  # to send a call; the SDK's clock begins behind it
-# The server is broken, or gone; other errors (unknown tool, wrong arguments, its own codes) are answers that the model sees.
+WRITE_S = 1.0  # to send a call; the SDK's timeout starts after that
+# The server is broken or gone. Other errors (unknown tool, wrong arguments, its own codes) are answers for the model.
 BROKEN = (types.INTERNAL_ERROR, types.INVALID_REQUEST, types.PARSE_ERROR, types.CONNECTION_CLOSED)
 
 
 class Options(ServiceOptions):
     server: str | list[str] = Field(description="The URL of an MCP server, or the command that starts one (stdio).")
     transport: Literal["http", "sse"] = Field(
-        default="http", description="Of a URL: streamable HTTP, or the older SSE."
+        default="http", description="For a URL: streamable HTTP, or the older SSE."
     )
     headers: dict[str, str] = Field(default={}, description="Sent to a URL, such as Authorization.")
-    env: dict[str, str] = Field(default={}, description="A command's environment, beside PATH, HOME and the like.")
-    shared: bool = Field(default=False, description="One connection for all rollouts: only for servers without state.")
-    max_servers: int = Field(default=16, ge=1, description="Connections (of a command: processes) at a time.")
-    start_timeout_s: float = Field(default=120, gt=0, description="To start one, and to wait for a place.")
-    timeout_s: float = Field(default=60, gt=0, description="Of a call.")
-    idle_s: float = Field(
-        default=900, gt=0, description="A rollout's server that nobody asks anything so long is stopped."
+    env: dict[str, str] = Field(
+        default={}, description="Variables for a command, in addition to PATH, HOME and the like."
     )
-    verify: str | None = Field(default=None, description="A Python file with a `verify` of yours.")
+    shared: bool = Field(default=False, description="One connection for all rollouts; only for servers without state.")
+    max_servers: int = Field(default=16, ge=1, description="Most connections (for a command: processes) at a time.")
+    start_timeout_s: float = Field(
+        default=120, gt=0, description="To start a server, and to wait until one of max_servers is free."
+    )
+    timeout_s: float = Field(default=60, gt=0, description="For one call.")
+    idle_s: float = Field(default=900, gt=0, description="A rollout's server without a call for this long is stopped.")
+    verify: str | None = Field(default=None, description="A Python file with your own `verify`.")
 
     @field_validator("server")
     @classmethod
@@ -56,7 +58,7 @@ class Options(ServiceOptions):
 
 
 class Connections:
-    """All connections to one MCP server; they end when the block does."""
+    """All connections to one MCP server; they end with the block."""
 
     def __init__(self, options: Options, root: Path) -> None:
         self.options = options
@@ -76,7 +78,7 @@ class Connections:
         await asyncio.gather(*(connection.task for connection in self._alive), return_exceptions=True)
 
     async def list_tools(self) -> list[types.Tool]:
-        """What the server offers. ConfigError: the command does not start; Unreachable: nobody answers at the URL."""
+        """The server's tools. Raises ConfigError if a command does not start, Unreachable if a URL does not answer."""
         connection = self._connect()
         try:
             return await connection.list_tools()
@@ -84,7 +86,7 @@ class Connections:
             if isinstance(self.options.server, str):
                 raise
             raise ConfigError(
-                f"server: {' '.join(self.options.server)}: {error.detail} (its own words are above)"
+                f"server: {' '.join(self.options.server)}: {error.detail} (its own output is above)"
             ) from error
         finally:
             if self.options.shared:
@@ -115,7 +117,7 @@ class Connections:
 
 
 class Connection:
-    """One MCP session, in a task of its own: the SDK's scopes must end in the task that began them."""
+    """One MCP session in its own task, because the SDK's scopes must end in the task that began them."""
 
     def __init__(self, options: Options, root: Path, places: asyncio.Semaphore) -> None:
         self._options = options
@@ -131,16 +133,17 @@ class Connection:
         return self._over.is_set()
 
     def end(self) -> None:
-        """Its task closes it; one that has not started yet is given up."""
+        """Have its task close it; cancel the task if the server has not started yet."""
         self._over.set()
         if not self._client.done():
             self.task.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any] | None = None) -> types.CallToolResult:
-        """What the tool answers, its errors too.
+        """The tool's answer, which may be an error result.
 
         Raises:
-            ToolError: a refusal of the server's. ServiceError: it is dead, hangs or talks nonsense.
+            ToolError: the server refuses the call.
+            ServiceError: the server is dead, hangs or sends an invalid result.
         """
         timeout_s = self._options.timeout_s
         try:
@@ -148,13 +151,13 @@ class Connection:
                 client = await self._ready()
                 async with asyncio.timeout(timeout_s + WRITE_S):
                     return await client.call_tool(tool, arguments or {}, read_timeout_seconds=timeout_s)
-        except TimeoutError:  # its pipe is full, for it reads nothing any more
+        except TimeoutError:  # the server has stopped reading, so its pipe is full
             self.end()
             raise PeerTimeout(f"{tool}: the MCP server read nothing within {timeout_s + WRITE_S:g} s") from None
         except MCPError as error:
             raise self._failure(error, tool) from error
         except (RuntimeError, ValidationError) as error:
-            raise UpstreamError(f"{tool}: the MCP server's result is none: {error}") from error
+            raise UpstreamError(f"{tool}: the MCP server's result is invalid: {error}") from error
 
     async def list_tools(self) -> list[types.Tool]:
         found: list[types.Tool] = []
@@ -189,7 +192,7 @@ class Connection:
             async with self._place(), _client(self._options, root) as client:
                 self._client.set_result(client)
                 await self._until_over()
-        except Exception as error:  # noqa: BLE001  (told to who waits, or to the log)
+        except Exception as error:  # noqa: BLE001  (reported to the waiting caller, or logged)
             if not self._client.done():
                 self._fail(_reason(error))
             elif not self._over.is_set():
@@ -197,22 +200,22 @@ class Connection:
         finally:
             self._over.set()
             if not self._client.done():
-                self._fail(Unreachable("the MCP server was given up before it had started"))
+                self._fail(Unreachable("the MCP server was stopped before it had started"))
 
     def _fail(self, error: ServiceError) -> None:
         self._client.set_exception(error)
-        self._client.exception()  # nobody may be waiting for it any more
+        self._client.exception()  # marks it as retrieved: perhaps no caller waits any more
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
-        """One of max_servers. Overloaded when none is free in time."""
+        """One of max_servers places. Raises Overloaded if none is free in time."""
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 await self._places.acquire()
         except TimeoutError:
             raise Overloaded(
-                f"max_servers: {self._options.max_servers} MCP servers run for other rollouts; raise it, or collect with "
-                "less --concurrency"
+                f"max_servers: {self._options.max_servers} MCP servers run for other rollouts; raise it, or collect "
+                "with less --concurrency"
             ) from None
         try:
             yield
@@ -239,7 +242,7 @@ class Connection:
     def _failure(self, error: MCPError, tool: str) -> ServiceError:
         if error.code == types.REQUEST_TIMEOUT:
             if not self._options.shared:
-                self.end()  # what hangs is stopped
+                self.end()  # stop a server that hangs
             return PeerTimeout(f"{tool}: the MCP server did not answer within {self._options.timeout_s:g} s")
         if error.code in BROKEN:
             self.end()
@@ -263,12 +266,14 @@ async def _client(options: Options, root: Path) -> AsyncIterator[Client]:
             http = httpx2.AsyncClient(headers=options.headers, timeout=httpx2.Timeout(30, read=read_s))
             transport = streamable_http_client(options.server, http_client=await stack.enter_async_context(http))
         yield await stack.enter_async_context(
-            Client(transport, read_timeout_seconds=options.start_timeout_s, cache=None)  # each call is asked anew
+            Client(
+                transport, read_timeout_seconds=options.start_timeout_s, cache=None
+            )  # no cache: each call goes to the server
         )
 
 
 def _reason(error: BaseException) -> ServiceError:
-    """Why there is no connection; the SDK tells of one failure as a group of groups."""
+    """Why there is no connection. The SDK wraps one failure in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, ServiceError):

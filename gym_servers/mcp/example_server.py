@@ -1,4 +1,4 @@
-"""An MCP server to try gym_servers/mcp with: a shop with prices that only it knows, and a basket.
+"""An example MCP server for gym_servers/mcp: a shop with prices and a basket.
 
 python gym_servers/mcp/example_server.py     # speaks MCP on its standard input and output
 """
@@ -9,14 +9,14 @@ from mcp.server.mcpserver.exceptions import ToolError
 PRICES = {"apple": 35, "bread": 320, "candle": 145, "lamp": 2399, "pear": 48, "rope": 780, "soap": 215, "teapot": 1865}
 
 server = MCPServer("shop")
-basket: dict[str, int] = {}  # of this process: each rollout has one of its own
+basket: dict[str, int] = {}  # each rollout has its own process, so its own basket
 
 
 @server.tool()
 def price(ware: str) -> int:
     """What one piece of a ware costs, in cents."""
     if ware not in PRICES:
-        raise ToolError(f"there is no {ware!r}; there are: {', '.join(PRICES)}")
+        raise ToolError(f"unknown ware {ware!r}; known: {', '.join(PRICES)}")
     return PRICES[ware]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ngym import VerifyRequest, gym_server
+from ngym import ServiceContext, VerifyRequest, gym_server
 from ngym.services.gym.server import ReferenceText
 from ngym.workers import WorkerPool
 
@@ -17,7 +18,7 @@ from .extraction import MAX_CHARS, Mode, Options, chosen
 
 
 class Template(BaseModel):
-    """The row's own way of reading an answer: patterns whose first group is the letter, tried in order."""
+    """The row's own patterns for reading an answer, tried in order. Their first group is the letter."""
 
     output_regex: ReferenceText | list[ReferenceText] = []
 
@@ -50,7 +51,7 @@ pool = WorkerPool(Path(__file__).with_name("extraction.py"), "search", workers=1
 
 async def verify(task: McqaTask) -> dict[str, Any]:
     letter = None
-    if task.patterns:  # the row's own patterns come first, in a worker: a pattern may run wild on what a model writes
+    if task.patterns:  # in a worker, because a pattern may backtrack for very long on model text
         found = await pool.run(task.patterns, task.text[-MAX_CHARS:])
         if found.kind != "ok":
             failure = found.failure()
@@ -61,4 +62,10 @@ async def verify(task: McqaTask) -> dict[str, Any]:
     return {"reward": float(letter == task.expected_answer), "extracted_answer": letter}
 
 
-app = gym_server(verify=verify, lifespan=lambda context: aclosing(pool))
+@asynccontextmanager
+async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
+    async with aclosing(pool):  # not pool.lifespan: the worker starts with the first row that has patterns
+        yield
+
+
+app = gym_server(verify=verify, lifespan=lifespan)

@@ -1,4 +1,4 @@
-"""Which option did the model choose? `any` is ours (ngym.grading.answers); the other modes are NeMo Gym's, for its rows."""
+"""Reads the chosen option from an answer. Mode `any` is ours (ngym.grading.answers), the others are NeMo Gym's."""
 
 import re
 from typing import Literal
@@ -50,7 +50,7 @@ def _after_answer_colon(text: str, options: Options) -> str | None:
 def search(patterns: list[str], text: str) -> str | None:
     """The first group of the last match, by the first pattern that is valid and matches.
 
-    Runs in a worker: a pattern may run wild on what a model writes.
+    Runs in a worker, because a pattern may backtrack for very long on model text.
     """
     for pattern in patterns:
         try:

@@ -1,4 +1,4 @@
-"""openenv: an OpenEnv environment server as a gym server: turn by turn, or its MCP tools as ours."""
+"""openenv: an OpenEnv environment server as a gym server, played turn by turn or through its MCP tools."""
 
 from __future__ import annotations
 
@@ -25,22 +25,26 @@ from ngym.services.gym.tools import RESERVED, Tool, offer
 from .server import Episode, Refused, Server, asked, shown
 
 OVER = "The episode is over."
-NOT_THE_TOOLS = ("transport_error", "timeout")  # of OpenEnv's kinds of errors
+NOT_THE_TOOLS = ("transport_error", "timeout")  # error types of OpenEnv that are not the tool's
 
 
 class Options(ServiceOptions):
-    server: str = Field(description="Where the environment serves: http://host:port.")
-    headers: dict[str, str] = Field(default={}, description='Sent along: {Authorization: "Bearer ${oc.env:HF_TOKEN}"}.')
+    server: str = Field(description="The environment server: http://host:port.")
+    headers: dict[str, str] = Field(
+        default={}, description='Sent with each request: {Authorization: "Bearer ${oc.env:HF_TOKEN}"}.'
+    )
     episodes: int = Field(
-        default=1, ge=1, description="Episodes at once; its max_concurrent_envs, which is 1 unless set."
+        default=1,
+        ge=1,
+        description="Concurrent episodes: at most the server's max_concurrent_envs, which is 1 by default.",
     )
     wait_s: float = Field(default=600.0, gt=0, description="How long a rollout waits for its episode to begin.")
     timeout_s: float = Field(default=60.0, gt=0, description="For one answer of the environment.")
-    idle_s: float = Field(default=900.0, gt=0, description="An episode that nobody steps for so long is closed.")
+    idle_s: float = Field(default=900.0, gt=0, description="An episode without a step for this long is closed.")
 
 
 class Task(VerifyRequest):
-    reset: dict[str, Any] = Field(default={}, description="What the environment's reset() is given, such as a seed.")
+    reset: dict[str, Any] = Field(default={}, description="Arguments of the environment's reset(), such as a seed.")
 
 
 @asynccontextmanager
@@ -66,7 +70,7 @@ async def step(turn: Task, session: Session) -> Step:
     episode: Episode = session["episode"]
     server: Server = app.state.server
     stay(session)
-    if server.tools or episode.done:  # its tools were called already; what the model says now is its last word
+    if server.tools or episode.done:  # the model's answer without tool calls ends the rollout
         return Step(OVER, terminated=True)
     try:
         observation = await episode.act(read_action(turn.text, server))
@@ -82,20 +86,20 @@ async def call_tool(name: str, arguments: Json, session: Session, request: Reque
 
 
 async def called(name: str, arguments: Json, session: Session) -> str:
-    """A tool's answer, as the text that the model sees."""
+    """Call a tool. Returns the text that the model sees."""
     if "beginning" not in session:
         beginning(session["task"].get("reset") or {}, session)
-    await asyncio.shield(session["beginning"])  # the first calls may come several at once
+    await asyncio.shield(session["beginning"])  # several first calls may arrive at the same time
     episode: Episode = session["episode"]
     stay(session)
     try:
-        async with session["turn"]:  # one question at a time goes over a connection
+        async with session["turn"]:  # a connection takes one request at a time
             observation = await episode.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
     except Refused as problem:
         return str(problem)
-    if problem := observation.get("error"):
-        told = problem.get("message", "the tool failed")
-        if problem.get("error_type") in NOT_THE_TOOLS:
+    if error := observation.get("error"):
+        told = error.get("message", "the tool failed")
+        if error.get("error_type") in NOT_THE_TOOLS:
             raise ServiceError(f"{name} failed: {told}", failure="tool_error", retryable=True)
         return f"Error: {told}"
     result = observation.get("result")
@@ -122,7 +126,7 @@ async def verify(task: Task, session: Session) -> Json:
 
 
 async def replay(task: Task, session: Session) -> None:
-    """A stored rollout, whose session is gone: its turns, or its calls of tools, are done again."""
+    """Repeat the turns, or the tool calls, of a stored rollout whose session is gone."""
     session["task"] = {"reset": task.reset}
     await reset(task, session)
     if app.state.server.tools:
@@ -138,14 +142,14 @@ async def replay(task: Task, session: Session) -> None:
 
 
 def beginning(arguments: Json, session: Session) -> asyncio.Task[Json]:
-    """`begin`, which the end of the session ends, too."""
-    session.over()  # one that was begun before ends here
+    """Start `begin` as a task that the end of the session cancels."""
+    session.over()  # ends an earlier episode of this session
     task = session["beginning"] = session.spawn(begin(arguments, session))
     return task
 
 
 async def begin(arguments: Json, session: Session) -> Json:
-    """An episode of the session's own, as soon as there is a place -> the first observation. Overloaded if none came free."""
+    """Begin an episode when a place is free. Returns the first observation; raises Overloaded after wait_s."""
     options: Options = app.state.context.options
     places: asyncio.Semaphore = app.state.places
     try:
@@ -169,7 +173,7 @@ async def begin(arguments: Json, session: Session) -> Json:
 
 
 def stay(session: Session) -> None:
-    """The episode goes on: a rollout that failed elsewhere says nothing more, and must not keep its place."""
+    """Restart the idle timer of the episode, which frees the place of a rollout that failed elsewhere."""
     if "idle" in session:
         session["idle"].cancel()
     options: Options = app.state.context.options
@@ -185,7 +189,7 @@ async def end(episode: Episode, places: asyncio.Semaphore) -> None:
 
 
 def read_action(text: str, server: Server) -> Json:
-    """The JSON object in an answer; for an action of one plain field, its value alone will do. Refused if it is neither."""
+    """The JSON object in an answer, or the plain value of an action with one field. Raises Refused."""
     said = (fenced(text) or text).strip()
     try:
         action = orjson.loads(said)
@@ -195,8 +199,8 @@ def read_action(text: str, server: Server) -> Json:
         return action
     if server.single and said:
         return {server.single: said if server.is_text(server.single) else action}
-    raise Refused("Your answer is no JSON object.")
+    raise Refused("Your answer is not a JSON object.")
 
 
-endings: set[Any] = set()  # closings under way: the loop itself holds no task
+endings: set[Any] = set()  # closing tasks under way: the event loop keeps only weak references
 app = step_server(task=Task, reset=reset, step=step, verify=verify, options=Options, lifespan=lifespan)

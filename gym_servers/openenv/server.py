@@ -1,4 +1,4 @@
-"""An OpenEnv server, and an episode on it."""
+"""A client of an OpenEnv server: its description, and one episode on it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from openenv.core.generic_client import GenericEnvClient
 from ngym.errors import ConfigError, Overloaded, ServiceError
 from ngym.schema import Json
 
-MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # what a server of tools calls its actions
+MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # action schemas of a server of MCP tools
 
 
 @dataclass(frozen=True)
 class Server:
-    """tools: as the Responses API wants them; empty for an environment with actions of its own."""
+    """tools: in the format of the Responses API; empty for an environment with its own action type."""
 
     url: str
     timeout_s: float
@@ -28,14 +28,14 @@ class Server:
 
     @property
     def single(self) -> str | None:
-        """The one field that an action must have, if it is a plain value: then the value alone is an action."""
+        """The only required field of an action, if it is a plain value: the value alone is then an action, too."""
         required = self.action.get("required") or []
         if len(required) != 1 or self._kind(required[0]) not in ("string", "integer", "number"):
             return None
         return str(required[0])
 
     def is_text(self, name: str) -> bool:
-        """Whether the field is a text, so that `42` is no number there."""
+        """Whether the field is a string, so that `42` is text there."""
         return self._kind(name) == "string"
 
     def _kind(self, name: str) -> object:
@@ -43,7 +43,7 @@ class Server:
 
     @property
     def manual(self) -> str:
-        """What the model is told about answering."""
+        """The instruction for the model: how to write an action."""
         own = {name: value for name, value in self.action.get("properties", {}).items() if name != "metadata"}
         schema = orjson.dumps({**self.action, "properties": own}).decode()
         return (
@@ -52,7 +52,7 @@ class Server:
 
 
 async def asked(server: Server) -> Server:
-    """The server with what it says about itself. ConfigError when it cannot be reached, or is no OpenEnv server."""
+    """The server with its action schema and tools. ConfigError if it is not reachable or not an OpenEnv server."""
     address = server.url.replace("ws://", "http://", 1).replace("wss://", "https://", 1).rstrip("/")
     try:
         async with httpx.AsyncClient(timeout=server.timeout_s, headers=server.headers) as client:
@@ -70,7 +70,7 @@ async def _tools(server: Server) -> tuple[Json, ...]:
     client = GenericEnvClient(server.url, message_timeout_s=server.timeout_s, headers=server.headers or None)
     try:
         listed = (await client.step({"type": "list_tools"})).observation["tools"]
-    except Exception as error:  # of the client, the connection or the environment: none of them has a base of its own
+    except Exception as error:  # client, connection and environment errors have no common base class
         raise ConfigError(f"the tools of {server.url} cannot be listed: {type(error).__name__} {error}") from error
     finally:
         await client.close()
@@ -87,11 +87,11 @@ async def _tools(server: Server) -> tuple[Json, ...]:
 
 
 class Refused(Exception):
-    """The server does not take this action; the text is for the model."""
+    """The server refuses this action; the text is for the model."""
 
 
 class Episode:
-    """rewards: those that the server gave, a number a step; None where it gave none."""
+    """rewards: one for each step, None if the server gave none."""
 
     def __init__(self, server: Server) -> None:
         self._client = GenericEnvClient(
@@ -102,7 +102,7 @@ class Episode:
         self.done = False
 
     async def reset(self, arguments: Json) -> Json:
-        """Begin -> the first observation."""
+        """Begin the episode. Returns the first observation."""
         try:
             await self._client.connect()
         except ConnectionError as error:
@@ -114,7 +114,7 @@ class Episode:
         return observation
 
     async def act(self, action: Json) -> Json:
-        """One step -> what was observed. Refused for an action that is not of the server's kind."""
+        """Make one step. Returns the observation; raises Refused for an invalid action."""
         if self.done:
             raise Refused("The episode is over.")
         result = await self._send("step", lambda: self._client.step(action))
@@ -128,7 +128,7 @@ class Episode:
 
     @property
     def reward(self) -> float | None:
-        """The sum over the steps; None when steps were made and none was rewarded, which is no verdict."""
+        """The sum over the steps; None if there were steps but no rewards, which is no verdict."""
         given = [reward for reward in self.rewards if reward is not None]
         return sum(given) if given or not self.rewards else None
 
@@ -136,10 +136,10 @@ class Episode:
         self._same_connection(what)
         try:
             result = await send()
-        except RuntimeError as error:  # how the client tells an error message of the server's, its code within the text
+        except RuntimeError as error:  # the client's form of a server error, with its code in the text
             told = str(error)
             if "(code: VALIDATION_ERROR)" in told:
-                raise Refused("This is no action that the environment takes.") from error
+                raise Refused("The environment does not accept this action.") from error
             if "(code: CAPACITY_REACHED)" in told:
                 raise Overloaded(f"{told}; lower `episodes` in the stanza, or raise the server's own limit") from error
             raise ServiceError(f"{what} failed: {told}", failure="tool_error") from error
@@ -150,14 +150,14 @@ class Episode:
         return result
 
     def _same_connection(self, what: str) -> None:
-        """The client connects anew by itself when a connection is lost, and is then in another, fresh episode."""
+        """Fail if the client has reconnected by itself, because it is then in a new episode."""
         if self._client._ws is not self._connection:
             told = f"{what} failed: the connection was lost or closed, and the episode with it"
             raise ServiceError(told, failure="tool_error", retryable=True)
 
 
 def shown(observation: Json) -> str:
-    """An observation as text: JSON without what is empty, or the text itself where there is nothing else."""
+    """An observation as text: JSON without empty members, or the plain text if that is the only member."""
     said = {key: value for key, value in observation.items() if key != "metadata" and value not in (None, "", [], {})}
     if len(said) == 1 and isinstance(text := next(iter(said.values())), str):
         return text

@@ -1,4 +1,4 @@
-"""qa_short: a short answer in words. Reward 1 when it is the expected one or an alias (or F1), compared by kind."""
+"""qa_short: a short answer in words. Reward 1 (or F1) if it equals an accepted one, compared by its kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNIT = re.compile(
 )
 CURRENCY = re.compile(r"^(-?)([$\u20ac\u00a3\u00a5])\s*(?=\d)")
 PERCENT = "%"
-MAX_ACCEPTED = 1_000  # each is compared, about 50 us a piece
+MAX_ACCEPTED = 1_000  # each comparison takes about 50 us
 IN_JSON = re.compile(r'\{\s*"answer"\s*:\s*("(?:[^"\\\n]|\\.)*")[^{}]*\}\s*(?:```)?\s*$')
 
 
@@ -40,7 +40,7 @@ class Measures(NamedTuple):
 
 
 def measures(answer: str, accepted: Sequence[str], kind: Kind, tolerance: float) -> Measures:
-    """Both are the best over the accepted answers, 0 to 1; F1 is 0 for a list, a denial and an essay."""
+    """The best values over the accepted answers, 0 to 1. F1 is 0 for a list, a denial and an essay."""
     if len(answer) > MAX_CHARS:
         return Measures(0.0, 0.0)
     if any(same(answer, text, kind, tolerance) for text in accepted):
@@ -64,20 +64,20 @@ def same(answer: str, expected: str, kind: Kind, tolerance: float) -> bool:
 
 
 class Amount(NamedTuple):
-    """A number, with one name for its unit or currency if it has one."""
+    """A number and the normalised name of its unit or currency, if any."""
 
     number: Decimal
     unit: str | None
 
     def fits(self, expected: Amount) -> bool:
-        """Whether the units agree. One of them may be missing, since the question says it; a percent sign may not."""
+        """Whether the units agree. One may be missing, because the question states it, except a percent sign."""
         if PERCENT in (self.unit, expected.unit):
             return self.unit == expected.unit
         return self.unit is None or expected.unit is None or self.unit == expected.unit
 
 
 def amount_of(text: str) -> Amount | None:
-    """A number, with at most one currency sign before it or one unit behind it: `$5`, `12 km`, `3 million`."""
+    """A number with at most one currency sign before it or one unit after it: `$5`, `12 km`, `3 million`."""
     text = apart(text.strip(" .*_`"))
     sign = CURRENCY.match(text)
     bare = CURRENCY.sub(r"\1", text)
@@ -93,7 +93,7 @@ def amount_of(text: str) -> Amount | None:
 
 
 def hedged(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether it offers more than one answer, denies one, or buries it in words; by signs that no accepted answer has."""
+    """Whether an answer offers several answers, denies one, or buries it in words, unlike the accepted answers."""
     for signs in (OFFERS, DENIAL):
         if set(signs.findall(answer.casefold())) - set(signs.findall("\v".join(accepted).casefold())):
             return True
@@ -105,7 +105,7 @@ def hedged(answer: str, accepted: Sequence[str]) -> bool:
 
 
 class QaOptions(ServiceOptions):
-    metric: Literal["exact", "f1"] = "exact"  # what is paid: equal or not, or the words that both have
+    metric: Literal["exact", "f1"] = "exact"  # exact: 1 if equal, else 0; f1: by common words
     shaping: Shaping = Shaping()
 
 
@@ -132,7 +132,7 @@ def verify(task: QaTask, options: QaOptions) -> dict[str, Any]:
 
 
 def compute_metrics(rows: list[Json]) -> dict[str, float]:
-    """SQuAD's pair (exact match and F1), how many gave no answer, and exact match by the kind of answer."""
+    """SQuAD's exact match and F1, the share without an answer, and exact match by the kind of answer."""
     if not rows:
         return {}
     silent = fmean(row["extracted_answer"] is None for row in rows)
@@ -141,7 +141,7 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
 
 
 def in_json(text: str) -> str | None:
-    """The answer of a text that ends with `{"answer": "..."}`, as HotpotQA's prompts in NeMo Gym ask for."""
+    """The answer in a final `{"answer": "..."}`, the format of HotpotQA's prompts in NeMo Gym."""
     found = IN_JSON.search(without_reasoning(text)[-WINDOW:])
     try:
         return None if found is None else str(json.loads(found[1])).strip() or None

@@ -1,4 +1,4 @@
-"""reasoning_gym: the library's tasks by name, seed and index, scored by its own scorers in killable workers."""
+"""reasoning_gym: the library's tasks by name, seed and index, scored by its own scorers in worker processes."""
 
 import json
 import os
@@ -17,9 +17,9 @@ os.environ["PYTHONHASHSEED"] = "0"  # for the workers: some tasks depend on the 
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check")
 
 REFUSED = {
-    "boxnet": "no answer of its tasks is known to be right, and its scorer stops at many that are not",
-    "composite": "it mixes other datasets; name those in rows of their own",
-    "propositional_logic": "a premise, copied, gets full marks",
+    "boxnet": "no answer of its tasks is known to be right, and its scorer raises on many wrong ones",
+    "composite": "it mixes other datasets; use rows of those datasets instead",
+    "propositional_logic": "a copied premise gets the full score",
     "rush_hour": "no answer of its tasks is known to be right",
 }
 PLAIN_ANSWER = "0"
@@ -27,8 +27,10 @@ OPENING, CLOSING = "<answer>", "</answer>"
 
 
 class Options(ServiceOptions):
-    reward: Literal["correct", "score"] = "correct"  # 1 or 0; or the library's score, with what it pays for trying
-    deadline_s: float = Field(default=10.0, gt=0)  # CPU seconds to make a task and score an answer
+    reward: Literal["correct", "score"] = (
+        "correct"  # 1 or 0; or the library's score, which includes points for any attempt
+    )
+    deadline_s: float = Field(default=10.0, gt=0)  # CPU seconds to generate a task and score an answer
 
 
 class Task(VerifyRequest):
@@ -36,13 +38,13 @@ class Task(VerifyRequest):
     seed: int = Field(ge=0)
     index: int = Field(default=0, ge=0, le=10_000)
     config: dict[str, Any] = Field(default_factory=dict)
-    fingerprint: str | None = None  # of the question; a library that makes another one of this row scores nothing
+    fingerprint: str | None = None  # of the question; null reward if the library generates another one
 
     @field_validator("dataset")
     @classmethod
     def _is_trusted(cls, name: str) -> str:
         if name in REFUSED:
-            raise ValueError(f"{name} is not used: {REFUSED[name]}")
+            raise ValueError(f"dataset {name} is not supported: {REFUSED[name]}")
         if name not in DATASETS:
             raise ValueError(f"the library has no dataset {name!r}{did_you_mean(name, DATASETS)}")
         return name
@@ -56,7 +58,7 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
     if checked.kind == "ok":
         return {**told(**checked.value, options=options), "extracted_answer": answer}
     failure = checked.failure()
-    if not checked.infra:  # the answer's doing, unless the task cannot be made in time
+    if not checked.infra:  # the answer's fault, unless the task cannot be generated in time
         plain = await scored(task, PLAIN_ANSWER, options)
         if plain.kind != "ok" and not plain.infra:
             failure = {"reward": None, "outcome": "unverifiable", "reason": f"the task: {plain.kind}: {plain.detail}"}
@@ -71,14 +73,14 @@ async def scored(task: Task, answer: str, options: Options) -> Outcome:
 
 
 def told(outcome: str, score: float | None, reason: str | None, options: Options) -> dict[str, Any]:
-    """What is answered for the checker's verdict; an `infra_error` is the row's or the library's."""
+    """The response for a verdict of the checker. An `infra_error` is a fault of the row or the library."""
     correct = outcome == "correct" if outcome in ("correct", "wrong") else None
     reward = None if correct is None else score if options.reward == "score" else float(correct)
     return {"reward": reward, "is_correct": correct, "outcome": outcome, "score": score, "reason": reason}
 
 
 def answer_in(text: str) -> str | None:
-    """What the last <answer> holds; the whole text where there is no such tag. None: nothing, or a tag left open."""
+    """The content of the last <answer>, or the whole text without such a tag. None if empty or the tag is open."""
     text = without_reasoning(text)
     if OPENING in text:
         inside, closed, _ = text.rpartition(OPENING)[2].partition(CLOSING)

@@ -1,13 +1,13 @@
-"""Is this answer right? Runs in worker processes: the library makes the task again and scores the answer.
+"""Scores an answer with the library's scorer. Runs in worker processes, which generate the task again from the row.
 
-What the library's scorers get wrong is put right here (tried on version 0.1.25):
+Problems of the library's scorers that are fixed here (as of version 0.1.25):
 
-runs text     four scorers `eval` the answer, five give it to SymPy's `parse_expr`, which is `eval`: the first read literals
-              here, the others get arithmetic and known functions only
-pays wrongly  game_of_life_halting any text, puzzle24 other numbers than those given, coin_flip a 0 for small probabilities,
-              complex_arithmetic `nan`, gsm_symbolic a right number among others, spell_backward the word among others
-raises        on text that it cannot read (prime_factorization, boxnet, game_of_life): that answer is wrong
-by hash       four datasets depend on the order of sets, so the workers' hash seed is fixed (app.py)
+- Four scorers `eval` the answer: they parse literals only. Five pass it to SymPy's `parse_expr`, which is `eval`:
+  they get arithmetic and known functions only.
+- Some accept wrong answers: game_of_life_halting any text, puzzle24 other numbers than the given ones, coin_flip a 0
+  for small probabilities, complex_arithmetic `nan`, gsm_symbolic and spell_backward the answer among other words.
+- Some raise on text that they cannot parse (prime_factorization, boxnet, game_of_life): that answer is wrong.
+- Four datasets depend on the order of sets, so the workers' hash seed is fixed (app.py).
 """
 
 import ast
@@ -24,7 +24,7 @@ from reasoning_gym.factory import create_dataset
 from reasoning_gym.games import n_queens
 
 for module in (binary_matrix, spiral_matrix, string_insertion, n_queens):
-    module.eval = ast.literal_eval  # a global of the module comes before the builtin
+    module.eval = ast.literal_eval  # a module global hides the builtin
 
 ARITHMETIC = re.compile(r"[\d\s+\-*/().]+")
 WORDS = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -44,7 +44,7 @@ READ_AS = {
 
 
 class Made(NamedTuple):
-    """A task of the library, and the dataset that scores it."""
+    """A task (entry) of the library, and the dataset that scores it."""
 
     dataset: Any
     entry: dict[str, Any]
@@ -52,13 +52,13 @@ class Made(NamedTuple):
 
 @lru_cache(maxsize=512)
 def made(name: str, seed: int, index: int, config: str) -> Made:
-    """config: JSON."""
+    """Generate a task. config: JSON of the dataset's options."""
     dataset = create_dataset(name, seed=seed, size=index + 1, **json.loads(config))
     return Made(dataset, dataset[index])
 
 
 def fingerprint(entry: dict[str, Any]) -> str:
-    """Tells a task from the one that another version of the library makes of the same numbers."""
+    """A hash of the question, to detect that another version of the library generates another task."""
     return hashlib.sha256(entry["question"].encode()).hexdigest()[:16]
 
 
@@ -66,23 +66,23 @@ def check(name: str, seed: int, index: int, config: str, expected: str | None, a
     """`{"outcome": "correct" | "wrong" | "infra_error", "score", "reason"}`; score: the library's own, 0 to 1."""
     try:
         task = made(name, seed, index, config)
-    except Exception as error:  # noqa: BLE001  the row's fault or the library's, never the answer's
-        return {"outcome": "infra_error", "score": None, "reason": f"the task cannot be made: {error}"}
+    except Exception as error:  # noqa: BLE001  the row's or the library's fault, never the answer's
+        return {"outcome": "infra_error", "score": None, "reason": f"the task cannot be generated: {error}"}
     if expected is not None and fingerprint(task.entry) != expected:
-        return {"outcome": "infra_error", "score": None, "reason": "the library makes another task of this row"}
+        return {"outcome": "infra_error", "score": None, "reason": "the library generates another task from this row"}
     if not readable(name, answer):
         return {"outcome": "wrong", "score": 0.0, "reason": "not an expression of this kind"}
     try:
         score = min(1.0, float(task.dataset.score_answer(answer, task.entry)))
-    except Exception as error:  # noqa: BLE001  it scores the known answer without one, so this is the answer's fault
+    except Exception as error:  # noqa: BLE001  scorers accept the known answer, so this is the answer's fault
         return {"outcome": "wrong", "score": 0.0, "reason": f"the library cannot read it: {type(error).__name__}"}
     if score >= 1.0 and paid_wrongly(name, answer, task.entry):
-        return {"outcome": "wrong", "score": 0.0, "reason": "the library would take it, and it is not the answer"}
+        return {"outcome": "wrong", "score": 0.0, "reason": "the library accepts it, but it is not the answer"}
     return {"outcome": "correct" if score >= 1.0 else "wrong", "score": score, "reason": None}
 
 
 def readable(name: str, answer: str) -> bool:
-    """Whether `parse_expr` may see it."""
+    """Whether the answer may reach `parse_expr`."""
     kind = READ_AS.get(name)
     if kind == "arithmetic":
         return bool(ARITHMETIC.fullmatch(answer))
@@ -94,7 +94,7 @@ def readable(name: str, answer: str) -> bool:
 
 
 def paid_wrongly(name: str, answer: str, entry: dict[str, Any]) -> bool:
-    """Whether an answer that the library gives 1 is wrong nevertheless."""
+    """Whether an answer to which the library gives 1 is wrong."""
     if name == "game_of_life_halting":
         return answer.strip().casefold() != str(entry["answer"]).casefold()
     if name == "puzzle24":
@@ -106,7 +106,7 @@ def paid_wrongly(name: str, answer: str, entry: dict[str, Any]) -> bool:
         numbers = [number.replace(",", "") for number in NUMBER.findall(answer)]
         return len(numbers) != 1 or Fraction(numbers[0]) != Fraction(entry["answer"].replace(",", ""))
     if name == "spell_backward":
-        return answer.strip().casefold() != entry["answer"].casefold()
+        return answer.strip().casefold() != str(entry["answer"]).casefold()
     if name == "coin_flip":
         expected = float(Fraction(entry["answer"]))
         return not math.isclose(float(Fraction(answer.replace(",", ""))), expected, rel_tol=1e-2)
@@ -114,7 +114,7 @@ def paid_wrongly(name: str, answer: str, entry: dict[str, Any]) -> bool:
 
 
 def exactly(expression: str) -> Fraction | None:
-    """The value of integers, + - * / and parentheses, without rounding; None for anything else."""
+    """The exact value of an expression of integers, + - * / and parentheses; None for anything else."""
 
     def value(node: ast.AST) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) is int:

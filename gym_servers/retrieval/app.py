@@ -1,4 +1,4 @@
-"""retrieval: search a library, open documents, answer with citations. Reward for the answer and for what supports it."""
+"""retrieval: search a library, open documents, answer with citations. Rewards the answer and its support."""
 
 import re
 from functools import lru_cache
@@ -71,7 +71,7 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
     answered = ANSWER_LINE.findall(text)
     answer = CITATION.sub("", answered[-1]) if answered else None
     right = answer is not None and _same(answer, task.expected_answer)
-    good = set(cited) & opened & set(task.support)  # what was never opened supports nothing
+    good = set(cited) & opened & set(task.support)  # unopened documents do not count
     f1 = 2 * len(good) / (len(cited) + len(task.support))
     parts = {"answer": ANSWER * right, "support": SUPPORT * f1 * right}
     claims, unsupported = _claims(text, library(task.library))
@@ -87,13 +87,13 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
 
 
 def _same(answer: str, expected: str) -> bool:
-    """Equal but for case, marks and a leading article; `the river Ane` is `Ane`."""
+    """Equality without case, marks and a leading article; `the river Ane` is `Ane`."""
     plain = [re.sub(r"^(?:(?:the|a|an) )?(?:river )?", "", canonical(text).strip(" -")) for text in (answer, expected)]
     return plain[0] == plain[1]
 
 
 def _claims(text: str, known: Library) -> tuple[int, int]:
-    """Sentences with citations, and how many of them have a name or a number that stands in no document they cite."""
+    """Counts sentences with citations, and those with a name or a number that is in no document they cite."""
     claims = unsupported = 0
     for sentence in SENTENCE.findall(text):
         cited = [known.documents[doc_id] for doc_id in CITATION.findall(sentence) if doc_id in known.documents]

@@ -1,4 +1,4 @@
-"""A corpus of passages, and its BM25 index."""
+"""Generated libraries of documents, and a BM25 index."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ K1, B = 1.5, 0.75
 
 
 class Index:
-    """Over texts by id."""
+    """A BM25 index over texts by id."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._counts = {key: Counter(words(text)) for key, text in texts.items()}
@@ -83,7 +83,7 @@ class Index:
         self._holders = Counter(word for counts in self._counts.values() for word in counts)
 
     def best(self, query: str, count: int) -> list[str]:
-        """At most `count` ids, best first; those without any word of the query are left out."""
+        """At most `count` ids, best first; only texts with a word of the query."""
         asked = set(words(query))
         scores = {key: self._score(asked, key) for key in self._counts}
         hits = [key for key, score in scores.items() if score > 0]
@@ -110,7 +110,7 @@ class Document(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """`subject`'s `relation` is `value`; it stands in one document and in no other."""
+    """`subject`'s `relation` is `value`, as exactly one document says."""
 
     subject: str
     relation: str
@@ -119,7 +119,7 @@ class Fact(NamedTuple):
 
 
 class Library:
-    """Documents by id, and every fact by (subject, relation)."""
+    """Documents by id, and facts by (subject, relation), generated from a seed."""
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(f"retrieval {seed}")
@@ -143,7 +143,7 @@ class Library:
             town, born, firm = rng.choice(towns), str(rng.randint(1931, 1996)), rng.choice(firms)
             text = f"{person} was born in {town} in {born}. Today {person} works for {firm}."
             self._add(f"d{next(ids)}", person, text, birthplace=town, born=born, employer=firm)
-        for number in range(8):  # pages that only mention names, some with orders to whoever reads them
+        for number in range(8):  # pages that only mention names, some with a prompt injection
             one, other, town = rng.choice(people), rng.choice(firms), rng.choice(towns)
             text = f"The {rng.choice(TRADES).lower()} fair in {town} was visited by {one} and by people of {other}."
             if number % 2:

@@ -1,4 +1,4 @@
-"""sandbox: runs programs for gym servers on other machines. `POST /run {"program", "limits"}` answers a Result."""
+"""sandbox: runs programs for gym servers on other machines. `POST /run {"program", "limits"}` returns a Result."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ from ngym.services.base.request_bodies import json_body, valid_body
 
 class Options(ServiceOptions):
     sandbox: SandboxOptions = Local()  # where programs run
-    most: Limits = Limits(cpu_s=60, memory_mib=4096, disk_mib=256)  # what callers may ask for
+    most: Limits = Limits(cpu_s=60, memory_mib=4096, disk_mib=256)  # upper bounds of what callers ask for
 
 
 class Run(BaseModel):

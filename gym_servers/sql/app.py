@@ -1,4 +1,4 @@
-"""sql: a question, answered by a query. Reward 1 when it gives the expected rows, on databases not shown as well."""
+"""sql: a question, answered by a query. Reward 1 if it returns the expected rows, on hidden databases too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN = re.compile(r"[()]|\border\s+by\b", re.IGNORECASE)
 
 
 class Database(BaseModel):
-    """Either a script that fills an empty database, or a file that is opened for reading."""
+    """A script that fills an empty database, or a file that is opened read-only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     script: str | None = None
@@ -27,10 +27,10 @@ class Database(BaseModel):
 
 
 class SqlTask(VerifyRequest):
-    """setup: a script for the database that the policy sees; hidden: for others with the same tables.
+    """setup: a script for the database that the policy sees. hidden: scripts for others with the same tables.
 
-    Instead of both, `database` names a folder of files: `{name}/{name}.sqlite` is seen, the others there are hidden.
-    gold: the query. ordered: whether the order of rows counts; by default it does where gold has an ORDER BY.
+    Instead of both, `database` names a folder of files: `{name}/{name}.sqlite` is shown, the others there are hidden.
+    gold: the query. ordered: whether the order of rows counts; default: if gold has an outer ORDER BY.
     """
 
     setup: str | None = None
@@ -42,9 +42,9 @@ class SqlTask(VerifyRequest):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.setup is None) == (self.database is None):
-            raise ValueError("wanted either setup (a script) or database (a name)")
+            raise ValueError("a row needs either setup (a script) or database (a name)")
         if self.database is not None and not NAME.fullmatch(self.database):
-            raise ValueError(f"database: {self.database!r} is no name of a folder")
+            raise ValueError(f"database: {self.database!r} is not a valid folder name")
         return self
 
     @property
@@ -56,19 +56,19 @@ class SqlTask(VerifyRequest):
         return self.all(folder)[0]
 
     def all(self, folder: str | None) -> list[dict[str, str | None]]:
-        """That one, then the hidden ones. BadRequest if there is none."""
+        """The shown database, then the hidden ones. Raises BadRequest if there is none."""
         if self.setup is not None:
             return [Database(script=script).model_dump() for script in (self.setup, *self.hidden)]
         home = Path(folder or "") / str(self.database)
         first = home / f"{self.database}.sqlite"
         if folder is None or not first.is_file():
-            raise BadRequest(f"there is no database {first}: `databases` in the stanza names their folder")
+            raise BadRequest(f"there is no database {first}: set `databases` in the stanza to their folder")
         others = sorted(path for path in home.glob("*.sqlite") if path != first)
         return [Database(file=str(path.resolve())).model_dump() for path in (first, *others)]
 
 
 def has_order(sql: str) -> bool:
-    """Whether the statement itself, and not a part in brackets, has an ORDER BY."""
+    """Whether the statement has an ORDER BY outside of brackets."""
     depth = 0
     for token in TOKEN.findall(QUIET.sub(" ", sql)):
         depth += (token == "(") - (token == ")")
@@ -78,7 +78,7 @@ def has_order(sql: str) -> bool:
 
 
 def final_query(text: str) -> str | None:
-    """The last closed code fence; without one, the answer itself if it is a query."""
+    """The last closed code fence; without one, the whole answer if it is a query."""
     found = fenced(text)
     if found is None:
         bare = without_reasoning(text).strip()
@@ -91,8 +91,8 @@ pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=5
 
 class SqlOptions(ServiceOptions):
     databases: str | None = None  # folder of `{database}/*.sqlite`, for rows that name one
-    deadline_s: float = 5.0  # CPU seconds for one verification, or one query of the policy's
-    max_queries: int = 20  # of one rollout; further ones are refused
+    deadline_s: float = 5.0  # CPU seconds for one verification, or one query of the policy
+    max_queries: int = 20  # per rollout
 
 
 class Query(BaseModel):
@@ -109,7 +109,7 @@ async def query(body: Query, session: Session, options: SqlOptions) -> dict[str,
     if ran.kind != "ok":
         if ran.infra:
             raise ServiceError(f"the statement could not be run: {ran.kind}: {ran.detail}", retryable=True)
-        raise ToolError(f"query: the statement was ended: {ran.kind}")
+        raise ToolError(f"query: the statement was stopped: {ran.kind}")
     if "error" in ran.value:
         raise ToolError(f"query: {ran.value['error']}")
     shown: dict[str, Any] = ran.value
@@ -126,7 +126,7 @@ async def verify(task: SqlTask, options: SqlOptions) -> dict[str, Any]:
         reason = known.detail if known.kind != "ok" else known.value["error"]
         return {"reward": None, "outcome": "gold_error", "reason": reason, "extracted_answer": said}
     ran = await pool.run("grade", databases, task.gold, said, task.is_ordered, deadline_s=options.deadline_s)
-    if ran.kind != "ok":  # the expected query ended in time and this one did not
+    if ran.kind != "ok":  # the gold query ended in time, this one did not
         return {**ran.failure(), "extracted_answer": said}
     return {**ran.value, "reward": float(ran.value["outcome"] == "correct"), "extracted_answer": said}
 

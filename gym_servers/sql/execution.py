@@ -1,12 +1,12 @@
-"""Runs queries that nobody trusts, in a worker process: they read, they end, and what they give is bounded.
+"""Runs untrusted queries in a worker process: read-only, with bounded time and output.
 
-A statement may select, and nothing else: an authorizer refuses the rest while it is compiled. How much it does is
-counted in SQLite's own instructions, so that the same query gets the same verdict on any machine.
+A statement may only select; an authorizer refuses everything else at compile time. Its work is counted in SQLite's
+own instructions, so that the same query gets the same verdict on any machine.
 """
 
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
-# What the script that fills a database needs none of: other files, settings of the connection.
+# A script that fills a database may not use other files or settings of the connection.
 NOT_IN_SCRIPTS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}
 SCRIPT_PRAGMAS = {"foreign_keys", "encoding"}
-# Different at every call, or not about the data.
+# Functions that are random or not about the data.
 REFUSED_FUNCTIONS = {"load_extension", "random", "randomblob", "sqlite_compileoption_get", "fts3_tokenizer"}
 
 
@@ -49,11 +49,12 @@ class TooHeavy(Exception):
 
 def call(name: str, *arguments: Any) -> Any:
     """The worker's entry: `show`, `expect` or `grade`."""
-    return {"show": show, "expect": expect, "grade": grade}[name](*arguments)
+    entries: dict[str, Callable[..., dict[str, Any]]] = {"show": show, "expect": expect, "grade": grade}
+    return entries[name](*arguments)
 
 
 def show(database: Database, sql: str) -> dict[str, Any]:
-    """The first rows, for the policy; `{"error"}` says what is wrong with the query."""
+    """The first rows, for the policy, or `{"error"}` with what is wrong with the query."""
     try:
         with opened(database) as connection:
             columns, rows = fetch(connection, sql)
@@ -64,7 +65,7 @@ def show(database: Database, sql: str) -> dict[str, Any]:
 
 
 def expect(databases: list[Database], gold: str) -> dict[str, Any]:
-    """Whether the gold query runs on all of them; `{"error"}` says what is wrong."""
+    """Run the gold query on all databases; `{"error"}` says what is wrong."""
     try:
         for database in databases:
             with opened(database) as connection:
@@ -94,11 +95,11 @@ def grade(databases: list[Database], gold: str, said: str, ordered: bool) -> dic
 
 @contextmanager
 def opened(database: Database) -> Iterator[sqlite3.Connection]:
-    """A connection that can only read, and only so much. Nothing that is done with it lasts."""
+    """A connection with limits that can only read. It leaves no changes."""
     path = database["file"]
     location = "file::memory:" if path is None else f"{Path(path).as_uri()}?mode=ro&immutable=1"
     with closing(sqlite3.connect(location, uri=True, isolation_level=None, cached_statements=0)) as connection:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # no script writes a file
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # so that no script writes a file
         if database["script"] is not None:
             connection.set_authorizer(authorize_script)
             with counted(connection):
@@ -115,7 +116,7 @@ def opened(database: Database) -> Iterator[sqlite3.Connection]:
 
 
 def authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
-    """Select from tables, call harmless functions; nothing else."""
+    """Allow only selects from tables and harmless functions."""
     if action in ALLOWED:
         return sqlite3.SQLITE_OK
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in REFUSED_FUNCTIONS:
@@ -124,7 +125,7 @@ def authorize(action: int, first: str | None, second: str | None, *_: object) ->
 
 
 def authorize_script(action: int, first: str | None, second: str | None, *_: object) -> int:
-    """Anything that stays in the one database."""
+    """Allow anything that stays in the one database."""
     if action in NOT_IN_SCRIPTS:
         return sqlite3.SQLITE_DENY
     if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() not in SCRIPT_PRAGMAS:
@@ -135,12 +136,12 @@ def authorize_script(action: int, first: str | None, second: str | None, *_: obj
 
 
 def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
-    """Names of the columns and all rows. sqlite3.Error, TooHeavy."""
+    """Column names and all rows. Raises sqlite3.Error, TooHeavy or ValueError (not a query)."""
     rows: Rows = []
     with counted(connection):
         cursor = connection.execute(sql)
         if cursor.description is None:
-            raise ValueError("that is no query")
+            raise ValueError("not a query")
         for row in cursor:
             rows.append(row)
             if len(rows) > MAX_ROWS or len(rows) * len(row) > MAX_CELLS:
@@ -150,7 +151,7 @@ def fetch(connection: sqlite3.Connection, sql: str) -> tuple[list[str], Rows]:
 
 @contextmanager
 def counted(connection: sqlite3.Connection) -> Iterator[None]:
-    """TooHeavy after MAX_STEPS of SQLite's instructions."""
+    """Raises TooHeavy after MAX_STEPS of SQLite's instructions."""
     looks = 0
 
     def look() -> bool:
@@ -168,7 +169,7 @@ def counted(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def equal(wanted: Rows, got: Rows, ordered: bool) -> bool:
-    """The same rows as often, in the same order if it counts; floats within TOLERANCE, whatever columns are called."""
+    """The same rows equally often, in the same order if `ordered`; floats within TOLERANCE, column names ignored."""
     if len(wanted) != len(got):
         return False
     if not ordered:
@@ -182,14 +183,14 @@ def same_row(wanted: tuple[Any, ...], got: tuple[Any, ...]) -> bool:
 
 def same(wanted: Any, got: Any) -> bool:
     if isinstance(wanted, int) and isinstance(got, int):
-        return wanted == got  # a count or an id is right or wrong, however large
+        return wanted == got  # no tolerance for counts and ids
     if isinstance(wanted, int | float) and isinstance(got, int | float):
         return wanted == got or close(wanted, got, TOLERANCE)
     return type(wanted) is type(got) and bool(wanted == got)
 
 
 def rank(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """For sorting: what is exact first, so that rows that differ by rounding only stay neighbours."""
+    """A sort key with exact values first, so that rows that differ only by rounding are at the same place."""
     exact = tuple((kind(value), value) for value in row if not isinstance(value, int | float) and value is not None)
     return exact, tuple(kind(value) for value in row), tuple(v for v in row if isinstance(v, int | float))
 
@@ -199,7 +200,7 @@ def kind(value: Any) -> str:
 
 
 def cell(value: Any) -> Any:
-    """As it is shown to the policy."""
+    """A value as the policy sees it."""
     if isinstance(value, bytes):
         value = f"x'{value[:SHOWN_CHARS].hex()}'"
     if isinstance(value, str) and len(value) > SHOWN_CHARS:

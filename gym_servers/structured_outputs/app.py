@@ -1,4 +1,4 @@
-"""structured_outputs: JSON, YAML, XML, CSV or TOML that fits a JSON Schema and says the values that were asked for."""
+"""structured_outputs: JSON, YAML, XML, CSV or TOML that fits a JSON Schema and has the requested values."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", deadline_s=5.
 
 
 class StructuredOptions(ServiceOptions):
-    shape_weight: float = Field(default=0.2, ge=0, le=1)  # paid for a valid document where values are asked for, too
-    fences: bool = True  # whether the document may stand in a code fence, with prose around it
+    shape_weight: float = Field(default=0.2, ge=0, le=1)  # reward for a valid document if the row also has values
+    fences: bool = True  # whether the document may be in a code fence, with prose around it
     shaping: Shaping = Shaping()
 
 
@@ -41,7 +41,7 @@ async def verify(task: StructuredTask, options: StructuredOptions) -> dict[str, 
 
 
 async def failure(checked: Outcome, task: StructuredTask) -> dict[str, Any]:
-    """0 for a document that could not be checked in time, unless the schema alone takes too much."""
+    """0 for a document that was not checked in time; null if the schema alone takes too much."""
     if not checked.infra:
         alone = await pool.run("", task.schema_type, task.schema_str, task.expected_values)
         if alone.kind != "ok" and not alone.infra:

@@ -1,14 +1,14 @@
 """Checks a document against its schema. Runs in a worker process; JSON, YAML, TOML, XML and CSV.
 
-Stricter than the parsers are by themselves: no duplicate keys, no NaN, no YAML anchors and tags, no XML entities and
-document types, no text over MAX_CHARS, nothing nested deeper than MAX_DEPTH. YAML scalars are those of YAML 1.2: `no`
-and `2024-05-01` are strings. XML and CSV have no types: a text becomes the number, boolean or null that the schema wants.
+Stricter than the parsers: no duplicate keys, no NaN, no YAML anchors and tags, no XML entities and document types, no
+text over MAX_CHARS, no nesting deeper than MAX_DEPTH. YAML scalars are those of YAML 1.2: `no` and `2024-05-01` are
+strings. XML and CSV have no types: a text becomes the number, boolean or null that the schema requires.
 
-    XML   <root><name>x</name><tag>a</tag><tag>b</tag></root>   -> {"name": "x", "tag": ["a", "b"]}; attributes are "@name"
-    CSV   a header line, then one record a line                 -> an array of objects
+    XML   <root><name>x</name><tag>a</tag><tag>b</tag></root>   -> {"name": "x", "tag": ["a", "b"]}; attributes: "@name"
+    CSV   a header line, then one record per line               -> an array of objects
 
 `invalid` and `wrong` are verdicts on the text. `unverifiable` is a fault of the row: its schema cannot be used.
-Schemas are compiled with a linear-time regex engine; only patterns that it lacks (look-around, back-references) go to a
+Patterns use a linear-time regex engine; only those that it does not support (look-around, back-references) use a
 backtracking one, with a limit. Nothing is fetched: a remote $ref is a fault of the row.
 """
 
@@ -43,21 +43,21 @@ MISSING = object()
 
 
 class Malformed(Exception):
-    """The text is no document of its format."""
+    """The text is not a document of its format."""
 
 
 def parse(text: str, form: str, schema: Schema) -> Any:
     if len(text) > MAX_CHARS:
         raise Malformed(f"the text is longer than {MAX_CHARS:,} characters")
     if not text.strip():
-        raise Malformed("there is no text")
+        raise Malformed("the text is empty")
     document = PARSERS[form](text.strip("\ufeff \t\r\n"), schema)
     refuse_depth(document)
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Malformed("half a surrogate pair is no character") from None
-    except ValueError:  # TOML's 0xfff... is no decimal text to json
+        raise Malformed("half a surrogate pair is not a character") from None
+    except ValueError:  # json cannot write a long hexadecimal integer of TOML
         raise Malformed("a whole number has too many digits") from None
     return document
 
@@ -72,7 +72,7 @@ def parse_json(text: str, schema: Schema) -> Any:
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise Malformed("a key stands twice in one object")
+        raise Malformed("an object has a key twice")
     return found
 
 
@@ -81,10 +81,10 @@ def decimal(digits: str) -> float:
 
 
 def no_constant(name: str) -> Any:
-    raise Malformed(f"{name} is no JSON number")
+    raise Malformed(f"{name} is not a JSON number")
 
 
-class Loader(yaml.CSafeLoader):  # type: ignore[misc]
+class Loader(yaml.CSafeLoader):
     """YAML 1.2's core scalars; no dates, no merge keys."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own attribute)
@@ -139,7 +139,7 @@ def parse_yaml(text: str, schema: Schema) -> Any:
 
 
 def parse_toml(text: str, schema: Schema) -> Any:
-    if LONG_KEY.search(text):  # a.a.a...: tomllib takes quadratic memory for it
+    if LONG_KEY.search(text):  # a.a.a...: tomllib would need quadratic memory
         raise Malformed(f"it is nested deeper than {MAX_DEPTH} levels")
     try:
         return plain(tomllib.loads(text, parse_float=decimal))
@@ -148,13 +148,13 @@ def parse_toml(text: str, schema: Schema) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Dates as strings; TOML's `nan` is no JSON."""
+    """The value with dates as strings. TOML's `nan` is not valid JSON."""
     if isinstance(value, dict):
         return {key: plain(member) for key, member in value.items()}
     if isinstance(value, list):
         return [plain(member) for member in value]
     if isinstance(value, float) and isnan(value):
-        raise Malformed("nan is no JSON number")
+        raise Malformed("nan is not a JSON number")
     return value.isoformat() if isinstance(value, datetime | date | time) else value
 
 
@@ -174,7 +174,7 @@ def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> A
     if not len(element) and not element.attrib and "object" not in types(schema):
         return scalar(text, schema)
     if text or any((child.tail or "").strip() for child in element):
-        raise Malformed(f"<{element.tag}> has text beside its elements")
+        raise Malformed(f"<{element.tag}> has text next to its elements")
     found: dict[str, Any] = {
         f"@{name}": scalar(value, member(schema, f"@{name}", whole)) for name, value in element.attrib.items()
     }
@@ -184,7 +184,7 @@ def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> A
             items = wanted.get("items", {})
             found.setdefault(child.tag, []).append(of_element(child, items, whole, depth + 1))
         elif child.tag in found:
-            raise Malformed(f"<{child.tag}> stands twice")
+            raise Malformed(f"<{child.tag}> occurs twice")
         else:
             found[child.tag] = of_element(child, wanted, whole, depth + 1)
     return found
@@ -197,7 +197,7 @@ def parse_csv(text: str, schema: Schema) -> Any:
         raise Malformed(str(error)) from None
     header, records = lines[0], [line for line in lines[1:] if line]
     if len(set(header)) != len(header):
-        raise Malformed("a column stands twice")
+        raise Malformed("the header has a column twice")
     items = resolved(resolved(schema, schema).get("items", {}), schema)
     for number, record in enumerate(records, start=1):
         if len(record) != len(header):
@@ -209,7 +209,7 @@ def parse_csv(text: str, schema: Schema) -> Any:
 
 
 def resolved(schema: Schema, whole: Schema) -> dict[str, Any]:
-    """The schema that a local `$ref` names; {} for one that is no object or leads nowhere."""
+    """The schema that a local `$ref` names; {} if it is not an object or does not exist."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict):
             return {}
@@ -228,7 +228,7 @@ def member(schema: Schema, name: str, whole: Schema) -> dict[str, Any]:
 
 
 def types(schema: Schema) -> list[str]:
-    """What a value may be: by `type`, or by that of the alternatives."""
+    """The allowed types of a value: those of `type` and of the alternatives."""
     if not isinstance(schema, dict):
         return []
     kinds = schema.get("type", [])
@@ -237,7 +237,7 @@ def types(schema: Schema) -> list[str]:
 
 
 def scalar(text: str, schema: dict[str, Any]) -> Any:
-    """The text as the first of the schema's types that it can be."""
+    """The text as the first of the schema's types that fits."""
     kinds = types(schema)
     if "null" in kinds and text == "":
         return None
@@ -274,7 +274,9 @@ PARSERS: dict[str, Callable[[str, Schema], Any]] = {
 
 
 def check(text: str, form: Format, schema_str: str, expected: dict[str, Any]) -> dict[str, Any]:
-    """`{"outcome": "correct" | "wrong" | "invalid" | "unverifiable", "reason", "valid", "values"}`, the last two 0 to 1."""
+    """`{"outcome": "correct" | "wrong" | "invalid" | "unverifiable", "reason", "valid", "values"}`; the last two are
+    from 0 to 1.
+    """
     try:
         schema = orjson.loads(schema_str)
         validator = compiled(schema)
@@ -283,7 +285,7 @@ def check(text: str, form: Format, schema_str: str, expected: dict[str, Any]) ->
     try:
         document = parse(text, form, schema)
     except (Malformed, RecursionError) as error:
-        return verdict("invalid", f"no {form.upper()}: {error}", 0.0, 0.0)
+        return verdict("invalid", f"not valid {form.upper()}: {error}", 0.0, 0.0)
     try:
         fault = next(validator.iter_errors(document), None)
     except ValueError as error:
@@ -301,7 +303,7 @@ def verdict(outcome: str, reason: str | None, valid: float | None, values: float
 
 
 def compiled(schema: Any) -> Any:
-    """A validator that asserts `format`, too."""
+    """A validator that also asserts `format`."""
     settings: dict[str, Any] = {"validate_formats": True, "offline": True}
     try:
         return jsonschema_rs.validator_for(schema, pattern_options=jsonschema_rs.RegexOptions(), **settings)
@@ -311,7 +313,7 @@ def compiled(schema: Any) -> Any:
 
 
 def at(document: Any, path: str) -> Any:
-    """What stands at a JSON pointer (RFC 6901); MISSING where nothing does."""
+    """The value at a JSON pointer (RFC 6901), or MISSING."""
     for step in path.split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(document, list) and key.isdecimal() and int(key) < len(document):

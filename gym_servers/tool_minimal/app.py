@@ -1,4 +1,4 @@
-"""tool_minimal: answer with the fewest calls. Reward: a right, looked-up answer, and how few calls it took."""
+"""tool_minimal: answer with the fewest calls. Rewards a right, looked-up answer, and few calls."""
 
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -37,7 +37,7 @@ class City(BaseModel):
 
 class Task(VerifyRequest):
     world: int
-    needs: list[ReferenceText] = Field(description="The facts that the answer rests on.")
+    needs: list[ReferenceText] = Field(description="The facts that the answer depends on.")
     minimal_calls: int
     expected_answer: ReferenceText = Field(description="A number, or a city.")
 
@@ -98,14 +98,14 @@ async def get_reviews(body: Sku, session: Session) -> Any:
 
 
 def verify(task: Task, session: Session) -> dict[str, Any]:
-    # An agent that an SDK drives leaves no calls in its trajectory, a stored rollout has no session: the longer list counts.
+    # An SDK-driven agent has no calls in its trajectory, a stored rollout has no session: use the longer list.
     calls = max(calls_in(task.response), session.get("calls", []), key=len)
     seen = [world(task.world).call(call.name, _key(call)) for call in calls]
     known = frozenset[str]().union(*(shown.facts for shown in seen if shown))
     answer = _answer(task.text, task.expected_answer)
     right = answer is not None and _same(answer, task.expected_answer)
     looked_up = known >= set(task.needs)
-    efficiency = min(1.0, (task.minimal_calls + 1) / (len(calls) + 1))  # a lucky guess pays no more
+    efficiency = min(1.0, (task.minimal_calls + 1) / (len(calls) + 1))  # at most 1, also after a lucky guess
     parts = {"correctness": CORRECT, "efficiency": EFFICIENT * efficiency}
     if not (right and looked_up):
         parts = dict.fromkeys(parts, 0.0)
@@ -126,7 +126,7 @@ def _key(call: Call) -> str:
 
 
 def _answer(text: str, expected: str) -> str | None:
-    """A number: the last one of the text. A city: it, and no other."""
+    """The last number of the text, or its only city."""
     if expected in CITIES:
         named = [city for city in CITIES if city.casefold() in text.casefold()]
         return named[0] if len(named) == 1 else None

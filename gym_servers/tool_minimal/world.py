@@ -1,4 +1,4 @@
-"""A shop that a number decides: wares, suppliers, cities; each tool call reveals facts, and a fact has one name."""
+"""A shop generated from a seed: wares, suppliers, cities. Each tool call reveals facts, and a fact has one name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Supplier(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a call shows: its output, the facts that it reveals and the arguments that later calls can take from it."""
+    """The result of a call: its output, the facts it reveals, and the arguments that later calls can take from it."""
 
     output: Any
     facts: frozenset[str]
@@ -58,7 +58,7 @@ class World:
             self.wares[ware.sku] = ware
 
     def call(self, tool: str, key: str) -> Seen | None:
-        """What the tool shows for this argument; None where there is no such thing."""
+        """The tool's result for this argument, or None if there is no such thing."""
         shown: Seen | None = getattr(self, f"_{tool}")(key) if tool in TOOLS else None
         return shown
 

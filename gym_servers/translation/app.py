@@ -1,4 +1,4 @@
-"""translation: chrF and BLEU against references, 0 to 1; a copy, a wrong script and a wrong length are worth nothing."""
+"""translation: chrF++ and BLEU against references, 0 to 1. A copy, a wrong script or a wrong length gets 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import Counter
 from typing import Any
 
 from pydantic import Field, field_validator
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import without_reasoning
@@ -20,18 +21,16 @@ LABEL = re.compile(r"^\s*(?:translation|translated text)\s*:\s*", re.IGNORECASE)
 QUOTES = "\"'\u201c\u201d\u201e\u00ab\u00bb` \n*"
 CHRF_METRIC = CHRF(word_order=2)  # chrF++
 BLEU_METRIC = BLEU(effective_order=True)
-
-
 MIN_LENGTH, MAX_LENGTH = 0.5, 2.0  # of the shortest and of the longest reference
 
 
 def said(text: str) -> str:
-    """The whole text after the reasoning, without a label "Translation:" and quotation marks around it."""
+    """The whole text after the reasoning, without a label "Translation:" and surrounding quotation marks."""
     return LABEL.sub("", without_reasoning(text).strip()).strip(QUOTES)
 
 
 def fault(text: str, source: str, references: list[str]) -> str | None:
-    """Why it is no translation, or None."""
+    """Why the text does not count as a translation, or None."""
     lengths = [len(reference) for reference in references]
     if not min(lengths) * MIN_LENGTH <= len(text) <= max(lengths) * MAX_LENGTH:
         return f"it has {len(text)} characters, the references {min(lengths)} to {max(lengths)}"
@@ -39,7 +38,7 @@ def fault(text: str, source: str, references: list[str]) -> str | None:
     if script_share(text, script) < MIN_SCRIPT_SHARE * script_share("".join(references), script):
         return f"it is not written in {script.lower()} letters"
     if is_copy(text, source, references):
-        return "it is nearer to the source than to any reference"
+        return "it is closer to the source than to any reference"
     return None
 
 
@@ -56,7 +55,7 @@ def score(text: str, references: list[str]) -> dict[str, float | None]:
 
 
 def script_of(text: str) -> str:
-    """The script that most letters are of: LATIN, CYRILLIC, CJK, ..."""
+    """The script of most letters: LATIN, CYRILLIC, CJK, ..."""
     counts = Counter(unicodedata.name(c, "?").split()[0] for c in text[:MAX_LETTERS] if c.isalpha())
     return counts.most_common(1)[0][0] if counts else "?"
 
@@ -67,7 +66,7 @@ def script_share(text: str, script: str) -> float:
 
 
 class TranslationOptions(ServiceOptions):
-    chrf_weight: float = Field(default=1.0, ge=0, le=1)  # the rest is BLEU's
+    chrf_weight: float = Field(default=1.0, ge=0, le=1)  # the rest is the weight of BLEU
     shaping: Shaping = Shaping()
 
 

@@ -1,4 +1,4 @@
-"""verifiers_env: an environment of Prime Intellect's `verifiers` package as a gym server; its own rewards score, its own tools answer."""
+"""verifiers_env: an environment of Prime Intellect's `verifiers` as a gym server, with its own rewards and tools."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ ROWS = "application/x-ndjson"
 
 class Options(ServiceOptions):
     environment: str = Field(description="The id of an installed environment: the name of its package.")
-    path: Path | None = Field(
-        default=None, description="A folder to look in for it as well, relative to the config file."
-    )
+    path: Path | None = Field(default=None, description="Another folder to search for it, relative to the config file.")
     taskset: dict[str, Any] = Field(default={}, description="The environment's own options.")
     deadline_s: float = Field(default=30.0, gt=0, description="CPU seconds for the rewards of one rollout.")
 
 
 class Task(VerifyRequest):
-    task_data: dict[str, Any] = Field(description="The task as verifiers writes it; GET /rows gives such rows.")
+    task_data: dict[str, Any] = Field(description="The task in the format of verifiers; GET /rows returns such rows.")
 
 
 @asynccontextmanager
@@ -72,7 +70,7 @@ async def verify(task: Task, session: Session) -> Json:
 
 
 async def scores_a_plain_answer(bridge: Bridge, task: Task) -> bool:
-    """Whether rewards that fail on a rollout are fine with a plain one of the same task: then it is the rollout's doing."""
+    """Whether the rewards work on a plain answer to the task. If so, a failure is the rollout's fault."""
     try:
         await bridge.finished(task.task_data, PLAIN_RESPONSE, Session())
     except NotScored:
@@ -93,11 +91,11 @@ async def reset(task: Task, session: Session) -> str:
 
 async def step(turn: Task, session: Session) -> Step:
     observation = await session["game"].say(turn.response)
-    return Step(observation or "", terminated=observation is None)  # the rewards come when the episode is over
+    return Step(observation or "", terminated=observation is None)  # rewards are computed when the episode is over
 
 
 async def rows(request: Request) -> Response:
-    """`?skip=0&limit=100`: that many tasks as rows, a line each."""
+    """`?skip=0&limit=100`: tasks as rows, one per line."""
     try:
         skip, limit = (int(request.query_params.get(name, default)) for name, default in (("skip", 0), ("limit", 100)))
     except ValueError:
@@ -108,4 +106,4 @@ async def rows(request: Request) -> Response:
 
 
 app = step_server(task=Task, reset=reset, step=step, verify=verify, options=Options, lifespan=lifespan)
-add_route(app, "GET", "/rows", rows, summary="Tasks of the environment as rows, a line each", answers=[ROWS])
+add_route(app, "GET", "/rows", rows, summary="Tasks of the environment as rows, one per line", answers=[ROWS])

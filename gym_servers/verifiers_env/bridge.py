@@ -1,4 +1,4 @@
-"""Between a gym server's routes and a verifiers environment: what a session holds, and how a finished rollout is scored."""
+"""Connects the gym server's routes with a verifiers environment: session state, replay and scoring of rollouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 import verifiers.v1 as vf
@@ -22,7 +22,7 @@ from .scoring import NotScored, pool, scored
 from .toolbox import Toolbox, shared_toolsets_of, toolsets_of
 from .turns import Game
 
-Trace = vf.Trace[Any, Any, Any]
+Trace: TypeAlias = vf.Trace[Any, Any, Any]
 
 
 class Begun(NamedTuple):
@@ -34,7 +34,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class Bridge:
-    """A served environment. A session holds `begun` from its first tool call on, `game` from /reset on."""
+    """A served environment. A session has `begun` after its first tool call, `game` after /reset."""
 
     environment: Environment
     source: Source
@@ -45,11 +45,11 @@ class Bridge:
     @classmethod
     @asynccontextmanager
     async def open(cls, source: Source, deadline_s: float) -> AsyncIterator[Bridge]:
-        """ConfigError if the environment cannot be served."""
+        """Load and start the environment. Raises ConfigError if it cannot be served."""
         environment = load(source)
         shared = await Toolbox.open(shared_toolsets_of(environment))
         first = next(iter(environment.tasks.take(1)))
-        own = await Toolbox.open(toolsets_of(environment), first.data)  # only to see what its tools are called
+        own = await Toolbox.open(toolsets_of(environment), first.data)  # only to read the names of its tools
         await own.stack.aclose()
         if both := shared.tools.keys() & own.tools.keys():
             raise ConfigError(f"environment {source.environment!r} has two tools called {min(both)!r}")
@@ -61,7 +61,7 @@ class Bridge:
                 await environment.env.stop()
 
     def rows(self, skip: int, limit: int) -> list[bytes]:
-        """Tasks as rows. An environment played by turns shows the last word of its prompt itself, as first observation."""
+        """Tasks as rows. A turn-based environment shows the last prompt message as its first observation."""
         return [orjson.dumps(self._row(task)) + b"\n" for task in self.environment.tasks.skip(skip).take(limit)]
 
     def _row(self, task: vf.Task[Any, Any, Any]) -> Json:
@@ -77,9 +77,9 @@ class Bridge:
         }
 
     async def reset(self, data: Json, session: Session) -> str:
-        """Begin an episode -> the first observation."""
+        """Begin an episode. Returns the first observation."""
         if not self.environment.by_turns:
-            raise ServiceError(f"{self.source.environment!r} is not played by turns; use agents/simple", status=409)
+            raise ServiceError(f"{self.source.environment!r} is not turn-based; use agents/simple", status=409)
         game = session["game"] = Game(self.environment, self.environment.task(data), self._score)
         session.when_over(game.abandon)
         observation = await game.observe()
@@ -90,16 +90,16 @@ class Bridge:
         return observation
 
     async def call(self, name: str, arguments: Json, session: Session) -> str:
-        """A tool's answer."""
+        """Call a tool. Returns its answer."""
         begun = await self._begun(session["task"]["task_data"], session)
         box = begun.tools if name in begun.tools.tools else self.shared
         return await box.call(name, arguments, begun.trace.state)
 
     async def finished(self, data: Json, response: Json, session: Session) -> Trace:
-        """The trace of a rollout with its rewards; a stored rollout, whose session is gone, is done again.
+        """The trace of a rollout with its rewards. A stored rollout, whose session is gone, is replayed.
 
         Raises:
-            NotScored: the environment raised, or its rewards did not come in time.
+            NotScored: the environment raised, or its rewards took too long.
         """
         try:
             if self.environment.by_turns:
@@ -127,18 +127,18 @@ class Bridge:
             return await game.finish()
         except NotScored:
             raise
-        except Exception as error:  # `run` is the environment author's code
+        except Exception as error:  # `run` is code of the environment's author
             raise NotScored("verify_error", f"{type(error).__name__}: {error}") from error
 
     async def _repeat_calls(self, response: Json, session: Session) -> None:
-        """The tools' work is in the state that the rewards look at."""
+        """Repeat the tool calls, because the rewards read the state that they change."""
         names = {tool["name"] for tool in self.described}
         for call in calls_in(response):
             if call.name in names and call.arguments is not None:
                 await self.call(call.name, call.arguments, session)
 
     async def _begun(self, data: Json, session: Session) -> Begun:
-        """What tools and rewards need, once per session, however many calls come first at the same time."""
+        """What tools and rewards need. Created once per session, also for concurrent first calls."""
         if "begun" not in session:
             session["begun"] = session.spawn(self._begin(data, session))
         begun: Begun = await asyncio.shield(session["begun"])

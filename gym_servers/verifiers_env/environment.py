@@ -1,6 +1,7 @@
-"""A verifiers environment: its rows, prompts and transcripts.
+"""A verifiers environment: loading and checks, tasks, prompts as items, and responses as traces.
 
-The id comes from the stanza, never from a row. A row carries the data of its task, read by the environment's own record.
+The environment's id comes from the stanza, never from a row. A row has the data of its task, which the environment's
+own record validates.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ HOOKS = ("setup", "finalize", "stage_verifier")
 
 
 def record_prompt(trace: vf.Trace[Any, Any, Any], messages: Iterable[vf.Message]) -> None:
-    """Add what the model did not say."""
+    """Add messages that the model did not generate."""
     for message in messages:
         _append(trace, message, sampled=False)
 
 
 def record_turn(trace: vf.Trace[Any, Any, Any], response: Json) -> list[vf.Message]:
-    """Add what the model, and the tools it called, said; the last call carries the response's usage and whether it was cut off."""
+    """Add the messages of the model and its tools. The last call gets the usage and whether the answer was cut off."""
     messages = messages_of(response.get("output") or [])
     for message in messages:
         sampled = isinstance(message, vf.AssistantMessage)
@@ -52,7 +53,7 @@ def record_turn(trace: vf.Trace[Any, Any, Any], response: Json) -> list[vf.Messa
 
 
 def messages_of(items: Sequence[Json]) -> list[vf.Message]:
-    """Output items as messages: reasoning, text and calls up to a tool's answer or the user's next word are one."""
+    """Output items as messages. Reasoning, text and calls up to the next tool or user message form one message."""
     messages: list[vf.Message] = []
     names = {item.get("call_id"): item.get("name") for item in items if item.get("type") == "function_call"}
     for item in items:
@@ -77,7 +78,7 @@ def prompt_of(data: vf.TaskData) -> list[vf.Message]:
 
 
 def items_of(messages: Iterable[vf.Message]) -> list[Json]:
-    """A prompt's messages as input items. ValueError for one that calls tools."""
+    """A prompt's messages as input items. Raises ValueError for a message with tool calls."""
     return [{"role": message.role, "content": _content(message)} for message in messages]
 
 
@@ -113,7 +114,7 @@ def _text(content: Any) -> str:
 
 def _content(message: vf.Message) -> Any:
     if isinstance(message, vf.ToolMessage) or getattr(message, "tool_calls", None):
-        raise ValueError("the prompt has calls of tools in it; such a task cannot be exported")
+        raise ValueError("the prompt has tool calls; such a task cannot be exported")
     content = message.content
     if content is None or isinstance(content, str):
         return content or ""
@@ -126,7 +127,7 @@ def _content(message: vf.Message) -> Any:
 
 
 class Source(BaseModel):
-    """What the stanza says: which environment, where it lies if it is not installed, and its taskset's own options."""
+    """From the stanza: the environment, its folder if it is not installed, and the options of its taskset."""
 
     environment: str
     path: str | None = None
@@ -135,7 +136,7 @@ class Source(BaseModel):
 
 @dataclass(frozen=True)
 class Environment:
-    """A loaded environment. by_turns: its package has an `Env` of its own, whose `run` is the model's counterpart."""
+    """A loaded environment. by_turns: its package has its own `Env`, whose `run` plays against the model."""
 
     env: vf.Env[Any]
     task_type: type[vf.Task[Any, Any, Any]]
@@ -143,26 +144,27 @@ class Environment:
 
     @property
     def state_type(self) -> type[State]:
-        return state_cls(self.task_type)
+        found: type[State] = state_cls(self.task_type)
+        return found
 
     @property
     def tasks(self) -> vf.Taskset[Any, Any]:
         return self.env.taskset
 
     def task(self, data: Json) -> vf.Task[Any, Any, Any]:
-        """A row's task. BadRequest for data that this environment does not have."""
+        """The task of a row. Raises BadRequest if the data does not fit this environment."""
         try:
             record = self.task_type.data_type().model_validate(data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(map(str, first["loc"]))
             raise BadRequest(
-                f"field 'task_data': {self.task_type.__name__} has no such task: {field}: {first['msg']}"
+                f"field 'task_data': {self.task_type.__name__} cannot read this task: {field}: {first['msg']}"
             ) from None
         return self.task_type(record, self.tasks.config.task)
 
     async def begin(self, task: vf.Task[Any, Any, Any]) -> vf.Trace[Any, Any, Any]:
-        """The record of a rollout that begins: its prompt, and what the task's own setup() makes of it."""
+        """The trace of a new rollout, with its prompt, after the task's setup()."""
         described = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         trace = vf.Trace(task=described, agent=vf.AgentInfo(config=vf.AgentConfig()), state=self.state_type())
         await self.hook(task, "setup", trace)
@@ -170,13 +172,13 @@ class Environment:
         return trace
 
     async def hook(self, task: vf.Task[Any, Any, Any], name: str, trace: vf.Trace[Any, Any, Any]) -> None:
-        """Call the task's own setup or finalize, where it has one."""
+        """Call the task's own setup or finalize, if it has one."""
         if _own(task, name):
             await invoke(getattr(task, name), {"trace": trace})
 
     def trace_from(self, record: Json, state: Json) -> vf.Trace[Any, Any, Any]:
-        """The record of a rollout that crossed a process boundary; the state crosses beside it."""
-        kind = vf.Trace[self.task_type.data_type(), self.state_type, WireAgentConfig]  # type: ignore[misc]
+        """The trace of a rollout from its JSON record and its state, which are sent to the worker separately."""
+        kind = vf.Trace[self.task_type.data_type(), self.state_type, WireAgentConfig]
         trace: vf.Trace[Any, Any, Any] = kind.model_validate(record)
         trace.state = self.state_type.model_validate(state)
         return trace
@@ -186,7 +188,7 @@ class Environment:
 def _loaded(source: str) -> Environment:
     wanted = Source.model_validate_json(source)
     if wanted.path and wanted.path not in sys.path:
-        sys.path.append(wanted.path)  # last: a folder of environments must not stand before what is installed
+        sys.path.append(wanted.path)  # last, so that a folder of environments does not hide installed packages
     config = vf.resolve_env_config({"taskset": {**wanted.taskset, "id": wanted.environment}})
     env = environment_class(wanted.environment)(config)
     return Environment(env, type(env.taskset).task_type(), not isinstance(env, vf.SingleAgentEnv))
@@ -202,7 +204,7 @@ def load(source: Source) -> Environment:
         environment = _loaded(source.model_dump_json())
         first = next(iter(environment.tasks.take(1)), None)
         problem = "it has no tasks" if first is None else next(_problems(environment, first), None)
-    except Exception as error:  # the code of an environment's author runs here: whatever it raises is told in one line
+    except Exception as error:  # code of the environment's author runs here: report any exception in one line
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"environment {source.environment!r} cannot be loaded: {type(error).__name__}: {reason}"
@@ -213,22 +215,22 @@ def load(source: Source) -> Environment:
 
 
 def _problems(environment: Environment, task: vf.Task[Any, Any, Any]) -> Iterator[str]:
-    """What verifiers would do in a container, between two model calls or with several models, is not done here."""
+    """Features of verifiers that a gym server does not have: containers, several models, hooks on model calls."""
     roles = agent_config_fields(environment.env.config)
     if len(roles) != 1:
-        yield f"its roles are {', '.join(roles)}; one model plays here"
+        yield f"its roles are {', '.join(roles)}; only one role is supported"
     if type(task).NEEDS_CONTAINER or task.data.image is not None or task.data.agent_user is not None:
         yield "its tasks need a container"
     hooks = [*task.hooks("reward"), *task.hooks("metric"), *(getattr(task, name) for name in HOOKS if _own(task, name))]
     for hook in hooks:
         parameter = inspect.signature(hook).parameters.get("runtime")
         if parameter is not None and parameter.default is inspect.Parameter.empty:
-            yield f"{hook.__name__}() asks for the runtime that the agent worked in; there is none"
+            yield f"{hook.__name__}() needs the runtime of the agent; there is none"
     for hook in (*task.hooks("stop"), *discover_decorated(task, "intercept")):
-        yield f"{hook.__name__}() watches each model call (@stop or @intercept); the model's calls do not pass here"
+        yield f"{hook.__name__}() watches model calls (@stop or @intercept), which do not pass through a gym server"
     for toolset in (*type(task).toolsets(task.config), *type(environment.tasks).toolsets(environment.tasks.config)):
         if toolset.config.url:
-            yield f"its tools are served at {toolset.config.url}; the bridge for MCP servers offers those"
+            yield f"its tools are served at {toolset.config.url}; use gym_servers/mcp for those"
         if not issubclass(environment.state_type, state_cls(type(toolset))):
             yield f"the state of {type(toolset).__name__} is not that of {type(task).__name__}"
 

@@ -17,8 +17,11 @@ pool = WorkerPool(Path(__file__), "score", memory_mib=8192)
 
 
 class NotScored(Exception):
-    """There is no reward; the text says why. outcome: `verify_error` (the environment raised), `too_heavy` (it took too
-    much time or memory), `ungradable` (its process died) or `infra_error`."""
+    """There is no reward; the text says why.
+
+    outcome: `verify_error` (the environment raised), `too_heavy` (too much time or memory), `ungradable` (the process
+    died) or `infra_error`.
+    """
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -37,13 +40,14 @@ def score(source: Json, record: Json, state: Json) -> Json:
 
     try:
         asyncio.run(run())
-    except Exception as error:  # noqa: BLE001 - the rewards are somebody's code: what they raise is no verdict
+    except Exception as error:  # noqa: BLE001 - code of the environment's author: an exception is not a verdict
         return {"problem": f"{type(error).__name__}: {error}"}
-    return trace.model_dump(mode="json", include={"rewards", "metrics", "info"})
+    found: Json = trace.model_dump(mode="json", include={"rewards", "metrics", "info"})
+    return found
 
 
 async def scored(source: Source, trace: vf.Trace[Any, Any, Any], deadline_s: float) -> None:
-    """Put the task's rewards, metrics and info onto the trace. NotScored when it cannot be done."""
+    """Put the task's rewards, metrics and info into the trace. Raises NotScored."""
     state = trace.state.model_dump(mode="json")
     outcome = await pool.run(source.model_dump(), trace.to_record(), state, deadline_s=deadline_s)
     if outcome.kind != "ok":

@@ -1,4 +1,4 @@
-"""An environment's toolsets, in this process: verifiers would start a server for each of them and for each rollout."""
+"""An environment's toolsets in this process; verifiers would start a server for each toolset and rollout."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ngym.services.gym.tools import RESERVED
 
 from .environment import Environment
 
-_state: ContextVar[vf.State] = ContextVar("state")  # of the rollout whose tool is being called
+_state: ContextVar[vf.State] = ContextVar("state")  # state of the rollout whose tool is running
 Toolsets = Sequence[vf.Toolset[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """Toolsets that are ready: the tools by the names that verifiers gives them, `<server>_<tool>`."""
+    """Toolsets that are ready, with their tools by verifiers' names, `<server>_<tool>`."""
 
     tools: dict[str, tuple[MCPServer, str]]
     described: list[Json]
@@ -33,21 +33,21 @@ class Toolbox:
 
     @classmethod
     async def open(cls, toolsets: Toolsets, data: vf.TaskData | None = None) -> Toolbox:
-        """data: of the task, for the toolsets of one rollout; None for those that all rollouts share."""
+        """Set toolsets up. data: of the task, for the toolsets of one rollout; None for shared ones."""
         box = cls({}, [], AsyncExitStack())
         try:
             for toolset in toolsets:
                 await box._take(toolset, data)
-        except BaseException:  # as when the session ends meanwhile
+        except BaseException:  # for example, the session ends meanwhile
             await box.stack.aclose()
             raise
         return box
 
     async def call(self, name: str, arguments: Json, state: vf.State) -> str:
-        """What the tool answers, as the text that the model sees; what it refuses is such a text as well.
+        """The tool's answer, or its refusal, as the text that the model sees.
 
         Raises:
-            ServiceError: the answer is no text. Whatever else the tool raised, but MCP's ToolError.
+            ServiceError: the answer is not text. Any exception of the tool but MCP's ToolError is raised unchanged.
         """
         server, own_name = self.tools[name]
         token = _state.set(state)
@@ -56,7 +56,7 @@ class Toolbox:
         except ToolError as error:
             if error.__cause__ is None or isinstance(error.__cause__, ToolError | ValidationError):
                 return str(error)
-            raise error.__cause__ from None  # a crash, which the SDK tells in the same words
+            raise error.__cause__ from None  # a crash, which the SDK also wraps in a ToolError
         finally:
             _state.reset(token)
         texts = [getattr(block, "text", None) for block in getattr(result, "content", [])]
@@ -77,7 +77,9 @@ class Toolbox:
 
     def _add(self, name: str, server: MCPServer, tool: Any) -> None:
         if name in RESERVED or name in self.tools:
-            raise ConfigError(f"a tool cannot be called {name!r}: that is a route of every gym server, or another tool")
+            raise ConfigError(
+                f"invalid tool name {name!r}: it is a route of every gym server, or the name of another tool"
+            )
         self.tools[name] = (server, tool.name)
         self.described.append(
             {
@@ -92,16 +94,18 @@ class Toolbox:
 
 def toolsets_of(environment: Environment) -> Toolsets:
     """New toolsets for one rollout."""
-    return environment.task_type.toolsets(environment.tasks.config.task)
+    toolsets: Toolsets = environment.task_type.toolsets(environment.tasks.config.task)
+    return toolsets
 
 
 def shared_toolsets_of(environment: Environment) -> Toolsets:
     """New toolsets that all rollouts share."""
-    return type(environment.tasks).toolsets(environment.tasks.config)
+    toolsets: Toolsets = type(environment.tasks).toolsets(environment.tasks.config)
+    return toolsets
 
 
 def _bind(toolset: vf.Toolset[Any, Any]) -> None:
-    """The rollout's state itself, where verifiers would fetch a copy before each call and send it back after it."""
+    """Give the toolset the rollout's state itself; verifiers would copy it before and after each call."""
 
     async def pull() -> vf.State:
         return _state.get()

@@ -1,4 +1,4 @@
-"""A verifiers `Env` played turn by turn: its `run` goes on in a task of its own, and the model's turns come from outside.
+"""A verifiers `Env` played turn by turn: its `run` is a task of its own, which waits for the model's turns.
 
 run(task, agents)    agents.player.interaction(task).turn("your move")  ->  observation ─┐
                                                  Segment(...)           <-  the turn   <─┘  /reset, /step
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import verifiers.v1 as vf
 from verifiers.v1.dialects import parse_message
@@ -19,7 +19,7 @@ from ngym.schema import Json
 
 from .environment import Environment, record_prompt, record_turn
 
-Trace = vf.Trace[Any, Any, Any]
+Trace: TypeAlias = vf.Trace[Any, Any, Any]
 Score = Callable[[Trace], Awaitable[None]]
 
 
@@ -36,10 +36,10 @@ class Game:
         self._run = asyncio.create_task(self._play())
 
     async def observe(self) -> str | None:
-        """What the model is to see, None when `run` is over, for whatever reason: `finish` tells it."""
+        """The next observation, or None when `run` is over. `finish` raises its error, if any."""
         shown = await self._shown.get()
         if shown is None:
-            self._shown.put_nowait(None)  # over is over
+            self._shown.put_nowait(None)  # for later calls
         return shown
 
     @property
@@ -49,12 +49,12 @@ class Game:
         return "it made no move" if error is None else f"{type(error).__name__}: {error}"
 
     async def say(self, response: Json) -> str | None:
-        """The model's turn -> the next observation."""
+        """Pass on the model's turn. Returns the next observation."""
         self._said.put_nowait(response)
         return await self.observe()
 
     async def finish(self) -> Trace:
-        """The trace with its rewards. A run that is not over sees its turn `terminated`, as at any limit of verifiers."""
+        """The trace with its rewards. An unfinished `run` sees its turn as `terminated`, as at verifiers' limits."""
         self._said.put_nowait(None)
         await self._run
         return self.traces[0]
@@ -64,7 +64,7 @@ class Game:
 
     async def _play(self) -> None:
         env = self.environment.env
-        agents: Any = vf.Agents(env.config, lambda name, spec: _Player(self))  # type: ignore[arg-type,return-value]
+        agents: Any = vf.Agents(env.config, lambda name, spec: _Player(self))
         try:
             await env.setup(agents)
             await env.run(self.task, agents)
@@ -81,7 +81,7 @@ class Game:
 
 
 class _Player:
-    """What `run` takes for the agent of a role."""
+    """Stands in for the agent of a role that `run` expects."""
 
     trainable = True
 
@@ -96,7 +96,7 @@ class _Player:
     @asynccontextmanager
     async def interaction(self, task: vf.Task[Any, Any, Any]) -> AsyncIterator[_Interaction]:
         if self._game.traces:
-            raise ValueError("run() begins a second conversation with its agent; a rollout is one")
+            raise ValueError("run() begins a second conversation with its agent; a rollout has only one")
         interaction = _Interaction(self._game, await self._game.environment.begin(task))
         self._game.traces.append(interaction.trace)
         yield interaction
@@ -106,7 +106,7 @@ class _Player:
 
 
 class _Interaction:
-    """What `run` takes for a conversation; the same calls are right and wrong as in verifiers."""
+    """Stands in for the conversation that `run` expects, with the same errors as in verifiers."""
 
     def __init__(self, game: Game, trace: Trace) -> None:
         self.trace = trace
@@ -127,10 +127,11 @@ class _Interaction:
         return vf.Segment(messages=record_turn(self.trace, said))
 
     def _observation(self, message: str | vf.Messages | None) -> str:
-        """What the model is shown: the message, or the last word of the prompt."""
+        """The text for the model: the message, or the last message of the prompt."""
         if message is None:
             self._prompted = False
-            return content_text(self.trace.messages[-1].content)
+            last: str = content_text(self.trace.messages[-1].content)
+            return last
         if isinstance(message, str):
             messages: vf.Messages = [vf.UserMessage(content=message)]
         else:

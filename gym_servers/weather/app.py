@@ -1,4 +1,4 @@
-"""weather: one tool. Reward 1 when the model looked up the right city and named its weather and no other."""
+"""weather: one tool. Reward 1 if the model looked up the right city and named its weather and no other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SKIES = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy", "stormy", "cold"
 
 
 def place(city: str) -> str:
-    """`Paris, France` and `paris` are one place."""
+    """A normalised city: `Paris, France` and `paris` are the same place."""
     return city.partition(",")[0].strip().casefold()
 
 
 def reported(response: dict[str, Any], city: str) -> str | None:
-    """The last word of the last weather description that `get_weather` gave for this city; None if it gave none."""
+    """The last word of the last weather description that `get_weather` returned for this city, or None."""
     items = response.get("output") or []
     outputs = {
         str(item.get("call_id")): item.get("output") for item in items if item.get("type") == "function_call_output"
@@ -42,7 +42,7 @@ def _calls_for(items: list[dict[str, Any]], wanted: str) -> Iterator[str]:
 
 
 def _field(text: Any, name: str) -> str:
-    """A string member of a JSON object that stands in a string; "" where there is none."""
+    """A string member of a JSON object in a string, or ""."""
     try:
         value = json.loads(text)[name]
     except (TypeError, ValueError, KeyError, IndexError, RecursionError):
@@ -65,7 +65,7 @@ async def get_weather(body: GetWeather) -> dict[str, str]:
 
 
 async def verify(task: WeatherTask) -> dict[str, Any]:
-    if task.expected_city is None:  # NeMo Gym's rows have no such field, and its example gives 1 to every rollout
+    if task.expected_city is None:  # a row of NeMo Gym, whose example gives 1 to every rollout
         return {"reward": 1.0}
     sky = reported(task.response, task.expected_city)
     said = task.text.casefold()

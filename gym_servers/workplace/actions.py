@@ -1,4 +1,4 @@
-"""What can be done in the office: each action is a tool."""
+"""All actions in the office, each a tool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TOOLS = {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", action.__name__).lower(): action fo
 
 
 def act(office: Office, tool: str, arguments: dict[str, Any] | None) -> Any:
-    """Do it.
+    """Perform an action.
 
     Raises:
-        ToolError: there is no such tool or thing; nothing has changed.
+        ToolError: the tool or a thing that it names does not exist; nothing has changed.
         pydantic.ValidationError: the arguments are wrong.
     """
     if tool not in TOOLS or arguments is None:
-        raise ToolError(f"there is no tool {tool!r}, or its arguments are no JSON object")
+        raise ToolError(f"there is no tool {tool!r}, or its arguments are not a JSON object")
     return TOOLS[tool].model_validate(arguments).do(office)

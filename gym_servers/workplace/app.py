@@ -1,4 +1,4 @@
-"""workplace: jobs in an office. Reward 1 when in the end what had to change has changed, and nothing else has."""
+"""workplace: jobs in an office. Reward 1 if the final office has all required changes and no others."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def _reason(error: ToolError | ValidationError) -> str:
 
 
 def as_tool(name: str, action: type[Action]) -> Callable[..., Any]:
-    """An action as gym_server wants a tool: a function whose body is the action."""
+    """An action as a tool for gym_server: a function whose body is the action."""
 
     async def call(body: Action, session: Session) -> Any:
         return body.do(_office_of(session))
@@ -74,13 +74,13 @@ async def verify(task: Task, session: Session) -> dict[str, Any]:
 
 
 def _replayed(task: Task) -> Office:
-    """A stored rollout's office: the clock stands still and ids are counted, so its calls lead there again."""
+    """The office of a stored rollout. Time is fixed and ids are counted, so the same calls give the same state."""
     state = office(task.office)
     for call in calls_in(task.response):
         try:
             act(state, call.name, call.arguments)
         except (ToolError, ValidationError):
-            continue  # it was an error text then, too
+            continue  # this call also failed in the rollout
     return state
 
 

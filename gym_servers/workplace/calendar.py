@@ -1,4 +1,4 @@
-"""Who works here, and when do they meet?"""
+"""Actions on people and meetings."""
 
 from __future__ import annotations
 

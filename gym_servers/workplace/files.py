@@ -1,4 +1,4 @@
-"""Where is which file, and who sees it?"""
+"""Actions on files."""
 
 from __future__ import annotations
 

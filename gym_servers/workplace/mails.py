@@ -1,4 +1,4 @@
-"""What is written to whom?"""
+"""Actions on mails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of an office, and an action on it."""
+"""The state of an office, its differences from another state, and the base class of actions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Text = Annotated[str, Field(min_length=1, max_length=2000)]
 
 
 class Office:
-    """Five tables, id -> row. `add` gives ids in the order of the calls."""
+    """Five tables, id -> row. `add` assigns ids in the order of the calls."""
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(f"workplace {seed}")
@@ -168,7 +168,7 @@ class Office:
 
 
 def office(seed: int) -> Office:
-    """A copy of one's own."""
+    """A new copy of the office of this seed."""
     return copy.deepcopy(_office(seed))
 
 
@@ -178,7 +178,7 @@ def _office(seed: int) -> Office:
 
 
 def differences(before: Office, wanted: Office, got: Office) -> tuple[list[str], list[str]]:
-    """What should have changed and did not, and what changed and should not have; ids of new rows do not matter."""
+    """Missing changes and unasked changes. Ids of new rows do not matter."""
     asked, done = Counter(_changes(before, wanted)), Counter(_changes(before, got))
     return sorted(asked - done), sorted(done - asked)
 
@@ -196,7 +196,7 @@ def _changes(before: Office, after: Office) -> list[str]:
 
 
 def _said(value: Any) -> str:
-    """Text differs neither in case nor in spacing nor in a full stop at its end."""
+    """A normalised value: text without case, extra spaces and a final full stop."""
     if isinstance(value, dict):
         return ", ".join(f"{name} = {_said(member)}" for name, member in value.items())
     return " ".join(str(value).casefold().split()).removesuffix(".")
@@ -208,7 +208,7 @@ class Action(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     def do(self, office: Office) -> Any:
-        """Changes the office; what it returns is shown to the model."""
+        """Change the office. Returns what the model sees."""
         raise NotImplementedError
 
 

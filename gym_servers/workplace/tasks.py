@@ -1,4 +1,4 @@
-"""Who has to do what, and until when?"""
+"""Actions on tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""anthropic: Anthropic's Messages API as a model; reasoning keeps its signature and goes back with it."""
+"""anthropic: Anthropic's Messages API as a model. Reasoning keeps its signature and is sent back with it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Options(RemoteOptions, ModelOptions):
     api_key_env: str | None = Field(
         default="ANTHROPIC_API_KEY",
         validate_default=True,
-        description="The environment variable that holds the key (never the key itself); null where none is asked for.",
+        description="The environment variable with the key (never the key itself); null if the endpoint needs none.",
     )
     version: str = Field(default="2023-06-01", description="The header anthropic-version.")
     beta: tuple[str, ...] = Field(default=(), description="The header anthropic-beta.")
-    max_tokens: int = Field(default=8192, ge=1, description="Where a request sets no bound; Anthropic asks for one.")
+    max_tokens: int = Field(default=8192, ge=1, description="For requests without a limit; Anthropic requires one.")
     extra_body: dict[str, Any] = Field(
         default={},
         description="Sent with every request, such as thinking: {type: adaptive}; the request's own fields win.",
@@ -44,14 +44,14 @@ class Options(RemoteOptions, ModelOptions):
 
 
 class Backend:
-    """Chat Completions in, Chat Completions out; between them a call to Anthropic."""
+    """Answers Chat Completions requests by calls to Anthropic's Messages API."""
 
     def __init__(self, options: Options, upstream: Upstream) -> None:
         self._options = options
         self._upstream = upstream
 
     async def respond(self, request: Json) -> Json:
-        """Raises ServiceError: as `Upstream.post`; BadRequest also for what the Messages API cannot say."""
+        """A Chat Completion. Raises as `Upstream.post`, and BadRequest for what the Messages API cannot express."""
         try:
             message = await self._upstream.post(PATH, self._body(request))
         except ContextOverflow:
@@ -60,7 +60,7 @@ class Backend:
         return chat_from_message(message)
 
     async def stream(self, request: Json) -> AsyncGenerator[Json, None]:
-        """Chat chunks as Anthropic's events come. Raises as `respond`, and as `Upstream.stream`."""
+        """Chat chunks as Anthropic's events arrive. Raises as `respond`, and as `Upstream.stream`."""
         converter, last = MessageChunks(), None
         try:
             async with aclosing(self._upstream.stream(PATH, self._body(request) | {"stream": True})) as events:
@@ -84,17 +84,17 @@ class Backend:
     def _chunks(self, converter: MessageChunks, event: Json) -> list[Json]:
         try:
             return list(converter.take(event))
-        except (AttributeError, KeyError, TypeError):  # events in no order that makes sense
-            self._check(f"{event['type']} at the wrong place")
+        except (AttributeError, KeyError, TypeError):  # events in an invalid order
+            self._check(f"{event['type']} in the wrong place")
             raise
 
     def _check(self, wrong: str | None) -> None:
         if wrong is not None:
             where = f"{self._options.base_url}{PATH}"
-            raise UpstreamError(f"{where} answered with something that is no message: {wrong}", failure="model_error")
+            raise UpstreamError(f"{where} answered with an invalid message: {wrong}", failure="model_error")
 
     def _nothing(self) -> Json:
-        """The conversation does not fit: an answer in which nothing was said."""
+        """An empty answer, for a conversation that does not fit the context."""
         response_id = f"resp_{secrets.token_hex(12)}"
         return chat_from_response(overflow_response({}, response_id=response_id, model=self._options.model))
 

@@ -1,4 +1,4 @@
-"""Where an endpoint has its paths, and what it wants to see at the door: a key, or a token of Microsoft Entra."""
+"""URLs and credentials of an endpoint: an API key, or a token of Microsoft Entra."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ log = logging.getLogger("ngym.access")
 
 SCOPE = "https://cognitiveservices.azure.com/.default"
 COMMAND_S = 60.0
-AGAIN_S = 30.0  # after a command that failed while the last token was good
-RENEWED_S = 300.0  # before a token runs out; a token that does not say when is asked for again after as long
+AGAIN_S = 30.0  # retry interval of a failed command while the last token is valid
+RENEWED_S = 300.0  # before a token expires; a token without an expiry is renewed after this time
 
 
 class Azure(BaseModel):
-    """What Azure OpenAI wants beside the endpoint, which is `base_url`. Without entra and token_*: the key of api_key_env."""
+    """Options of Azure OpenAI; the endpoint is `base_url`. Without entra and token_*: the key of api_key_env."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     api_version: str | None = Field(
-        default=None, description="Such as 2025-04-01-preview; left out, the v1 API is spoken, which needs none."
+        default=None, description="Such as 2025-04-01-preview; default: the v1 API, which needs none."
     )
-    deployment: str | None = Field(default=None, description="The deployment's name, where it is not the model's.")
-    entra: bool = Field(default=False, description="Tokens of azure-identity's DefaultAzureCredential.")
+    deployment: str | None = Field(default=None, description="The deployment's name, if it differs from the model's.")
+    entra: bool = Field(default=False, description="Use tokens of azure-identity's DefaultAzureCredential.")
     token_env: str | None = Field(default=None, description="The environment variable that holds a token.")
     token_command: tuple[str, ...] = Field(
-        default=(), description="A program and its arguments that print a token; it is run again before that runs out."
+        default=(),
+        description="A program and its arguments that print a token; it runs again before the token expires.",
     )
 
     @model_validator(mode="after")
@@ -49,7 +50,7 @@ class Azure(BaseModel):
 
 
 def address(base_url: str, azure: Azure | None) -> Callable[[str], str] | None:
-    """path -> URL at Azure: Chat stands below its deployment, Responses do not; None for every other endpoint."""
+    """A function from path to Azure URL (Chat is below its deployment, Responses is not); None for other endpoints."""
     if azure is None:
         return None
     root = base_url.rstrip("/").removesuffix("/openai/v1").removesuffix("/openai") + "/openai"
@@ -62,10 +63,10 @@ def address(base_url: str, azure: Azure | None) -> Callable[[str], str] | None:
 
 @asynccontextmanager
 async def headers(azure: Azure | None, key: str | None) -> AsyncIterator[Headers]:
-    """What each request carries to be let in.
+    """The authentication headers of each request.
 
     Raises:
-        ConfigError: azure-identity is asked for and not installed.
+        ConfigError: azure-identity is needed but not installed.
     """
     if azure is not None and azure.entra:
         async with _entra() as token:
@@ -96,7 +97,7 @@ def _bearer(token: Callable[[], Awaitable[str]]) -> Headers:
 
 @asynccontextmanager
 async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
-    """azure-identity keeps a token and renews it in time."""
+    """A token from azure-identity, which caches and renews it."""
     try:
         from azure.core.exceptions import ClientAuthenticationError
         from azure.identity.aio import DefaultAzureCredential, get_bearer_token_provider
@@ -111,7 +112,8 @@ async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
 
         async def token() -> str:
             try:
-                return await provided()
+                provided_token: str = await provided()
+                return provided_token
             except ClientAuthenticationError as error:
                 told = " ".join(str(error.message).split())[:300]
                 raise UpstreamError(f"azure.entra: no token from azure-identity: {told}", failure="config") from None
@@ -120,7 +122,7 @@ async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
 
 
 class _Command:
-    """A token that a program prints; one run for all who ask at the same time."""
+    """A token that a program prints; concurrent requests share one run."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -136,13 +138,13 @@ class _Command:
             return self._token
 
     async def _renew(self) -> None:
-        """A token that is good for a while yet is used when no other one can be had."""
+        """Renew the token. If that fails, keep using the old one while it is valid."""
         try:
             self._token = await self._run()
         except UpstreamError as error:
             if time.time() >= self._good_until:
                 raise
-            log.warning("%s; the token is good for %.0f s more", error.detail, self._good_until - time.time())
+            log.warning("%s; the current token is valid for %.0f s more", error.detail, self._good_until - time.time())
             self._renewed_at = min(time.time() + AGAIN_S, self._good_until)
             return
         self._good_until = _expires(self._token)
@@ -173,7 +175,7 @@ class _Command:
 
 
 def _expires(token: str) -> float:
-    """When a JSON web token runs out, in seconds since 1970; its signature is not ours to check."""
+    """When a JSON web token expires, in seconds since 1970; the signature is not checked."""
     try:
         payload = token.split(".")[1]
         return float(orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])

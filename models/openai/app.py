@@ -1,4 +1,4 @@
-"""openai: any OpenAI-compatible endpoint, or Azure OpenAI, as a model; by Responses where it can, else by Chat."""
+"""openai: any OpenAI-compatible endpoint, or Azure OpenAI, as a model, by Responses or Chat Completions."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ class Options(RemoteOptions, ModelOptions):
     api_key_env: str | None = Field(
         default="OPENAI_API_KEY",
         validate_default=True,
-        description="The environment variable that holds the key (never the key itself); null where none is asked for.",
+        description="The environment variable with the key (never the key itself); null if the endpoint needs none.",
     )
     api: Literal["auto", "responses", "chat"] = Field(
-        default="auto", description="auto asks for Responses first, and stays with Chat Completions after a 404 or 405."
+        default="auto", description="auto tries Responses first, and uses Chat Completions after a 404 or 405."
     )
     azure: Azure | None = None
-    extra_body: dict[str, Any] = Field(default={}, description="Sent with every request; the request's own fields win.")
+    extra_body: dict[str, Any] = Field(
+        default={}, description="Sent with every request; the request's own fields take precedence."
+    )
     max_tokens_field: MaxTokensField = Field(
         default="max_completion_tokens",
-        description="What the endpoint's Chat Completions call it; older ones: max_tokens.",
+        description="Its name in the endpoint's Chat Completions; older ones: max_tokens.",
     )
     reasoning: ReasoningStyle = Field(
         default="field",
-        description="Where Chat Completions hold reasoning: reasoning_content, or <think> tags in the text.",
+        description="Where Chat Completions have reasoning: reasoning_content, or <think> tags in the text.",
     )
     token_ids: bool = Field(
-        default=False, description="Ask for token ids and logprobs (vLLM's Chat Completions know how) and pass them on."
+        default=False,
+        description="Request token ids and logprobs (supported by vLLM's Chat Completions) and pass them on.",
     )
 
     @field_validator("token_ids")
     @classmethod
     def _by_chat(cls, wanted: bool, info: ValidationInfo) -> bool:
         if wanted and info.data.get("api") == "responses":
-            raise ValueError("token ids come by Chat Completions only; write api: chat")
+            raise ValueError("token ids need Chat Completions; set api: chat")
         return wanted
 
 

@@ -1,4 +1,4 @@
-"""A request in the words of the endpoint's API, its answer in ours; input that does not fit is an incomplete answer."""
+"""Translates requests to the endpoint's API and answers back. Input that does not fit gives an incomplete answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ngym.convert import (
     ResponseStream,
@@ -24,27 +24,28 @@ if TYPE_CHECKING:
     from .app import Options
 
 Json = dict[str, Any]
+Api = Literal["auto", "responses", "chat"]
 log = logging.getLogger("ngym.models.openai")
 
-_FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # in metadata: meant for us, not for the endpoint's own metadata
+_FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # keys of metadata that are for ngym, not for the endpoint
 ENDS = frozenset({"response.completed", "response.incomplete"})
 _OURS = frozenset({*TOKEN_FIELDS, "ng"})
 
 
 class Backend:
-    """An endpoint and the API that it is spoken to in; with `api: auto` the first answer decides."""
+    """An endpoint and the API in use; with `api: auto` the first answer decides."""
 
     def __init__(self, options: Options, upstream: Upstream) -> None:
         self._options = options
         self._upstream = upstream
         self._model = (options.azure and options.azure.deployment) or options.model
-        self._api = "chat" if options.token_ids else options.api
+        self._api: Api = "chat" if options.token_ids else options.api
 
     async def respond(self, params: Json) -> Json:
-        """The endpoint's Response to checked create params.
+        """The endpoint's Response to validated create params.
 
         Raises:
-            ServiceError: as `Upstream.post`; BadRequest also for what Chat Completions cannot say.
+            ServiceError: as `Upstream.post`; BadRequest also for what Chat Completions cannot express.
         """
         try:
             if self._api != "chat":
@@ -58,7 +59,7 @@ class Backend:
             return self._overflow(params)
 
     async def stream(self, params: Json) -> AsyncGenerator[Json, None]:
-        """The events of the endpoint's Response, as they come. Raises as `respond`, and as `Upstream.stream`."""
+        """The events of the endpoint's Response, as they arrive. Raises as `respond`, and as `Upstream.stream`."""
         try:
             if self._api != "chat":
                 try:
@@ -76,8 +77,8 @@ class Backend:
             for event in response_events(self._overflow(params)):
                 yield event
 
-    def _decided(self, api: str, answer: Json) -> Json:
-        """What a first answer shows; a call that fails decides nothing."""
+    def _decided(self, api: Api, answer: Json) -> Json:
+        """Fix the API after a first answer; a failed call decides nothing."""
         if self._api == "auto":
             self._api = api
             if api == "chat":
@@ -158,12 +159,13 @@ class Backend:
     def _check(self, path: str, wrong: str | None) -> None:
         if wrong is not None:
             what = "Response" if path == "/responses" else "Chat Completion"
-            detail = f"{self._options.base_url}{path} answered with something that is no {what}: {wrong}"
+            detail = f"{self._options.base_url}{path} answered with an invalid {what}: {wrong}"
             raise UpstreamError(detail, failure="model_error")
 
     def _without_tokens(self) -> UpstreamError:
         detail = (
-            f"{self._options.base_url} gave no token ids: it does not know return_token_ids; write token_ids: false"
+            f"{self._options.base_url} returned no token ids: it does not support return_token_ids; "
+            "set token_ids: false"
         )
         return UpstreamError(detail, failure="model_error")
 
@@ -172,9 +174,9 @@ class Backend:
 
 
 def _mark_cut_off(completion: Json, request: Json) -> None:
-    """vLLM's own server says `tool_calls` where a text that the limit cut off parses as a call; in a stream it does not.
+    """Set the finish_reason `length` where vLLM's server says `tool_calls` for a cut-off text that parses as a call.
 
-    That the answer has all the tokens it may have tells them apart, and from a call that ends exactly there it cannot.
+    The answer then has as many tokens as the limit allows. A call that ends exactly at the limit looks the same.
     """
     limits = [request[name] for name in ("max_completion_tokens", "max_tokens") if request.get(name) is not None]
     sampled = (completion.get("usage") or {}).get("completion_tokens")
@@ -184,5 +186,5 @@ def _mark_cut_off(completion: Json, request: Json) -> None:
 
 
 def _without_ours(item: Json) -> Json:
-    """An item without what only our own servers know."""
+    """An item without the fields that only ngym's servers use."""
     return {name: value for name, value in item.items() if name not in _OURS} if _OURS & item.keys() else item

@@ -1,4 +1,4 @@
-"""scripted: a model whose answers are written down: for tests, benchmarks and first looks; rules.py has the rules."""
+"""scripted: a model with scripted answers, for tests, benchmarks and first steps. rules.py has the rules."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from .rules import Answer, Reply, answer, read_replies, situation
 from .tokens import logprob, render, shortened
 
 _WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
-CONTEXT = 1_000_000  # tokens, where they are told: each is an object
+CONTEXT = 1_000_000  # tokens, if token ids are on: each is a Python object
 ECHO = Reply(text="{user}")
 
 
 class Options(ModelOptions):
     model: str = "scripted"
     replies: tuple[Reply, ...] = Field(default=(), description="Tried in order, before those of the file.")
-    file: Path | None = Field(default=None, description="JSONL, one reply a line; relative to the config's folder.")
-    latency_s: float = Field(default=0, ge=0, le=3600, description="How long it thinks before it says anything.")
-    word_latency_s: float = Field(default=0, ge=0, le=60, description="How long each word takes.")
-    tokens: bool = Field(default=False, description="Put token ids (one a byte) and logprobs on the wire.")
+    file: Path | None = Field(default=None, description="JSONL, one reply per line; relative to the config's folder.")
+    latency_s: float = Field(default=0, ge=0, le=3600, description="Delay before the first word.")
+    word_latency_s: float = Field(default=0, ge=0, le=60, description="Delay of each word.")
+    tokens: bool = Field(default=False, description="Send token ids (one per byte) and logprobs.")
 
 
 @asynccontextmanager
 async def replies(context: ServiceContext) -> AsyncIterator[tuple[Reply, ...]]:
-    """All replies; at their end the echo, so that one always fits."""
+    """All replies, with the echo as the last, so that one always matches."""
     options: Options = context.options
     read = read_replies(context.root / options.file) if options.file else ()
     yield (*options.replies, *read, ECHO)
 
 
 async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
-    """The first reply that fits, cut to `max_output_tokens`; usage counts one token a byte."""
+    """The first matching reply, cut to `max_output_tokens`. Usage counts one token per byte."""
     options: Options = call.options
     response = await by_size(call.size, _response, request, call)
     thinking_s = options.latency_s
@@ -55,7 +55,7 @@ async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
 
 
 async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
-    """The same reply, said word by word."""
+    """The same reply, word by word."""
     options: Options = call.options
     for event in response_events(await by_size(call.size, _response, request, call)):
         said = False
@@ -70,7 +70,7 @@ async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict
 
 
 def _words(event: dict[str, Any]) -> Iterator[str]:
-    """What an event says, each word with the spaces before it."""
+    """The words of an event's text, each with the spaces before it."""
     for word in _WORD.finditer(event.get("delta", "")):
         yield word[0]
 

@@ -1,10 +1,10 @@
-"""Which reply fits, and what does it say? The first whose conditions all hold; `{...}` in it is filled in.
+"""Rules of scripted replies: the first reply whose conditions all hold is used, with its placeholders filled in.
 
 A reply's conditions: `match` (a regular expression, searched in the last user message), `contains` (a substring of it),
-`turn` (1 for the first call of a conversation, 2 after one assistant turn, ...). It says `text`, `tool_calls`, or both.
+`turn` (1 for the first call of a conversation, 2 after one assistant turn, ...). It has `text`, `tool_calls`, or both.
 In its strings `{user}` is the last user message, `{tool_output}` the last tool output, `{turn}` the turn, and `{1}` or
-`{name}` a group of `match`; other braces stay as they are. Arguments written as an object become JSON; written as a
-string they are sent as they are, with what was filled in, be it JSON or not.
+`{name}` a group of `match`; other braces stay unchanged. Arguments written as an object become JSON; a string is sent
+unchanged after the replacements, even if it is not JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASSISTANT = frozenset({"reasoning", "function_call"})
 class ToolCall(BaseModel):
     """A call that a reply makes.
 
-    name: of the tool. arguments: an object, or the text that is sent as it is.
+    name: of the tool. arguments: an object, or a string that is sent unchanged.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,10 +36,10 @@ class ToolCall(BaseModel):
 
 
 class Reply(BaseModel):
-    """Conditions, and what to say where they hold.
+    """Conditions, and the reply if they hold.
 
-    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the first
-    call of a conversation. reasoning, text: what is said. tool_calls: what is called.
+    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the
+    first call of a conversation. reasoning, text, tool_calls: the content of the answer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,7 +58,7 @@ class Reply(BaseModel):
 
 
 class Situation(NamedTuple):
-    """What a conversation has come to."""
+    """The state of a conversation, as far as conditions and placeholders need it."""
 
     user: str
     tool_output: str
@@ -66,7 +66,7 @@ class Situation(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is said: each call is a name and its arguments, a string."""
+    """The content of an answer. Each call is a name and its arguments as a string."""
 
     reasoning: str
     text: str
@@ -79,7 +79,7 @@ def read_replies(file: Path) -> tuple[Reply, ...]:
 
 
 def situation(items: str | list[dict[str, Any]]) -> Situation:
-    """Where the conversation stands: its last user text, its last tool output, and which turn is next."""
+    """The conversation's last user text, last tool output, and the number of the next turn."""
     if isinstance(items, str):
         return Situation(items, "", 1)
     outputs = (item["output"] for item in reversed(items) if item.get("type") == "function_call_output")
@@ -92,19 +92,19 @@ def situation(items: str | list[dict[str, Any]]) -> Situation:
 
 
 def answer(replies: Sequence[Reply], now: Situation) -> Answer:
-    """What the first fitting reply says now; the last of `replies` must fit always."""
+    """The answer of the first matching reply. The last of `replies` must always match."""
     for reply in replies:
         values = _fits(reply, now)
         if values is not None:
             break
     else:
-        raise LookupError("no reply fits")
+        raise LookupError("no reply matches")
     calls = [(call.name, _arguments(call.arguments, values)) for call in reply.tool_calls]
     return Answer(_filled(reply.reasoning, values), _filled(reply.text, values), calls)
 
 
 def _fits(reply: Reply, now: Situation) -> dict[str, str] | None:
-    """What the reply's braces stand for, or None where a condition does not hold."""
+    """The values of the reply's placeholders, or None if a condition does not hold."""
     if reply.turn not in (None, now.turn) or (reply.contains is not None and reply.contains not in now.user):
         return None
     values = {"user": now.user, "tool_output": now.tool_output, "turn": str(now.turn)}
@@ -118,7 +118,7 @@ def _fits(reply: Reply, now: Situation) -> dict[str, str] | None:
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    """Plain replacement, once: what is filled in is never looked at again."""
+    """Replace placeholders once; inserted values are not expanded again."""
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), text) if "{" in text else text
 
 

@@ -1,7 +1,6 @@
-"""Token ids without a tokenizer: one a byte. 0xFF begins a message and 0xFE ends it; neither occurs in UTF-8.
+"""Token ids without a tokenizer: one per byte. 0xFF begins a message and 0xFE ends it; neither occurs in UTF-8.
 
-A conversation that goes on begins with exactly the ids of before: what was seen is taken at its word, and all other items
-are rendered as they were said.
+A continued conversation begins with exactly the ids of the earlier call; all other items are rendered from their text.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ END = b"\xfe"
 
 
 def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
-    """The prompt of a request, up to where the model begins to speak."""
+    """The prompt of a request, up to the beginning of the model's answer."""
     items = request["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     parts = [_system(request)] if seen is None else [_continued(seen)]
     for role, run in groupby(items if seen is None else items[seen.place + 1 :], _role):
-        if role == "assistant":  # one message, however many items it has
+        if role == "assistant":  # all items of a turn form one message
             parts.append(_message(role, map(_said, run)))
         else:
             parts += [_message(role, [_said(item)]) for item in run]
@@ -37,9 +36,9 @@ def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
 
 
 def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
-    """What is left of an answer within `limit` tokens, its ids, and whether it was cut.
+    """The part of an answer within `limit` tokens, its ids, and whether it was cut.
 
-    Text is cut between characters; reasoning and calls are kept whole or not at all, and nothing follows a cut.
+    Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut.
     """
     whole = _spoken(said) + END
     if limit is None or len(whole) <= limit:
@@ -58,7 +57,7 @@ def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
 
 
 def logprob(token: int) -> float:
-    """The logprob of a sampled id: always the same, exact in binary."""
+    """The logprob of a sampled id: deterministic and exact in binary."""
     return -(token % 8 + 1) / 16
 
 
@@ -71,7 +70,7 @@ def _continued(seen: SeenCall) -> bytes:
     try:
         ids = bytes(seen.prompt_token_ids) + bytes(seen.generation_token_ids)
     except ValueError:
-        raise BadRequest("the input carries token ids that this model did not give: its ids are 0 to 255") from None
+        raise BadRequest("the input has token ids that are not from this model: its ids are 0 to 255") from None
     return ids if ids.endswith(END) else ids + END
 
 

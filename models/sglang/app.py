@@ -1,4 +1,4 @@
-"""sglang: an SGLang server as the policy, by its native /generate: token ids and logprobs, weights from disk, sleep and wake."""
+"""sglang: an SGLang server as the policy, by its native API: token ids, logprobs, weights from disk, sleep and wake."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Json = dict[str, Any]
 
 
 class Options(RemoteOptions, ModelOptions):
-    model: str = Field(default="model", description="What answers call it.")
+    model: str = Field(default="model", description="The model's name in answers.")
     base_url: str = Field(default="http://127.0.0.1:30000", pattern="^https?://")
     tokenizer: str | None = Field(
         default=None,
-        description="A folder (relative to the config file) or a name on the hub; default: the server's own model_path.",
+        description="A folder (relative to the config file) or a name on the hub; default: the server's model_path.",
     )
-    context: int | None = Field(default=None, ge=1, description="Tokens; default: what the server says.")
+    context: int | None = Field(default=None, ge=1, description="In tokens; default: the server's.")
     push_token: str | None = Field(
         default=None, min_length=16, description="Opens the weight routes; default: ng_run's own, in .ngym/head.json."
     )
@@ -43,7 +43,7 @@ class Backend:
     model: str
 
     def nothing(self) -> Json:
-        """The conversation does not fit: an answer in which nothing was said."""
+        """An empty answer, for a conversation that does not fit the context."""
         return chat_from_response(overflow_response({}, response_id="resp_none", model=self.model))
 
 
@@ -61,7 +61,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
         limit = options.context or engine.context
         if limit is None:
             raise ConfigError(
-                f"service {context.name!r}: {options.base_url} does not say its context; write context: N"
+                f"service {context.name!r}: {options.base_url} does not report its context length; set context: N"
             )
         template = Template(tokenizer, turn_ends(tokenizer, None))
         weights = Weights(engine, options.push_token or context.admin_token)
@@ -69,7 +69,7 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
 
 
 def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext) -> Any:
-    """The Hugging Face tokenizer; ConfigError where it cannot be had, or has no chat template."""
+    """The Hugging Face tokenizer. Raises ConfigError if it cannot be loaded or has no chat template."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from transformers import AutoTokenizer
@@ -78,7 +78,7 @@ def _tokenizer(given: str | None, of_server: str | None, context: ServiceContext
     folder = context.root / given if given else None
     name = str(folder) if folder and folder.is_dir() else given or of_server
     if name is None:
-        raise ConfigError(f"service {context.name!r}: the server does not say its model_path; write tokenizer: NAME")
+        raise ConfigError(f"service {context.name!r}: the server does not report its model_path; set tokenizer: NAME")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

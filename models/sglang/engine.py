@@ -1,6 +1,6 @@
-"""SGLang's native API as an engine: prompt ids to /generate, sampled ids and their logprobs back.
+"""SGLang's native API as an engine: sends prompt ids to /generate, gets sampled ids and their logprobs.
 
-Its logprobs are those after temperature and before top-p, top-k and min-p; leave those three alone while training.
+The logprobs are those after temperature and before top-p, top-k and min-p; do not set those three for training.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Engine:
     """One SGLang server.
 
     Attributes:
-        model_path, context: what the server says of itself; None where it does not.
-        version: of its weights, as the last push told, or an answer that was asked for after it.
+        model_path, context: as the server reports them; None if it does not.
+        version: of its weights, from the last push or from an answer to a later request.
         asleep: the parts of its memory that are released.
     """
 
@@ -46,7 +46,7 @@ class Engine:
         self._awake.set()
 
     async def ask(self) -> None:
-        """Ask the server what it serves. Raises ServiceError where it cannot be asked."""
+        """Read from the server what it serves. Raises ServiceError if that fails."""
         about = await self._either("/model_info", "/get_model_info")
         arguments = await self._either("/server_info", "/get_server_info")
         self.model_path = about.get("tokenizer_path") or about.get("model_path")
@@ -54,10 +54,10 @@ class Engine:
         self.version = _version(about.get("weight_version"))
 
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
-        """Tokens as they come, or all of them; whoever stops reading has SGLang stop, because the connection ends.
+        """Tokens as they arrive, or all at once. If the caller stops reading, the connection ends and SGLang stops.
 
         Raises:
-            ServiceError: as `Upstream.post`; UpstreamError where SGLang aborts the request, or gives no logprobs.
+            ServiceError: as `Upstream.post`; UpstreamError if SGLang aborts the request or returns no logprobs.
         """
         await self._awake.wait()
         body = {
@@ -75,9 +75,9 @@ class Engine:
                 try:
                     sampled, told = self._sampled(answer, told)
                 except NONSENSE as error:
-                    detail = f"{self._url}/generate answered with something else than tokens"
+                    detail = f"{self._url}/generate answered without valid tokens"
                     raise UpstreamError(detail, failure="model_error") from error
-                if pushes == self._pushes:  # what is read late tells of what was served before
+                if pushes == self._pushes:  # an answer that began before a push has the old version
                     self.version = sampled.version
                 finish = sampled.finish
                 yield sampled
@@ -86,22 +86,22 @@ class Engine:
             raise UpstreamError(detail, failure="model_error", retryable=True)
 
     async def command(self, path: str, body: Json) -> None:
-        """One of SGLang's control routes, once. Raises ServiceError, also where it says that it did not work."""
+        """Call one of SGLang's control routes, without retries. Raises ServiceError, also for a reported failure."""
         said = await self._upstream.send(path, body, once=True)
         try:
             answer = orjson.loads(said)
-        except orjson.JSONDecodeError:  # /flush_cache answers in prose
+        except orjson.JSONDecodeError:  # /flush_cache answers with plain text
             return
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UpstreamError(f"{self._url}{path}: {answer.get('message', 'it did not work')}", failure="model_error")
 
     def serves(self, version: int) -> None:
-        """A push has brought this version."""
+        """Record that a push has loaded this version."""
         self.version = version
         self._pushes += 1
 
     def sleep(self, parts: frozenset[str]) -> None:
-        """New requests wait while anything is released."""
+        """Set the released parts of the memory. New requests wait until there are none."""
         self.asleep = parts
         if parts:
             self._awake.clear()
@@ -123,7 +123,7 @@ class Engine:
                 yield event
 
     def _sampled(self, answer: Json, told: int) -> tuple[Sampled, int]:
-        """What is new in an answer, and how many tokens there are by then: SGLang repeats all, or only what is new."""
+        """The new tokens of an answer, and the count so far. SGLang sends all tokens again, or only the new ones."""
         meta = answer["meta_info"]
         entries, count = meta["output_token_logprobs"], meta["completion_tokens"]
         new = entries[told:] if len(entries) == count else entries
@@ -132,7 +132,7 @@ class Engine:
         ids, logprobs = (
             array("I", [one[1] for one in new]),
             array("d", [one[0] for one in new]),
-        )  # they check their kind
+        )  # arrays check the types
         return Sampled(ids.tolist(), logprobs.tolist(), finish, version), count
 
 
@@ -144,7 +144,7 @@ def _finish(reason: Json | None, url: str) -> Any:
             return kind
         case _:
             told = reason.get("message") or reason["type"]
-            raise UpstreamError(f"{url}/generate gave up: {told}", failure="model_error", retryable=True)
+            raise UpstreamError(f"{url}/generate stopped: {told}", failure="model_error", retryable=True)
 
 
 def _parameters(sampling: Sampling) -> Json:
@@ -173,10 +173,10 @@ def _parameters(sampling: Sampling) -> Json:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             parameters["json_schema"] = json.dumps(schema)
         case _:
-            raise BadRequest("field 'response_format': this back end knows text and json_schema")
+            raise BadRequest("field 'response_format': this back end supports text and json_schema")
     return parameters
 
 
 def _version(label: object) -> int:
-    """A version that a push gave; SGLang's own label of the first weights is "default"."""
+    """The version that a push set as a label; 0 for SGLang's own label "default"."""
     return int(str(label)) if str(label).isdigit() else 0

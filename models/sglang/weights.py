@@ -1,9 +1,9 @@
-"""New weights, sleep and wake: SGLang's control routes behind the policy's own, which nobody uses without the token.
+"""Routes for new weights, sleep and wake, which call SGLang's control routes. All but GET need the token.
 
 GET  /weights                            -> {policy_version, transport: ["disk"], updating, asleep}
-POST /weights        {version, path}     a checkpoint's folder, as the SGLang server sees it -> {policy_version, seconds}
+POST /weights        {version, path}     path: a folder on the SGLang server -> {policy_version, seconds}
 POST /weights/sleep  {}                  release_memory_occupation: weights and KV cache
-POST /weights/wake   {parts}             resume_memory_occupation; all of it where parts is left out
+POST /weights/wake   {parts}             resume_memory_occupation; default: all parts
 POST /weights/flush  {}                  flush_cache
 """
 
@@ -43,7 +43,7 @@ class Wake(BaseModel):
 
 
 class Weights:
-    """The handlers. token: None closes all but GET."""
+    """The handlers. token: None disables all but GET."""
 
     def __init__(self, engine: Engine, token: str | None) -> None:
         self._engine = engine
@@ -56,14 +56,14 @@ class Weights:
         return JsonResponse(told | {"updating": self._one_at_a_time.locked(), "asleep": sorted(engine.asleep)})
 
     async def update(self, request: Request) -> Response:
-        """SGLang lets answers in flight end first, and drops its prefix cache."""
+        """Load a checkpoint. SGLang first finishes answers in flight, then drops its prefix cache."""
         self._check(request)
         wanted: Update = validated(Update, await json_body(request), "a weight update")
         engine = self._engine
         async with self._one_at_a_time:
             if wanted.version <= engine.version:
                 raise ServiceError(
-                    f"version {engine.version} is served already, not before {wanted.version}", status=409
+                    f"version {engine.version} is already served; {wanted.version} is not newer", status=409
                 )
             started = time.monotonic()
             body = {"model_path": wanted.path, "weight_version": str(wanted.version), "flush_cache": True}
@@ -72,7 +72,7 @@ class Weights:
         return JsonResponse({"policy_version": wanted.version, "seconds": time.monotonic() - started})
 
     async def sleep(self, request: Request) -> Response:
-        """Where no answer comes it counts as asleep: a server that has given its memory away cannot generate."""
+        """Release the memory. Without an answer the server counts as asleep: without memory it cannot generate."""
         self._check(request)
         engine = self._engine
         async with self._one_at_a_time:
@@ -93,7 +93,7 @@ class Weights:
         wanted: Wake = validated(Wake, await json_body(request), "a waking")
         if strange := set(wanted.parts) - MEMORY:
             raise BadRequest(
-                f"a waking: field 'parts': {', '.join(sorted(strange))} is none of {', '.join(sorted(MEMORY))}"
+                f"a waking: field 'parts': {', '.join(sorted(strange))} is not one of {', '.join(sorted(MEMORY))}"
             )
         engine = self._engine
         async with self._one_at_a_time:
@@ -111,16 +111,16 @@ class Weights:
     def _check(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if self._token is None or not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-            raise Unauthorized("the weights are changed with a bearer token only: ng_run's own, or push_token")
+            raise Unauthorized("changing the weights needs a bearer token: ng_run's own, or push_token")
 
 
 def add_weights(app: FastAPI) -> None:
-    """The routes, in the place of the server's own GET /weights."""
+    """Add the routes; they replace the model server's own GET /weights."""
     for method, path, name, summary in (
         ("GET", "/weights", "tell", "The policy version that is served"),
         ("POST", "/weights", "update", "Load a checkpoint from the server's disk"),
         ("POST", "/weights/sleep", "sleep", "Release the GPU's memory"),
-        ("POST", "/weights/wake", "wake", "Take it back, and go on generating"),
+        ("POST", "/weights/wake", "wake", "Reserve it again, and resume generation"),
         ("POST", "/weights/flush", "flush", "Drop the prefix cache"),
     ):
         add_route(app, method, path, _handler(app, name), summary=summary, finishes=True)

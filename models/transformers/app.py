@@ -24,17 +24,21 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 class Options(ModelOptions):
     model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
-    served_name: str | None = Field(default=None, description="What answers call it; default: the service's name.")
-    device: str = Field(default="cpu", description="torch's name of it.")
+    served_name: str | None = Field(
+        default=None, description="The model's name in answers; default: the service's name."
+    )
+    device: str = Field(default="cpu", description="As torch names it.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of the weights.")
-    threads: int = Field(default=1, ge=1, description="torch's threads on a CPU; more ruin a tiny model.")
-    context: int | None = Field(default=None, ge=1, description="Tokens; default: the model's own.")
+    threads: int = Field(
+        default=1, ge=1, description="torch's threads on a CPU; more than 1 make a tiny model much slower."
+    )
+    context: int | None = Field(default=None, ge=1, description="In tokens; default: the model's own.")
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
 
 
 @asynccontextmanager
 async def dialogue(context: ServiceContext) -> AsyncIterator[Dialogue]:
-    """Loads the model; the service is ready when it can answer. ConfigError where there is none to load."""
+    """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
     folder = _find(options.model, context.root, context.name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,7 +1,7 @@
-"""Token after token with a Hugging Face model, in one thread beside the event loop; the first request is the first served.
+"""Sampling with a Hugging Face model, token by token, in one thread next to the event loop, first come, first served.
 
-A log-probability is that of the distribution which was sampled from, after temperature, top-k, top-p and min-p. Greedy
-tokens have that of the model's own distribution.
+A log-probability is that of the sampling distribution, after temperature, top-k, top-p and min-p. Greedy tokens have
+that of the model's own distribution.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ngym.dialogue import Sampled, Sampling
+from ngym.dialogue.engine import Finish
 from ngym.errors import NotReady
 
 if TYPE_CHECKING:
     from .app import Options
 
-NO_LIMIT = 1 << 20  # a model that does not say how much it can take
+NO_LIMIT = 1 << 20  # for a model that does not state its context length
 
 
 class Engine:
     """A loaded model.
 
     Raises:
-        OSError, ValueError: it cannot be loaded.
+        OSError, ValueError: the model cannot be loaded.
     """
 
     def __init__(self, folder: str, options: Options) -> None:
@@ -39,7 +40,7 @@ class Engine:
         logging.disable_progress_bar()
         code = {"trust_remote_code": options.trust_remote_code}
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
-        data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # no pickle is opened
+        data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
         model = AutoModelForCausalLM.from_pretrained(folder, **data, **code)
         self._model = model.to(options.device).eval()
         if self.tokenizer.chat_template is None:
@@ -49,7 +50,7 @@ class Engine:
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
         known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
         self._ends = frozenset(end for end in known if end is not None)
-        # Of a long prompt all logits but the last are gigabytes that nobody reads.
+        # For a long prompt, unused logits of all other positions would take gigabytes.
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if keeps else {}
         self._device = options.device
@@ -57,12 +58,12 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
 
     def close(self) -> None:
-        """What is being generated ends at its next token."""
+        """Stop generations at their next token and end the thread."""
         self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
-        """Tokens as they are sampled; whoever stops reading stops the sampling."""
+        """Tokens as they are sampled. Sampling stops when the caller stops reading."""
         loop = asyncio.get_running_loop()
         tokens: asyncio.Queue[Sampled | None] = asyncio.Queue()
         given_up = threading.Event()
@@ -82,10 +83,10 @@ class Engine:
         try:
             while (sampled := await tokens.get()) is not None:
                 yield sampled
-            await working  # raises what went wrong
+            await working  # raises the error of the thread, if any
         finally:
             given_up.set()
-            working.cancel()  # where it has not begun
+            working.cancel()  # if it has not begun
 
     @torch.inference_mode()
     def _sample(self, prompt: list[int], sampling: Sampling) -> Iterator[Sampled]:
@@ -100,7 +101,7 @@ class Engine:
             out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **self._last_only)
             past = out.past_key_values
             token, logprob = _drawn(out.logits[0, -1].float(), sampling, draw)
-            finish = "stop" if token in stops else "length" if count == sampling.max_tokens else None
+            finish: Finish | None = "stop" if token in stops else "length" if count == sampling.max_tokens else None
             yield Sampled([token], [logprob], finish)
             if finish:
                 return

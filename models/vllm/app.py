@@ -1,4 +1,4 @@
-"""models/vllm: the policy: vLLM's engine and chat handler behind our own APIs, on a CPU or a GPU."""
+"""vllm: the policy on vLLM's engine and chat handler, behind ngym's APIs, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def serve(context: ServiceContext) -> None:
-    """Load the model while a doorkeeper answers "not ready", then serve until SIGTERM; the engine ends with us.
+    """Load the model while a doorkeeper answers "not ready", then serve until SIGTERM. The engine process ends with us.
 
     Raises:
         ConfigError: an option is wrong, or vLLM refuses the model.
@@ -58,7 +58,7 @@ def _push_options(context: ServiceContext) -> PushOptions:
 
 
 def _die_at_once_when_told() -> None:
-    """While imports block the event loop nobody else would act on a signal; the engine and the doorkeeper follow us."""
+    """Use the default signal handlers, because imports block the event loop. The child processes end with us."""
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)

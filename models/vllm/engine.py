@@ -1,4 +1,4 @@
-"""vLLM's engine as a child process: it dies with us, tells which tokens a call was made of, and takes new weights."""
+"""vLLM's engine as a child process that ends with us. Records the tokens of each call, and loads new weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .serving.loading_server import Say
 from .serving.tokens import SampledLogprobs, recorded
 from .weights.adapter import Adapter, AdapterFiles, linear_layers
 from .weights.staging import Shapes, shapes_in
-from .weights.worker import Repacking, __name__
+from .weights.worker import Repacking
 
 PR_SET_PDEATHSIG = 1
 WATCH_S = 0.5
@@ -55,14 +55,14 @@ class Started(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """What a switch of weights took: until nothing was generated, and from then until generation went on."""
+    """Durations of a weight switch: pause, until generation has stopped; apply, until it resumes."""
 
     pause: float
     apply: float
 
 
 class Proof(NamedTuple):
-    """Logprobs [T - 1] of all tokens of a prompt but its first, under one policy version."""
+    """Logprobs [T - 1] of all tokens of a prompt except the first, under one policy version."""
 
     version: int
     dtype: str
@@ -70,25 +70,25 @@ class Proof(NamedTuple):
 
 
 class Engine(AsyncLLM):
-    """vLLM's client of the engine process; what passes through is recorded for the request that asked for it."""
+    """vLLM's client of the engine process; records the tokens of each request for its caller."""
 
     broken: str | None = None
-    """Why the weights that are loaded must not be served."""
+    """Why the loaded weights must not be served, or None."""
     adapter: Adapter | None = None
-    """What all generations use beside the weights; None: adapters are off."""
+    """The adapter of all generations; None: adapters are off."""
     asleep: frozenset[str] = frozenset()
-    """What of its MEMORY is lent (`sleep`); nothing is generated before all of it is back."""
+    """The parts of MEMORY that are released; generation is paused while there are any."""
     weights_dropped: bool = False
-    """Whether there are none before the next push."""
+    """Whether the weights are dropped until the next push."""
     base_version: int = 0
-    """Of the weights under the adapter: the version that they were pushed as; 0: the checkpoint."""
+    """The pushed version of the weights under the adapter; 0: the checkpoint."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **more: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         tokens = recorded.get()
         if tokens is not None and sampling_params.logprobs is None:
-            sampling_params.logprobs = 0  # that of the sampled token, and no alternatives
+            sampling_params.logprobs = 0  # only that of the sampled token
             sampling_params.flat_logprobs = True
         if self.adapter is not None:
             more["lora_request"] = self.adapter.request
@@ -101,12 +101,12 @@ class Engine(AsyncLLM):
         await super()._add_request(request, *more)
         state = self.output_processor.request_states.get(request.request_id)
         if state is not None and request.sampling_params.flat_logprobs:
-            # Nobody reads the text of each single token, and decoding it would be half of this process's work.
+            # The text of each token is not used, and decoding it would be half of this process's work.
             state.logprobs_processor = SampledLogprobs.from_new_request(tokenizer=None, request=request)
 
     @property
     def adapted_layers(self) -> list[str]:
-        """The last words of the names of the layers that an adapter may stand beside."""
+        """The layers that an adapter may change, by the last part of their names."""
         config = self.vllm_config.lora_config
         return (config.target_modules or []) if config is not None else []
 
@@ -114,11 +114,11 @@ class Engine(AsyncLLM):
         return int(await self.get_weight_version())
 
     def checkpoint_shapes(self) -> Shapes | None:
-        """The shapes of the checkpoint that is loaded, by name; None: nothing else can be loaded in its place."""
+        """The shapes of the loaded checkpoint by name; None: the weights cannot be replaced."""
         config = self.vllm_config
         packed_elsewhere = current_platform.is_cpu() and not config.parallel_config.worker_extension_cls
         loader = get_model_loader(config.load_config)
-        # vLLM's reloading leaves out the experts and sinks of this family; worker.py helps our own worker only.
+        # vLLM's reloading skips the experts and sinks of this family; only weights/worker.py (CPU) loads them.
         left_out = config.model_config.hf_text_config.model_type == "gpt_oss" and not current_platform.is_cpu()
         if packed_elsewhere or left_out or not isinstance(loader, DefaultModelLoader):
             return None
@@ -130,18 +130,18 @@ class Engine(AsyncLLM):
             return None
         shapes = shapes_in(files)
         if config.model_config.hf_text_config.tie_word_embeddings:
-            shapes.pop(HEAD, None)  # some checkpoints hold the embedding twice; vLLM reads the other one
+            shapes.pop(HEAD, None)  # some checkpoints have the embedding twice; vLLM reads the other one
         return shapes
 
     async def switch_weights(self, folder: Path, version: int, mode: PauseMode, patience_s: float) -> Seconds:
-        """Serve the checkpoint in this folder from now on; what was cached of the old one is forgotten.
+        """Serve the checkpoint in this folder from now on, with empty caches.
 
         Args:
             patience_s: how long generations in flight may take to end (mode wait).
 
         Raises:
-            ServiceError: they took longer, and the old weights are served; or half of the new ones is loaded, and
-                `raise_when_dead` ends the server, for nothing of that must be served.
+            ServiceError: they took longer, and the old weights are still served; or the new ones are only partly
+                loaded, and `raise_when_dead` ends the server.
         """
         began = time.monotonic()
         await self.pause_for_push(mode, patience_s)
@@ -151,24 +151,24 @@ class Engine(AsyncLLM):
             await self.collective_rpc(method, kwargs={"weights_path": str(folder)})
             await self.serve_pushed(version)
         except BaseException as error:
-            self.broken = f"the weights of version {version} were loaded by halves: {error}; the server has to restart"
+            self.broken = f"the weights of version {version} were only partly loaded: {error}; the server must restart"
             raise ServiceError(self.broken, retryable=True) from error
         return Seconds(paused - began, time.monotonic() - paused)
 
     async def serve_pushed(self, version: int) -> None:
-        """Go on with the weights that were just loaded, which are those of this version."""
+        """Resume generation with the weights of this version, which were just loaded."""
         if self.adapter is not None:
-            await self.adapter.clear()  # vLLM has forgotten it, and it belonged to the old weights
+            await self.adapter.clear()  # vLLM has dropped it, and it belonged to the old weights
         await self.update_weight_version(str(version))
         self.base_version = version
         self.weights_dropped = False
         await self.resume_generation()
 
     async def switch_adapter(self, source: AdapterFiles, version: int, mode: PauseMode, patience_s: float) -> Seconds:
-        """Generate with this adapter from now on; what was cached under the old one is forgotten.
+        """Generate with this adapter from now on, with empty caches.
 
         Raises:
-            ServiceError: as switch_weights; or vLLM refuses the adapter, and the old one is served.
+            ServiceError: as switch_weights; or vLLM refuses the adapter, and the old one is still served.
         """
         assert self.adapter is not None
         began = time.monotonic()
@@ -181,13 +181,13 @@ class Engine(AsyncLLM):
             await self.resume_generation()
             raise
         except BaseException as error:
-            self.broken = f"the adapter of version {version} was loaded by halves: {error}; the server has to restart"
+            self.broken = f"the adapter of version {version} was only partly loaded: {error}; the server must restart"
             raise ServiceError(self.broken, retryable=True) from error
         await self.resume_generation()
         return Seconds(paused - began, time.monotonic() - paused)
 
     async def pause_for_push(self, mode: PauseMode, patience_s: float) -> None:
-        """Nothing is generated from here on, and the prefix cache is empty; ServiceError when that takes too long."""
+        """Pause generation and empty the prefix cache. Raises ServiceError if that takes too long."""
         if self.asleep:
             return
         try:
@@ -201,12 +201,12 @@ class Engine(AsyncLLM):
             raise
 
     async def resume_generation(self) -> None:
-        """Unless memory for it is lent: then waking does it."""
+        """Resume generation, unless memory is released: then waking resumes it."""
         if not self.asleep:
             await super().resume_generation()
 
     async def prove(self, prompt: list[int]) -> Proof:
-        """Logprobs of a prompt as the engine computes them now. BadRequest when it is none for this model."""
+        """Logprobs of a prompt with the current weights. Raises BadRequest if the prompt does not fit this model."""
         if self.asleep:
             raise ServiceError("this server is asleep; wake it first", status=409)
         asking = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -221,7 +221,7 @@ class Engine(AsyncLLM):
         return Proof(int(span.version), str(self.model_config.dtype).removeprefix("torch."), logprobs)
 
     async def raise_when_dead(self) -> None:
-        """Stop serving when the engine process dies or is broken, so that whoever supervises us starts both again."""
+        """Stop serving when the engine process dies or is broken, so that the supervisor restarts both."""
         while not (self.errored or self.broken):
             await asyncio.sleep(WATCH_S)
         signal.raise_signal(signal.SIGTERM)
@@ -231,7 +231,7 @@ class Engine(AsyncLLM):
 def start_engine(service: str, options: Options, model: Model, say: Say) -> Started:
     """Start the engine process and wait until it has loaded the model.
 
-    On a CPU it is forked, with everything imported: 7 CPU seconds to ready instead of 27. On a GPU vLLM starts it.
+    On a CPU it is forked with all imports done: ready after 7 CPU seconds instead of 27. On a GPU vLLM starts it.
 
     Raises:
         ConfigError: vLLM does not know an argument, or cannot load such a model.
@@ -239,7 +239,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     on_cpu = current_platform.is_cpu()
     arguments = parse_arguments(service, options, model, on_cpu=on_cpu)
     if transfer_backend(arguments) == "ipc":
-        # Handles of GPU memory travel pickled: whoever has the push token can run code in the engine process.
+        # GPU memory handles are sent pickled: a client with the push token can run code in the engine process.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     single = arguments.tensor_parallel_size * arguments.pipeline_parallel_size * arguments.data_parallel_size == 1
     if not on_cpu:
@@ -249,8 +249,8 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     say("loading: reading the model's configuration")
     if on_cpu and single:
         prefer_ours(arguments)
-        # By a name that only a forked process knows; elsewhere on a CPU (several workers) there is no weight push.
-        arguments.worker_extension_cls = f"{__name__}.{Repacking.__name__}"
+        # This module name exists only in a forked process; with several workers on a CPU there is no weight push.
+        arguments.worker_extension_cls = f"{Repacking.__module__}.{Repacking.__name__}"
     if on_cpu and model.local:
         _inspect_here(Path(model.name))
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
@@ -262,7 +262,7 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     if config.lora_config is not None and options.lora_rank is not None:
         config.lora_config.target_modules = linear_layers(config, service)
     if on_cpu and arguments.enforce_eager:
-        torch._dynamo.config.disable = True  # vLLM compiles its sampler even so: the first request would wait 17 s
+        torch._dynamo.config.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
     if on_cpu and single:
         bundle(config, service)
         leave_out_ranks()
@@ -278,9 +278,9 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
 
 
 def _inspect_here(folder: Path) -> None:
-    """Import the model's class in this process, which will need it anyway.
+    """Import the model's class in this process, which needs it anyway.
 
-    vLLM would start another Python for that, so as not to touch a GPU: 14 seconds before the first model ever served.
+    vLLM would start another Python process for that, so as not to initialise a GPU: 14 seconds on the first start.
     """
     for architecture in json.loads((folder / "config.json").read_text()).get("architectures") or []:
         if architecture in ModelRegistry.models:
@@ -288,7 +288,7 @@ def _inspect_here(folder: Path) -> None:
 
 
 def _prepare_fork() -> None:
-    """Import what the child needs, let none of it be copied, and have the child die with us."""
+    """Import what the child needs, avoid copies of shared memory, and have the child end with us."""
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor
@@ -298,7 +298,7 @@ def _prepare_fork() -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        # vLLM's own server, killed with -9, leaves its engine running for ever.
+        # Without this, SIGKILL of the server would leave the engine running.
         os.register_at_fork(after_in_child=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     gc.collect()
     gc.freeze()

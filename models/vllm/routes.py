@@ -1,7 +1,7 @@
-"""The application: the three APIs of every model server over this engine, and a policy's own routes.
+"""The application: the three APIs of every model server over this engine, and the routes of a policy.
 
-vLLM's own application is not built, so its control routes (sleep, LoRA, profiler, collective RPC, raw tokens ...) are
-reachable by nobody.
+vLLM's own application is not built, so its control routes (sleep, LoRA, profiler, collective RPC, raw tokens ...) do
+not exist.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .weights.push_routes import FILES, WeightPush
 async def build_application(
     context: ServiceContext, arguments: Namespace, engine: Engine, push: PushOptions
 ) -> FastAPI:
-    """The application over this engine. ConfigError for a model that generates no text, or with other parsers than these."""
+    """The application over this engine. Raises ConfigError if the model generates no text or a parser does not fit."""
     await engine.update_weight_version("0")
     ours = engine.checkpoint_shapes()
     matrices = beside(engine.adapted_layers, ours or {})
@@ -45,10 +45,12 @@ async def build_application(
     vllms = State()
     try:
         await init_app_state(engine, vllms, arguments, await engine.get_supported_tasks())
-    except (OSError, TypeError, ValueError) as error:  # such as a parser whose words the tokenizer does not know
+    except (OSError, TypeError, ValueError) as error:  # for example, the tokenizer lacks tokens of the parser
         raise ConfigError(f"service {context.name!r}: {' '.join(str(error).split())[:600]}") from error
     if vllms.openai_serving_chat is None:
-        raise ConfigError(f"service {context.name!r}: model {context.options.model!r}: vLLM generates no text with it")
+        raise ConfigError(
+            f"service {context.name!r}: model {context.options.model!r}: vLLM cannot generate text with it"
+        )
     chat = Chat(vllms.openai_serving_chat, turn_ends(engine))
     app = model_server(respond=chat.respond, stream=chat.stream, api="chat", options=type(context.options))
     served = context.options.model_copy(update={"model": vllms.openai_serving_models.model_name()})
@@ -57,12 +59,12 @@ async def build_application(
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)
     gc.collect()
-    gc.freeze()  # all that was made until now stays: to look through it again and again takes time
+    gc.freeze()  # these objects stay alive: the collector need not scan them again
     return app
 
 
 def api_keys(arguments: Namespace) -> list[str]:
-    """Those that the engine's options name, as `vllm serve` has them; none: whoever reaches the server may use it."""
+    """The keys in the engine's options, as for `vllm serve`. Without any, the server is open to all clients."""
     return [key for key in (arguments.api_key or [envs.VLLM_API_KEY]) if key]
 
 
@@ -71,10 +73,10 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
         if engine.errored or engine.broken:
             raise NotReady(engine.broken or "vLLM's engine process died")
         if engine.asleep:
-            raise NotReady("asleep: its GPU memory is lent to a trainer; POST /weights/wake ends that")
+            raise NotReady("asleep: its GPU memory is released for a trainer; POST /weights/wake ends that")
         return JsonResponse({"status": "ready"})
 
-    if get_prometheus_registry() is REGISTRY:  # which tells of the process as well
+    if get_prometheus_registry() is REGISTRY:  # then vLLM's metrics include those of the process
         app.state.registry.unregister(app.state.process_metrics)
 
     async def metrics(request: Request) -> Response:
@@ -84,5 +86,5 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
     add_route(app, "GET", "/ready", ready, summary="Readiness")
     add_route(app, "GET", "/metrics", metrics, summary="Prometheus metrics, ours and vLLM's", answers=["text/plain"])
     for method, path, handler, summary in push.routes:
-        most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by what was announced
+        most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by the announced size
         add_route(app, method, path, handler, summary=summary, most_bytes=most_bytes, finishes=True)

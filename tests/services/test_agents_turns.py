@@ -100,7 +100,7 @@ async def test_a_user_who_never_ends_is_cut_off():
 
 
 async def test_a_scenario_without_a_model_to_play_it_says_what_to_configure():
-    with pytest.raises(ServiceError, match="give the agent `user: MODEL`"):
+    with pytest.raises(ServiceError, match="set `user: MODEL`"):
         await talk(task(user_scenario="x"))
 
 

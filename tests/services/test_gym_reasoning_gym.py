@@ -78,10 +78,10 @@ async def test_bombs_do_not_hang_it_wrong_rows_get_a_line_and_scores_can_be_rewa
         assert 0 < trying["reward"] == trying["score"] < 1 and not trying["is_correct"]
         task = gold["leg_counting"]["task"]
         other = await scored(peer, {**task, "fingerprint": "0"}, "4")
-        assert (other["reward"], other["reason"]) == (None, "the library makes another task of this row")
+        assert (other["reward"], other["reason"]) == (None, "the library generates another task from this row")
         for wrong, complaint in (
             ({"dataset": "leg_countin"}, "did you mean 'leg_counting'?"),
-            ({"dataset": "propositional_logic"}, "a premise, copied, gets full marks"),
+            ({"dataset": "propositional_logic"}, "a copied premise gets the full score"),
             ({"dataset": "boxnet"}, "boxnet is not used"),
         ):
             with pytest.raises(ServiceError) as caught:

@@ -208,7 +208,7 @@ async def test_the_calculator_answers_a_bare_number_or_says_what_is_wrong():
         for expression, reason in (
             ("2**3", "unexpected '*' in '2**3'"),
             ("1/0", "division by zero"),
-            ("two", "'t' in 'two' is no number"),
+            ("two", "'t' in 'two' is neither a number"),
             ("(1", "a ')' is missing"),
             ("", "ends where a number"),
             ("__import__('os')", "'_' in"),

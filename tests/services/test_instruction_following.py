@@ -53,7 +53,7 @@ def test_all_of_ifevals_25_instructions_are_there_and_stand_in_the_data():
 
 
 UNCHECKABLE = [
-    ({"instruction_id_list": ["a:b"], "kwargs": [{}]}, "no instruction is called 'a:b'"),
+    ({"instruction_id_list": ["a:b"], "kwargs": [{}]}, "unknown instruction 'a:b'"),
     ({"instruction_id_list": [], "kwargs": []}, "at least one"),
     ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "one entry for each instruction"),
     ({"instruction_id_list": ["count:numbers"], "kwargs": [{}]}, "count:numbers: N"),

@@ -137,7 +137,7 @@ async def test_a_judge_that_is_down_is_a_null():
     ("row", "told"),
     [
         ({"mode": "rubric"}, "at least one criterion"),
-        ({"mode": "rubric", "rubric": [{"text": "It is short."}] * 2}, "stands twice"),
+        ({"mode": "rubric", "rubric": [{"text": "It is short."}] * 2}, "has a criterion twice"),
         ({"mode": "pairwise", "references": ["a", "b"]}, "exactly one text"),
         ({"mode": "ranking"}, "1 to 15 texts"),
     ],

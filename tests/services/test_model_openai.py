@@ -422,5 +422,5 @@ def test_a_key_that_is_not_set_is_told_before_anything_runs():
 
 
 def test_token_ids_need_chat():
-    with pytest.raises(ValidationError, match="write api: chat"):
+    with pytest.raises(ValidationError, match="set api: chat"):
         OPENAI.Options(model="m", api_key_env=None, api="responses", token_ids=True)

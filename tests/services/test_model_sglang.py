@@ -85,7 +85,7 @@ async def test_new_weights_come_from_disk_and_their_version_is_on_the_answers(fo
         response = (await client.post("/v1/responses", json={"input": "hello"})).json()
         assert [span[2] for span in response["ng"]["policy_version"]] == [3]
         stale = await client.post("/weights", json=update, headers=KEY)
-        assert (stale.status_code, stale.json()["detail"]) == (409, "version 3 is served already, not before 3")
+        assert (stale.status_code, stale.json()["detail"]) == (409, "version 3 is already served; 3 is not newer")
         lost = await client.post("/weights", json={"version": 4, "path": "/nowhere"}, headers=KEY)
         assert lost.status_code >= 400
         assert (await client.get("/weights")).json()["policy_version"] == 3
@@ -180,7 +180,10 @@ async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and
 
     async with serving(folder, Slow, push_token=TOKEN, timeout_s=2, max_retries=3) as (stub, client):
         refused = await client.post("/weights/sleep", json={}, headers=KEY)
-        assert (refused.status_code, "the request may or may not have been processed" in refused.json()["detail"]) == (502, True)
+        assert (refused.status_code, "the request may or may not have been processed" in refused.json()["detail"]) == (
+            502,
+            True,
+        )
         assert (await client.get("/weights")).json()["asleep"] == ["kv_cache", "weights"]
         assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
         assert (await client.post("/v1/responses", json={"input": "hello"})).status_code == 200

@@ -174,14 +174,14 @@ def test_what_is_no_adapter_of_this_model_is_refused_before_any_byte(
     some = next(iter(tensors))
     wrong: dict[str, tuple[Weights, str]] = {
         "half of a pair": ({name: one for name, one in tensors.items() if name != some}, f"{some} is missing"),
-        "another layer": ({**tensors, "base_model.model.x.lora_A.weight": torch.ones(RANK, 2)}, "is beside no matrix"),
+        "another layer": ({**tensors, "base_model.model.x.lora_A.weight": torch.ones(RANK, 2)}, "belongs to no matrix"),
         "the embedding": (
             {"base_model.model.model.embed_tokens.lora_A.weight": torch.ones(RANK, 32)},
-            "is beside no matrix",
+            "belongs to no matrix",
         ),
-        "another name": ({**tensors, "x": torch.ones(2)}, "x is beside no matrix"),
-        "another shape": ({**tensors, some: torch.ones(RANK, 2)}, r"has the shape \[3, 2\], and must be \[3, 32\]"),
-        "nothing": ({}, "there is no tensor in it"),
+        "another name": ({**tensors, "x": torch.ones(2)}, "x belongs to no matrix"),
+        "another shape": ({**tensors, some: torch.ones(RANK, 2)}, r"has the shape \[3, 2\], expected \[3, 32\]"),
+        "nothing": ({}, "it has no tensors"),
     }
     for tensors, problem in wrong.values():
         with pytest.raises(push.PushFailed, match=problem):
@@ -281,7 +281,7 @@ def test_a_transfer_that_is_not_brought_to_its_end_ends_the_server(server: Serve
         assert http.post("/weights/transfer/start", params=params, json={"mode": "keep"}).status_code == 200
         assert http.delete("/weights", params=params).status_code == 204
         assert server.process.wait(PATIENCE_S) == 1
-    assert "the push was not brought to its end; the server has to restart" in server.log.read_text()
+    assert "the push did not end; the server must restart" in server.log.read_text()
 
 
 @pytest.fixture(scope="module")

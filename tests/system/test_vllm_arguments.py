@@ -122,7 +122,7 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
         "engine.weight_transfer_config: nccl moves weights between GPUs, and this vLLM runs on a CPU": {
             "engine": {"weight_transfer_config": {"backend": "nccl"}}
         },
-        "engine.max_loras: with lora_rank, all requests use the adapter that is pushed": {
+        "engine.max_loras: with lora_rank, all requests use the pushed adapter": {
             "lora_rank": 8,
             "engine": {"max_loras": 2},
         },
@@ -130,7 +130,9 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
             "engine": {"served-model-name": "x"}
         },
         "argument --max-num-seqs: ": {"engine": {"max_num_seqs": "many"}},
-        "engine.enable_chunked_prefill: on a CPU, vLLM dies": {"engine": {"enable-chunked-prefill": True}},
+        "engine.enable_chunked_prefill: on a CPU, a request with a seed ends vLLM's engine process": {
+            "engine": {"enable-chunked-prefill": True}
+        },
         "tool_call_parser: vLLM has no parser 'hermess' (did you mean 'hermes'?)": {"tool_call_parser": "hermess"},
     }
     app = str(root / "models" / "vllm" / "app.py")

@@ -319,7 +319,7 @@ def test_after_a_sleep_that_drops_the_weights_nothing_is_generated_before_a_push
         assert client.post("/weights/sleep", json={"level": 3}).status_code == 422
         client.post("/weights/sleep", json={"level": 2}).raise_for_status()
     pusher.wake("weights")
-    with pytest.raises(push.PushFailed, match="push first"):
+    with pytest.raises(push.PushFailed, match="and push new ones"):
         pusher.wake("kv_cache")
     done = pusher.push(version, policy.change(version), policy.proof(), lambda: pusher.wake("kv_cache"))
     assert done.difference < 1e-5 and server.get("/ready").status_code == 200
@@ -414,14 +414,14 @@ def damaged(weights: Weights, value: float) -> bytes:
 BROKEN_FILES: dict[str, tuple[Callable[[Weights], bytes], str]] = {
     "nan": (lambda weights: damaged(weights, float("nan")), "not every value is finite"),
     "infinite": (lambda weights: damaged(weights, float("-inf")), "not every value is finite"),
-    "another shape": (lambda weights: save({**weights, "model.norm.weight": torch.ones(2)}), "announced was F32 [32]"),
+    "another shape": (lambda weights: save({**weights, "model.norm.weight": torch.ones(2)}), "announced as F32 [32]"),
     "another dtype": (lambda weights: save({name: tensor.half() for name, tensor in weights.items()}), "is F16"),
     "an unknown name": (lambda weights: save({**weights, "model.x": torch.ones(2)}), "model.x: was not announced"),
-    "a cut file": (lambda weights: save(weights)[:-7], "no safetensors file"),
-    "no safetensors": (lambda weights: b"\xff" * 100, "no safetensors file"),
-    "a huge header": (lambda weights: b"\xff" * 7 + b"\0" + b"{}", "no safetensors file"),
-    "nothing": (lambda weights: b"", "no safetensors file"),
-    "too much": (lambda weights: bytes(3 << 20), "more bytes than was announced"),
+    "a cut file": (lambda weights: save(weights)[:-7], "not a safetensors file"),
+    "no safetensors": (lambda weights: b"\xff" * 100, "not a safetensors file"),
+    "a huge header": (lambda weights: b"\xff" * 7 + b"\0" + b"{}", "not a safetensors file"),
+    "nothing": (lambda weights: b"", "not a safetensors file"),
+    "too much": (lambda weights: bytes(3 << 20), "larger than announced"),
 }
 
 
@@ -470,13 +470,13 @@ def test_a_commit_before_everything_has_come_ends_the_push(session: Session) -> 
 def test_the_same_tensor_twice_ends_the_push(session: Session) -> None:
     session.begin()
     assert session.send(save(session.weights)).status_code == 200
-    assert "has come before" in session.send(save(session.weights)).json()["detail"]
+    assert "was already sent" in session.send(save(session.weights)).json()["detail"]
 
 
 def test_what_is_no_checkpoint_of_this_model_is_refused_before_any_byte(session: Session) -> None:
     weights = dict(session.weights)
     session.weights = {**weights, HEAD: weights["model.embed_tokens.weight"]}
-    assert "lm_head.weight is none of this model's" in session.begin().json()["detail"]
+    assert "lm_head.weight is not a tensor of this model" in session.begin().json()["detail"]
     session.weights = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
     assert "model.norm.weight is missing" in session.begin().json()["detail"]
     session.weights = {**weights, "model.norm.weight": torch.ones(31)}
@@ -714,7 +714,7 @@ def test_a_stage_that_a_killed_server_left_behind_is_swept_away_and_no_other(sta
 
 def test_a_push_that_fits_nowhere_is_refused_with_the_room_there_is(staging: Any) -> None:
     huge = staging.Announced(name="x", shape=(1 << 30, 1 << 20), dtype="F32")
-    with pytest.raises(ServiceError, match=r"a push of 4294967297 MiB finds only \d+ MiB in /"):
+    with pytest.raises(ServiceError, match=r"a push needs 4294967297 MiB, but there are only \d+ MiB in /"):
         staging.Stage([huge], torch.float32)
 
 

@@ -192,7 +192,9 @@ def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:
             config.read_recipe(["grpo.yaml"], [f"model.path={base}", *overrides])
         return str(caught.value)
 
-    assert "rollouts.transport: lora sends an adapter, but the recipe trains no adapter" in problem("rollouts.transport=lora")
+    assert "rollouts.transport: lora sends an adapter, but the recipe trains no adapter" in problem(
+        "rollouts.transport=lora"
+    )
     assert "model.lora.dropout: the ratio" in problem("model.lora.dropout=0.1")
     shape = [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     assert "name them with model.path" in problem("model.path=null", "model.lora.rank=4", *shape)

@@ -416,7 +416,10 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
         (b'{"reward": [1], "ng": {}}', "the reward is [1]"),
         (b'{"ng": {}}', "not a scored rollout"),
         (b'{"reward": 1, "ng": {"segments": [null]}}', "a segment is malformed"),
-        (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [null]}]}}', "malformed"),
+        (
+            b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [null]}]}}',
+            "malformed",
+        ),
         (b'{"reward": 1, "ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1e999]}]}}', "JSON"),
         (b"\xff\xfe", "not JSON"),
     ],

@@ -1,4 +1,4 @@
-"""An OpenEnv environment with actions of its own: bring a number to zero. `python countdown.py --port 8000` serves it."""
+"""An OpenEnv environment with its own action type: bring a number to zero. Start: `python countdown.py --port 8000`."""
 
 import argparse
 import random

@@ -1,4 +1,4 @@
-"""An OpenEnv environment of MCP tools: find the key. `python drawers.py --port 8000` serves it."""
+"""An OpenEnv environment of MCP tools: find the key. Start it: `python drawers.py --port 8000`."""
 
 import argparse
 import random

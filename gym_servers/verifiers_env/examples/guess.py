@@ -1,7 +1,8 @@
-"""Turns: a number is to be guessed; the environment answers each guess, and rewards those that need few."""
+"""A turn-based environment: guess a number. The environment answers each guess and rewards few guesses."""
 
 import random
 import re
+from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
@@ -44,7 +45,7 @@ class GuessEnv(vf.Env[GuessEnvConfig]):
 class GuessTaskset(vf.Taskset[GuessTask]):
     INFINITE = True
 
-    def load(self):
+    def load(self) -> Iterator[GuessTask]:
         seed = 0
         while True:
             yield GuessTask(

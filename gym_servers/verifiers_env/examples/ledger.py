@@ -1,4 +1,4 @@
-"""Tools: money is to be moved between accounts that live in the rollout's state; the final balances are what counts."""
+"""An environment with tools: move money between accounts in the rollout's state. The final balances are rewarded."""
 
 import verifiers.v1 as vf
 from pydantic import Field
@@ -21,7 +21,7 @@ class BankToolset(vf.Toolset[vf.ToolsetConfig, LedgerState]):
 
     @vf.tool
     def balance(self, account: str) -> str:
-        """How much an account holds."""
+        """The balance of an account."""
         return str((self.state.balances or self.start)[account])
 
     @vf.tool

@@ -1,4 +1,4 @@
-"""One turn: two numbers are to be added, the answer stands in `<answer>` tags."""
+"""A single-turn environment: add two numbers, with the answer in `<answer>` tags."""
 
 import re
 
@@ -32,7 +32,7 @@ class SumTask(vf.Task[SumData]):
 
 class SumsConfig(vf.TasksetConfig):
     num_tasks: int = 20
-    """How many tasks there are."""
+    """Number of tasks."""
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):

@@ -1,1 +1,1 @@
-"""What makes the engine faster on a CPU."""
+"""Speed-ups of the engine on a CPU: bundled outputs and kernels."""

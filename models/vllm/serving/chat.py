@@ -1,12 +1,13 @@
 """Chat Completions on vLLM's engine, whole and as chunks.
 
-- A stream is a series of plain dicts: vLLM's own generator writes each chunk as text, which we would read again. One
-  choice; no echo, no beams. What an answer says is told by vLLM's parser of the family, as there.
-- The finish_reason is the engine's: vLLM answers `tool_calls` where a text that was cut off parses as a call.
-- A prompt without room for one token in the context is a ContextFull, counted in tokens.
+vLLM's handler renders the template, has the engine generate, and parses reasoning and tool calls. It is called
+directly, without a route, and gets prompt ids in the field for those of a prefill server.
 
-The handler renders the template, has the engine generate, and parses reasoning and tool calls. It is called in this
-process, without a route in between, and takes ready prompt ids where a prefill server would put them.
+Differences from vLLM's own server:
+
+- A stream consists of dicts; vLLM's generator would write each chunk as text. One choice; no echo, no beams.
+- The finish_reason is the engine's; vLLM answers `tool_calls` if a cut-off text parses as a call.
+- A prompt that leaves no room in the context raises ContextFull with its number of tokens.
 """
 
 from __future__ import annotations
@@ -43,29 +44,31 @@ if TYPE_CHECKING:
 
 
 PROMPT_TOO_LONG = ("input_tokens", "input_text")  # the parameter that vLLM's renderer names for such a prompt
-HOSTED = (  # what a hosted API does with a request: an engine has no part in it
+HOSTED = (  # fields for a hosted API, without meaning for an engine
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
     "store",
-    "thinking",  # whether is said by reasoning_effort, too
+    "thinking",  # reasoning_effort also says whether
     "user",
     "verbosity",
 )
 KNOWN = frozenset(ChatCompletionRequest.model_fields)
-CUT_OFF = "a weight push of mode abort cut this answer off; ask again, and the new weights answer"
+CUT_OFF = "a weight push with mode abort cut this answer off; retry to get an answer from the new weights"
 CONTRADICTION = (
-    "the engine gave up: the grammar of this request (its schema, choice or tools) allows no token that its other fields "
-    "allow, such as allowed_token_ids, logit_bias, bad_words and min_tokens"
+    "the engine stopped: the grammar of this request (its schema, choice or tools) and its other fields, such as "
+    "allowed_token_ids, logit_bias, bad_words and min_tokens, allow no token"
 )
-BEAMS_ARE_WHOLE = "field 'beam_width': beams are told apart at their end; ask without stream"
+BEAMS_ARE_WHOLE = (
+    "field 'beam_width': beam search cannot stream, because beams are compared at their end; leave out stream"
+)
 Chunks = AsyncGenerator[Json]
 
 
 class ContextFull(Exception):
-    """A prompt leaves no room in the context: that ends a rollout, and is no error.
+    """A prompt leaves no room in the context. That ends a rollout, but is not an error.
 
     tokens: of the prompt. vLLM stops counting one token beyond the context, so a longer prompt may have more.
     """
@@ -76,12 +79,12 @@ class ContextFull(Exception):
 
 
 class ChatInChunks(OpenAIServingChat):
-    """vLLM's chat handler but for that."""
+    """vLLM's chat handler with the differences above."""
 
     async def render_chat_request(
         self, request: ChatCompletionRequest
     ) -> tuple[list[ConversationMessage], list[EngineInput]] | ErrorResponse:
-        """The prompt of a conversation, or the ids that the request brings for it. Raises ContextFull."""
+        """The prompt of a conversation, or the prompt ids in the request. Raises ContextFull."""
         context: int = self.model_config.max_model_len
         try:
             rendered = await super().render_chat_request(request)
@@ -98,7 +101,7 @@ class ChatInChunks(OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *told: Any, **more: Any
     ) -> ErrorResponse | ChatCompletionResponse:
-        """vLLM's answer, which says `tool_calls` only where the engine stopped by itself."""
+        """vLLM's answer, with `tool_calls` only if the engine stopped by itself."""
         last: RequestOutput | None = None
 
         async def seen() -> AsyncGenerator[RequestOutput]:
@@ -125,7 +128,7 @@ class ChatInChunks(OpenAIServingChat):
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_token_counts: dict[str, int] | None = None,
     ) -> AsyncGenerator[Json]:
-        """Chunks; the last has the finish_reason and the usage. Raises what the engine raises."""
+        """Chunks; the last has the finish_reason and the usage. Raises the errors of the engine."""
         parser = self._make_parser(request, tokenizer, chat_template_kwargs) if self.parser_cls is not None else None
         head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model_name}
         sampled: list[int] = []
@@ -148,7 +151,7 @@ class ChatInChunks(OpenAIServingChat):
                 ).model_dump(mode="json", exclude_none=True)
             chunk: Json = {**head, "choices": [choice]}
             if output.finish_reason is not None:
-                named = not isinstance(request.tool_choice, str | None)  # the API calls that a stop
+                named = not isinstance(request.tool_choice, str | None)  # the API then says `stop`
                 choice["finish_reason"] = _finish_reason(output.finish_reason, called and not named)
                 chunk["usage"] = _usage(result, sampled, parser if self._include_reasoning_tokens_details else None)
             elif not (choice["delta"] or request.logprobs):
@@ -158,7 +161,7 @@ class ChatInChunks(OpenAIServingChat):
 
 
 def _finish_reason(engines: str | None, called: bool) -> str | None:
-    """That of an answer. engines: the engine's own; `repetition` cuts an answer off as a limit does."""
+    """The finish_reason of an answer. engines: the engine's; its `repetition` cuts an answer off, like a limit."""
     if engines == "stop" and called:
         return "tool_calls"
     return "length" if engines == "repetition" else engines
@@ -167,7 +170,7 @@ def _finish_reason(engines: str | None, called: bool) -> str | None:
 def _said(
     parser: Parser | None, output: CompletionOutput, prompt: list[int] | None, request: ChatCompletionRequest
 ) -> Json:
-    """What is new, as a delta; nothing while the parser cannot tell what it will be."""
+    """The new content as a delta, {} while the parser has not classified it."""
     if parser is None:
         return {"content": output.text} if output.text else {}
     message: DeltaMessage | None = parser.parse_delta(
@@ -191,24 +194,25 @@ def _usage(result: RequestOutput, sampled: list[int], thinking: Parser | None) -
         "completion_tokens": len(sampled),
         "total_tokens": prompt + len(sampled),
         "prompt_tokens_details": {"cached_tokens": result.num_cached_tokens},
-        # without a parser nothing is told apart as reasoning
+        # without a parser no tokens count as reasoning
         "completion_tokens_details": {"reasoning_tokens": thinking.count_reasoning_tokens(sampled) if thinking else 0},
     }
 
 
 class Chat:
-    """What the model server's routes call. ends: of the turns, in the ids of this model."""
+    """The handler of the model server's routes. ends: end-of-turn ids of this model."""
 
     def __init__(self, serving: OpenAIServingChat, ends: Ends) -> None:
-        serving.__class__ = ChatInChunks  # vLLM makes it itself, out of twenty of its arguments
+        serving.__class__ = ChatInChunks  # vLLM creates it, from twenty arguments
         self._serving = serving
         self._ends = ends
 
     async def respond(self, request: Json, call: ModelCall) -> Json:
-        """A Chat Completion; its message carries the token fields.
+        """A Chat Completion whose message has the token fields.
 
         Raises:
-            BadRequest: vLLM refuses the request. NotReady: it cannot answer, or a weight push cut the answer off.
+            BadRequest: vLLM refuses the request.
+            NotReady: vLLM cannot answer, or a weight push cut the answer off.
         """
         tokens = Tokens()
         try:
@@ -217,19 +221,19 @@ class Chat:
             return self._nothing("chat.completion", "message", full.tokens)
         assert isinstance(answer, ChatCompletionResponse)
         if tokens.aborted:
-            raise NotReady(CUT_OFF)  # vLLM would call the half of it completed
+            raise NotReady(CUT_OFF)  # vLLM would report the partial answer as completed
         completion: Json = answer.model_dump(mode="json", exclude_none=True)
-        del completion["choices"][1:]  # the lesser beams
+        del completion["choices"][1:]  # keep only the best beam
         message = completion["choices"][0]["message"]
-        if "reasoning" in message:  # vLLM's name; our converter and most clients know the other
+        if "reasoning" in message:  # vLLM's name; our converter and most clients use the other
             message["reasoning_content"] = message.pop("reasoning")
-        message.setdefault("content", None)  # which the API has in any case
+        message.setdefault("content", None)  # the API always has this field
         message |= tokens.fields
         completion["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})  # as in a stream
         return completion | tokens.trace
 
     async def stream(self, request: Json, call: ModelCall) -> AsyncGenerator[Json]:
-        """Chat Completion chunks; the one with the finish_reason carries the token fields. Raises as `respond`."""
+        """Chat Completion chunks; the one with the finish_reason has the token fields. Raises as `respond`."""
         tokens = Tokens()
         checked = self._checked(request | {"stream": True})
         try:
@@ -253,18 +257,22 @@ class Chat:
             raise _told(error, checked) from error
 
     def _checked(self, request: Json) -> ChatCompletionRequest:
-        """The request as vLLM's own record. BadRequest names what it does not know, or takes for wrong."""
+        """The request as vLLM's own record. Raises BadRequest for unknown fields and invalid values."""
         body = {name: value for name, value in request.items() if name not in HOSTED}
         width = body.pop("beam_width", None)
         for name in body.keys() - KNOWN:
             raise BadRequest(f"field {name!r}: vLLM has no such field{did_you_mean(name, KNOWN)}")
         if body.get("n", 1) != 1 or (width and body.get("stream")):
-            raise BadRequest("field 'n': one answer is given; ask again for more" if width is None else BEAMS_ARE_WHOLE)
+            raise BadRequest(
+                "field 'n': only one answer per request is supported; send more requests"
+                if width is None
+                else BEAMS_ARE_WHOLE
+            )
         if width is not None:
             body |= {"use_beam_search": True, "n": width}
         models = self._serving.models
         if body.get("model") not in models.lora_requests:
-            body["model"] = models.model_name()  # there is one policy, whatever an agent calls it
+            body["model"] = models.model_name()  # any other name means the policy
         try:
             return ChatCompletionRequest.model_validate(body)
         except ValidationError as error:
@@ -276,7 +284,7 @@ class Chat:
     async def _ask(
         self, request: ChatCompletionRequest, seen: SeenCall | None, tokens: Tokens
     ) -> ChatCompletionResponse | Chunks:
-        """vLLM's answer or, where one was asked for, its stream. Its refusals are ServiceErrors, or ContextFull."""
+        """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
             await self._go_on_from(seen, request)
             recorded.set(None if request.use_beam_search else tokens)
@@ -289,11 +297,11 @@ class Chat:
             return answer
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise asyncio.CancelledError  # vLLM makes an answer of it that nobody reads
+            raise asyncio.CancelledError  # vLLM has turned the cancellation into an error answer
         raise _refusal(answer.error)
 
     async def _go_on_from(self, seen: SeenCall | None, request: ChatCompletionRequest) -> None:
-        """Have vLLM continue from the ids of an earlier call, where the history is still that one."""
+        """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
         if seen is None or seen.turn_goes_on:
             return
         rendered = await self._render(request)
@@ -306,7 +314,7 @@ class Chat:
         request.kv_transfer_params = {"prompt_token_ids": rendered}
 
     async def _render(self, request: ChatCompletionRequest, until: int | None = None) -> list[int] | None:
-        """The prompt ids of the conversation (of its first messages), or None where there is more in it than text."""
+        """The prompt ids of the conversation (or of its first messages), or None if it has more than text."""
         # A copy: rendering sets the grammar of the tools on its request.
         copy = request.model_copy(update={"messages": request.messages[:until]})
         result = await self._serving.render_chat_request(copy)
@@ -317,7 +325,7 @@ class Chat:
         return ids
 
     def _nothing(self, kind: str, said: str, prompt: int) -> Json:
-        """The answer of no tokens to a conversation that leaves no room for any. prompt: its tokens, as counted."""
+        """An empty answer to a conversation that leaves no room in the context. prompt: its number of tokens."""
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": kind,
@@ -329,14 +337,14 @@ class Chat:
 
 
 def _told(error: Exception, request: ChatCompletionRequest) -> ServiceError:
-    """An exception as vLLM's own table tells it: which of them are the caller's fault."""
+    """The error for an exception; vLLM's own table decides which ones are the caller's fault."""
     if isinstance(error, GenerationError) and request.extract_structured_outputs() is not None:
         return BadRequest(CONTRADICTION, failure="model_error")
     return _refusal(create_error_response(error).error)
 
 
 def _refusal(error: ErrorInfo) -> ServiceError:
-    """vLLM's refusal as ours."""
+    """Translates an error answer of vLLM."""
     detail = " ".join(error.message.split())
     if error.code in (429, 503):
         return (Overloaded if error.code == 429 else NotReady)(f"vLLM: {detail}", failure="model_error")

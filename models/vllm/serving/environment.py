@@ -1,4 +1,4 @@
-"""What is settled before vLLM is imported: which model, and the variables that vLLM, torch and oneDNN read once."""
+"""Steps before the import of vLLM: finding the model, and the variables that vLLM, torch and oneDNN read once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Model:
-    """What vLLM is told to load: an absolute folder (local), or a hub name."""
+    """The model for vLLM: an absolute folder (local), or a hub name."""
 
     name: str
     local: bool
 
 
 def find_model(name: str, root: Path, service: str) -> Model:
-    """The folder of that name beside the config file, else the hub's model. ConfigError when it can be neither."""
+    """The folder of that name (relative to the config file), else the hub's model. Raises ConfigError for neither."""
     folder = (root / name).resolve()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"service {service!r}: model {name!r}: {folder} holds no checkpoint (no config.json)")
+            raise ConfigError(f"service {service!r}: model {name!r}: {folder} has no checkpoint (no config.json)")
         return Model(str(folder), local=True)
     if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
         return Model(name, local=False)
@@ -39,9 +39,9 @@ def find_model(name: str, root: Path, service: str) -> Model:
 
 
 async def written(name: str, root: Path, service: str, within_s: float) -> Model:
-    """The folder of that name, when a checkpoint is there. ConfigError when none comes within so many seconds.
+    """Wait for a checkpoint in the folder of that name. Raises ConfigError if there is none after `within_s`.
 
-    It must come whole, by a rename, as a trainer that begins with a new policy writes it.
+    The folder must appear complete, by a rename, as the trainer writes a new policy.
     """
     folder = (root / name).resolve()
     deadline = time.monotonic() + within_s
@@ -51,7 +51,7 @@ async def written(name: str, root: Path, service: str, within_s: float) -> Model
 
 
 def prepare_environment(threads: int, *, local: bool) -> None:
-    """Set what is read at import time. Values that the user exported stand, except where they would break us."""
+    """Set variables that are read at import time. The user's values are kept, unless they would break the service."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # unset, OpenMP spins on every core: 4,400 tokens/s become 77
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1.5 GB after 600 batch shapes
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # "auto" pins two servers to the same core

@@ -1,8 +1,8 @@
-"""Which of vLLM's parsers read what this model says? Told by its type and by what its chat template writes.
+"""Detects vLLM's parsers of tool calls and reasoning from a model's type and chat template.
 
-A template shows the form of tool calls better than a name does: Qwen3 and Qwen3-Coder are of one type, and call tools in
-different ways. Reasoning is looked for where the template begins an answer: an Instruct model of a family that thinks
-must not have its whole answer taken for a thought.
+The template shows the form of tool calls better than the type: Qwen3 and Qwen3-Coder have the same type, but different
+tool calls. Reasoning is detected where the template begins an answer, so that the whole answer of an Instruct model of
+a reasoning family is not parsed as a thought.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Parsers(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """A parser, and by what it is known: the model's type (any of these; none: whatever it is) and words, all of them."""
+    """A parser and its conditions: the model has one of `types` (if any), and the text has all of `words`."""
 
     parser: str
     types: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Sign(NamedTuple):
 
 
 DEEPSEEK_CALLS = "<\uff5ctool\u2581call\u2581begin\uff5c>"
-TOOLS = (  # the first that fits
+TOOLS = (  # the first match wins
     Sign("openai", types=("gpt_oss",)),
     Sign("llama4_pythonic", types=("llama4", "llama4_text")),
     Sign("kimi_k2", words=("<|tool_calls_section_begin|>",)),
@@ -46,7 +46,7 @@ TOOLS = (  # the first that fits
     Sign("llama3_json", types=("llama",), words=("ipython",)),
     Sign("jamba", words=("<tool_calls>",)),
 )
-REASONING = (  # words: those after `add_generation_prompt`
+REASONING = (  # words: after `add_generation_prompt`
     Sign("openai_gptoss", types=("gpt_oss",)),
     Sign("gemma4", types=("gemma4", "gemma4_text", "gemma4_unified")),
     Sign("mistral", types=("mistral", "mistral3", "ministral3"), words=("[THINK]",)),
@@ -61,7 +61,7 @@ BEGINS_AN_ANSWER = "add_generation_prompt"
 
 
 def parsers_of(model_type: str, template: str) -> Parsers:
-    """None where none is known, or the template neither writes calls nor begins a thought."""
+    """Each is None if no parser matches: the template has no tool calls, or does not begin a thought."""
     beginning = template.rpartition(BEGINS_AN_ANSWER)[2]
     return Parsers(_first(TOOLS, model_type, template), _first(REASONING, model_type, beginning))
 
@@ -76,7 +76,7 @@ def _first(signs: tuple[Sign, ...], model_type: str, text: str) -> str | None:
 
 
 def detected(name: str, engine: dict[str, Any]) -> Parsers:
-    """Those of a checkpoint (a folder or a hub name); engine: the arguments that say which files are its."""
+    """The parsers of a checkpoint (a folder or a hub name). engine: vLLM's arguments, for revision and template."""
     revision = engine.get("revision")
     config = json.loads(_file(name, "config.json", revision) or "{}")
     own = engine.get("chat_template")
@@ -84,7 +84,7 @@ def detected(name: str, engine: dict[str, Any]) -> Parsers:
 
 
 def _text(template: str) -> str:
-    """vLLM takes a path or the template itself."""
+    """The template; vLLM's argument is a path or the template itself."""
     return template if "{" in template or not Path(template).is_file() else Path(template).read_text(encoding="utf-8")
 
 
@@ -93,13 +93,13 @@ def _template(name: str, revision: str | None) -> str:
     if alone:
         return alone
     written: Any = json.loads(_file(name, "tokenizer_config.json", revision) or "{}").get("chat_template") or ""
-    if isinstance(written, list):  # several, by name
+    if isinstance(written, list):  # several named templates
         written = "\n".join(one["template"] for one in sorted(written, key=lambda one: one["name"] == "default"))
     return str(written)
 
 
 def _file(name: str, file: str, revision: str | None) -> str | None:
-    """Its text; None where there is none."""
+    """The text of a checkpoint's file, or None if there is no such file."""
     from transformers.utils.hub import cached_file
 
     path = cached_file(

@@ -1,4 +1,4 @@
-"""Answers while vLLM loads: alive, not ready, and why; and vLLM's own API keys."""
+"""A small server that answers while vLLM loads (alive, not ready, and why), and the middleware for API keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ngym.errors import NotReady, Unauthorized
 from ngym.services.base.app import ProblemResponse
 
 GUARDED = ("/v1/", "/rollouts/")
-STATUS_PREFIX = "ngym-status: "  # the supervisor shows what follows as the service's live line
+STATUS_PREFIX = "ngym-status: "  # the supervisor shows the rest as the service's status line
 LAST_CALLERS_S = 5.0
 MAX_HEAD_BYTES = 64 << 10
 LEAVE = b"\0"
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 class Keys:
-    """Middleware; a key comes as OpenAI's clients send it (a bearer token), or as Anthropic's do."""
+    """Middleware that requires a key, as a bearer token (OpenAI's clients) or x-api-key (Anthropic's)."""
 
     def __init__(self, app: ASGIApp, keys: list[str], service: str) -> None:
         self._app = app
@@ -39,7 +39,7 @@ class Keys:
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._shown(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        error = Unauthorized("this server asks for a key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
+        error = Unauthorized("this server requires a key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
         told = {"type": "authentication_error", "message": error.detail}
         problem = error.problem(self._service) | {"error": told}
         refusal = ProblemResponse(problem, status_code=401, headers={"www-authenticate": "Bearer"})
@@ -52,15 +52,15 @@ class Keys:
 
 
 class Doorkeeper:
-    """Answers on the service's sockets until `leave`; it goes when we die, too, for then its own channel closes.
+    """A child process that answers on the service's sockets until `leave`, or until we die and its channel closes.
 
-    A thread could not do this: importing vLLM holds the interpreter for seconds, and the engine is forked from
-    this process, which must have one thread and no open connection when that happens.
+    A thread cannot do this: importing vLLM blocks the interpreter for seconds, and the engine is forked from this
+    process, which must then have one thread and no open connections.
     """
 
     def __init__(self, sockets: list[socket.socket], service: str) -> None:
         for sock in sockets:
-            sock.setblocking(False)  # a caller may give up between select and accept
+            sock.setblocking(False)  # a caller may hang up between select and accept
         self._ours, theirs = socket.socketpair()
         self._pid: int | None = os.fork()
         if self._pid == 0:
@@ -74,13 +74,13 @@ class Doorkeeper:
         self.leave()
 
     def say(self, status: str) -> None:
-        """What the service is doing now: for the supervisor's display and for whoever asks /ready."""
+        """Publish the service's status for the supervisor's display and for /ready."""
         print(f"{STATUS_PREFIX}{status}", flush=True)
-        with contextlib.suppress(BrokenPipeError):  # it was killed: the engine can load without it
+        with contextlib.suppress(BrokenPipeError):  # the child was killed: the engine can load without it
             self._ours.sendall(status.encode() + b"\n")
 
     def leave(self) -> None:
-        """Returns when nobody but us will accept a connection."""
+        """End the child. Returns when it accepts no more connections."""
         if self._pid is None:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -92,11 +92,11 @@ class Doorkeeper:
 
 
 def _become_doorkeeper(ours: socket.socket, theirs: socket.socket, sockets: list[socket.socket], service: str) -> None:
-    """The child's whole life; it never returns into the event loop that it was forked from."""
+    """The main function of the child; it never returns into the event loop that it was forked from."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # it leaves when its parent does
+            signal.signal(number, signal.SIG_IGN)  # it ends with its parent
         ours.close()
         _attend(theirs, sockets, service)
     finally:
@@ -104,11 +104,11 @@ def _become_doorkeeper(ours: socket.socket, theirs: socket.socket, sockets: list
 
 
 def _attend(channel: socket.socket, sockets: list[socket.socket], service: str) -> None:
-    """Until we are told to leave, and then until those whom we let in have their answers."""
+    """Serve until the parent says so, and then until the accepted callers have their answers."""
     status = "starting"
     deadline: float | None = None
-    heads: dict[socket.socket, bytes] = {}  # of callers who have not yet asked to the end
-    watched = selectors.DefaultSelector()  # not select(): a whole collection may be knocking
+    heads: dict[socket.socket, bytes] = {}  # incomplete requests, by caller
+    watched = selectors.DefaultSelector()  # not select(): there may be very many callers
     for sock in (channel, *sockets):
         watched.register(sock, selectors.EVENT_READ)
     while deadline is None or (watched.get_map() and time.monotonic() < deadline):
@@ -138,9 +138,9 @@ def _let_in(listening: socket.socket, watched: selectors.BaseSelector, heads: di
 
 
 def _has_left(caller: socket.socket, heads: dict[socket.socket, bytes], service: str, status: str) -> bool:
-    """Hear what a caller says, and answer a question that is complete; True once the caller has hung up.
+    """Read from a caller and answer a complete request. True once the caller has hung up.
 
-    We do not hang up first: closing on unread bytes would reset the connection and lose the answer.
+    The caller closes first: closing with unread bytes would reset the connection and lose the answer.
     """
     try:
         heard = caller.recv(MAX_HEAD_BYTES)

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header
 recorded: ContextVar[Tokens | None] = ContextVar("ngym_vllm_tokens", default=None)
+"""Where the tokens of the current request are recorded; None: nowhere."""
 
 
 def turn_ends(engine: Engine) -> Ends:
+    """The token ids that end a turn of this model."""
     tokenizer = engine.get_tokenizer()
     generation = engine.model_config.try_get_generation_config()
     ends = generation.get("eos_token_id") or []
@@ -35,7 +37,7 @@ def turn_ends(engine: Engine) -> Ends:
 
 @dataclass
 class Tokens:
-    """prompt [P], sampled [G], logprobs [G] of the sampled; versions: spans [start, end, policy version] over [G].
+    """Tokens of a call: prompt [P], sampled [G], logprobs [G]; versions: spans [start, end, policy version] over [G].
 
     aborted: a weight push ended the generation (its mode `abort`).
     """
@@ -47,13 +49,13 @@ class Tokens:
     aborted: bool = False
 
     def add(self, output: RequestOutput) -> None:
-        """Take one output: all of the call's tokens or, in a stream, the next few."""
+        """Add one output: all tokens of the call or, in a stream, the next few."""
         completion = output.outputs[0]
         self.prompt = output.prompt_token_ids or self.prompt
         self.sampled.extend(completion.token_ids)
         logprobs = completion.logprobs
         if isinstance(logprobs, FlatLogprobs):
-            self.logprobs.extend(logprobs.logprobs)  # one per position: only the sampled token was asked for
+            self.logprobs.extend(logprobs.logprobs)  # one per position, that of the sampled token
         elif logprobs is not None:
             self.logprobs.extend(one[token].logprob for one, token in zip(logprobs, completion.token_ids, strict=True))
         self.aborted = completion.finish_reason == "abort"
@@ -61,19 +63,19 @@ class Tokens:
 
     @property
     def fields(self) -> Json:
-        """As the wire has them beside an answer; none where nothing was recorded."""
+        """The token fields of a message; {} if nothing was recorded."""
         if not self.prompt:
             return {}
         return dict(zip(TOKEN_FIELDS, (self.prompt, self.sampled, self.logprobs), strict=True))
 
     @property
     def trace(self) -> Json:
-        """What belongs to the whole answer."""
+        """The fields of the whole answer."""
         return {"ng": {"policy_version": self.versions}} if self.prompt else {}
 
 
 class SampledLogprobs(LogprobsProcessor):
-    """vLLM's record of a request's log-probabilities, for the sampled tokens only, and without their texts."""
+    """vLLM's record of a request's log-probabilities, only for the sampled tokens and without their texts."""
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
         tokens_NK, logprobs_NK, ranks_N, _ = logprobs_lists
@@ -86,6 +88,3 @@ class SampledLogprobs(LogprobsProcessor):
         record.ranks.extend(ranks_N.tolist())
         record.decoded_tokens.extend([None] * len(logprobs))
         self.cumulative_logprob += sum(logprobs)
-
-
-"""Where the calls of the current request are recorded; None: nobody asks."""

@@ -1,1 +1,1 @@
-"""New weights for the engine: pushes of whole weights and adapters, their checks, and sleep."""
+"""New weights for the engine: pushes of whole weights and adapters, their checks, transfer and sleep."""

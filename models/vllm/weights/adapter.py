@@ -1,6 +1,6 @@
-"""Which adapter do all generations use? One that does nothing at first, then the one that was pushed last.
+"""The adapter that all generations use: at first one without effect, then the one that was pushed last.
 
-It is always there, under the same id: a generation that began before a push goes on with the pushed adapter.
+It always has the same id, so a generation that began before a push continues with the pushed adapter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's n
 
 
 class AdapterShape(BaseModel):
-    """What it adds to a layer is alpha / rank * B A."""
+    """The adapter adds alpha / rank * B A to a layer's weight."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,12 +47,12 @@ class AdapterFiles(NamedTuple):
 
 
 def linear_layers(config: VllmConfig, service: str) -> list[str]:
-    """The last words of the names of the decoder's linear layers: an adapter may stand beside these, as in the trainer.
+    """The decoder's linear layers, which an adapter may change, by the last part of their names, as in the trainer.
 
-    Not beside the head, as vLLM would have it: on a CPU, the logprobs of a prompt would then end the engine process.
+    Not the head, which vLLM would include: on a CPU, the logprobs of a prompt would then end the engine process.
 
     Raises:
-        ConfigError: transformers does not know such a model, or there is none.
+        ConfigError: transformers does not know such a model, or it has no linear layers.
     """
     try:
         with torch.device("meta"):
@@ -62,14 +62,12 @@ def linear_layers(config: VllmConfig, service: str) -> list[str]:
         raise ConfigError(f"service {service!r}: lora_rank: no adapters for this model: {reason}") from error
     names = [name.rpartition(".")[2] for name, module in decoder.named_modules() if isinstance(module, torch.nn.Linear)]
     if not names:
-        raise ConfigError(
-            f"service {service!r}: lora_rank: this model has no linear layers that adapters are known for"
-        )
+        raise ConfigError(f"service {service!r}: lora_rank: this model has no linear layers for adapters")
     return sorted(set(names))
 
 
 def beside(layers: Sequence[str], ours: Shapes) -> Shapes:
-    """The matrices of our checkpoint in layers of these names."""
+    """The weight matrices [out, in] of our checkpoint in these layers."""
     return {
         name: shape
         for name, shape in ours.items()
@@ -81,7 +79,7 @@ class Adapter:
     """The engine's only adapter.
 
     Attributes:
-        request: names it in a call to the engine.
+        request: identifies the adapter in a call to the engine.
     """
 
     def __init__(self, engine: Engine, nothing: PrivateFolder) -> None:
@@ -91,11 +89,11 @@ class Adapter:
 
     @classmethod
     async def of(cls, engine: Engine, matrices: Shapes) -> Self:
-        """One that does nothing, loaded.
+        """Load an adapter without effect.
 
-        matrices: what an adapter may stand beside.
+        matrices: those that an adapter may change.
         """
-        # vLLM takes no adapter without tensors.
+        # vLLM refuses an adapter without tensors.
         name, (rows, columns) = next(iter(matrices.items()))
         ends = zip(PEFT_ENDS, ((1, columns), (rows, 1)), strict=True)
         nothing = {f"{PEFT_PREFIX}{name.removesuffix('.weight')}{end}": torch.zeros(size) for end, size in ends}
@@ -104,15 +102,15 @@ class Adapter:
         return adapter
 
     async def clear(self) -> None:
-        """Load the one that does nothing."""
+        """Load the adapter without effect."""
         await self._engine.add_lora(_request(self._nothing, replace=True))
         self._keep(self._nothing)
 
     async def replace(self, files: AdapterFiles) -> None:
-        """Load this one in the place of the one that is there.
+        """Replace the adapter by this one.
 
         Raises:
-            ServiceError: vLLM refuses it; the old one is there again.
+            ServiceError: vLLM refuses it; the old one is loaded again.
         """
         tensors = {
             name: tensor
@@ -123,7 +121,7 @@ class Adapter:
         try:
             await self._engine.add_lora(_request(new, replace=True))
         except Exception as error:
-            # One worker of several may have loaded it.
+            # Some of several workers may have loaded it.
             await self._engine.add_lora(_request(self._served, replace=True))
             new.remove()
             raise ServiceError(f"vLLM refuses this adapter: {error}", status=422) from error
@@ -136,7 +134,7 @@ class Adapter:
 
 
 def _request(folder: PrivateFolder, *, replace: bool = False) -> LoRARequest:
-    """replace: once; in the request of a generation it would have the adapter read from the disk at every token."""
+    """replace: only to load; in the request of a generation it would read the adapter from disk at every token."""
     return LoRARequest(NAME, ID, str(folder.path), load_inplace=replace)
 
 

@@ -1,23 +1,19 @@
-"""The routes of weight pushes: authorization, state, sleep, transfer.
-
-    POST /weights/sleep  {level}  generations in flight end; then the weights go to the host, and the KV cache is dropped;
-                                  with level 2 the weights are dropped, too, and nothing is generated before a push
-    POST /weights/wake  {parts}   ["weights"]: new ones can be pushed; all of it (the default): generation goes on
-
-Requests that come meanwhile wait. On a CPU nothing is lent, and sleep is a pause: the same calls, the same order.
+"""The routes of weight pushes and sleep.
 
     POST   /weights         {version, tensors}       -> {push, lease_s}   names and shapes are those of our checkpoint
                             or {.., adapter: {rank, alpha}}               they are those of PEFT
     PUT    /weights/files?push=&sha256=              a safetensors file: its bytes, or {path} under weights_root
     POST   /weights/commit?push=  {mode}             -> {policy_version, seconds}
-    DELETE /weights?push=                            gives up
+    DELETE /weights?push=                            ends the push without effect
     POST   /weights/transfer/{connect,start,update}?push=   instead of files: vLLM's own weight transfer (transfer.py)
     POST   /weights/proof   {prompt_token_ids}       -> {policy_version, dtype, logprobs}
-    POST   /weights/{sleep,wake}                     for a trainer on the same GPU (`sleep`)
+    POST   /weights/sleep   {level}                  for a trainer on the same GPU
+    POST   /weights/wake    {parts}                  ["weights"]: ready for a push; all (default): generation resumes
 
-One push at a time. Whatever goes wrong before the commit ends the push and leaves the served weights alone; so does a
-pusher that is not heard of for `lease_s`. The server pauses only within a commit, which needs no pusher to end. For a
-transfer neither holds: transfer.py says what does.
+One push at a time. An error before the commit ends the push without effect on the served weights, as does a pusher
+that is silent for `lease_s`. Generation pauses only within a commit, which does not depend on the pusher. Transfers
+differ (transfer.py). Sleep waits for generations in flight, moves the weights to the host (level 2 drops them until a
+push) and drops the KV cache; requests wait until it ends. On a CPU it releases nothing and is only a pause.
 """
 
 from __future__ import annotations
@@ -50,15 +46,14 @@ from .staging import Announced, Shapes, Stage, check_adapter, check_announced, n
 from .transfer import Transfer
 
 Route = Callable[[Request], Awaitable[Response]]
-WEIGHTS_DROPPED = (
-    2  # vLLM's level of sleep; 1 keeps them on the host, so that a server whose trainer is gone can still wake
-)
+# vLLM's level of sleep; level 1 keeps the weights on the host, so that a server can wake without its trainer.
+WEIGHTS_DROPPED = 2
 SHA256 = re.compile("[0-9a-f]{64}")
 FILES = "/weights/files"
 
 
 def guarded(route: Route, token: str | None) -> Route:
-    """The route for those who know the token; the body is not read before that."""
+    """The route with a check of the token, before the body is read."""
 
     async def opened(request: Request) -> Response:
         check_token(request, token)
@@ -70,7 +65,7 @@ def guarded(route: Route, token: str | None) -> Route:
 def check_token(request: Request, token: str | None) -> None:
     if token is None:
         problem = (
-            "the weight push is closed, because this server was given no token; start it with ng_run, "
+            "the weight push is disabled, because this server has no token; start it with ng_run, "
             "or set push_token: ${oc.env:NAME} in its stanza"
         )
         raise Unauthorized(problem, status=403)
@@ -78,12 +73,12 @@ def check_token(request: Request, token: str | None) -> None:
     if not hmac.compare_digest(told.encode(), f"Bearer {token}".encode()):
         raise Unauthorized(
             "the weight push needs the header 'Authorization: Bearer TOKEN'; the token is in .ngym/head.json "
-            "beside the config of ng_run, or the push_token of this server's stanza"
+            "next to the config of ng_run, or the push_token of this server's stanza"
         )
 
 
 def while_alive(route: Route) -> Route:
-    """An engine that dies meanwhile is started again, with this server: a pusher may come back."""
+    """The route, but a dead engine is a retryable error, because the server restarts with its engine."""
 
     async def told(request: Request) -> Response:
         try:
@@ -110,7 +105,7 @@ class NamedFile(BaseModel):
 
 
 class Commit(BaseModel):
-    """keep: generations in flight go on with the new weights; wait: they end first; abort: they end now."""
+    """mode: keep: generations in flight continue with the new weights; wait: they finish first; abort: they end now."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -118,7 +113,7 @@ class Commit(BaseModel):
 
 
 class Received(BaseModel):
-    """What vLLM's own weight transfer wants to know: its record for the backend."""
+    """info: the record of vLLM's weight transfer for the backend."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -145,9 +140,9 @@ class Prove(BaseModel):
 
 @dataclass
 class Push:
-    """One push that is under way.
+    """A push under way.
 
-    stage: None when no files come, but a transfer. started: that has been, and there is no way back.
+    stage: None for a transfer, which has no files. started: whether the transfer has started and cannot be undone.
     """
 
     version: int
@@ -160,7 +155,7 @@ class Push:
 
 
 class Sleep:
-    """The handlers; whoever calls them has shown the token.
+    """The handlers of sleep and wake, behind `guarded`.
 
     Args:
         patience_s: how long generations in flight may take to end.
@@ -174,13 +169,13 @@ class Sleep:
     async def sleep(self, request: Request) -> Response:
         engine = self._engine
         if not current_platform.is_cpu() and not engine.model_config.enable_sleep_mode:
-            problem = "this server cannot lend its memory; set engine.enable_sleep_mode: true in its stanza"
+            problem = "this server cannot release its memory; set engine.enable_sleep_mode: true in its stanza"
             raise ServiceError(problem, status=409)
         body: Rest = validated(Rest, await json_body(request), "a sleep")
         async with self._one_at_a_time:
             if not engine.asleep:
                 await engine.pause_for_push("wait", self._patience_s)
-                engine.asleep = MEMORY  # before it is: who asked may go away meanwhile
+                engine.asleep = MEMORY  # before it is true, because the caller may hang up meanwhile
                 engine.weights_dropped = body.level == WEIGHTS_DROPPED
                 await self._or_broken(engine.sleep(body.level, "keep"))
         return self._told()
@@ -191,11 +186,11 @@ class Sleep:
         async with self._one_at_a_time:
             if engine.weights_dropped and "kv_cache" in body.parts:
                 raise ServiceError(
-                    "its weights were dropped (sleep of level 2); wake `weights`, and push first", status=409
+                    "the weights were dropped (sleep of level 2); first wake `weights` and push new ones", status=409
                 )
             parts = [part for part in body.parts if part in engine.asleep]
             if parts:
-                await self._or_broken(engine.wake_up(parts))  # with the last of them, generation goes on
+                await self._or_broken(engine.wake_up(parts))  # with the last part, generation resumes
                 engine.asleep -= frozenset(parts)
         return self._told()
 
@@ -203,7 +198,7 @@ class Sleep:
         try:
             await work
         except Exception as error:
-            self._engine.broken = f"vLLM could not lend its memory, or take it back: {error}; the server has to restart"
+            self._engine.broken = f"vLLM could not release or restore its memory: {error}; the server must restart"
             raise ServiceError(self._engine.broken, retryable=True) from error
 
     def _told(self) -> Response:
@@ -211,11 +206,11 @@ class Sleep:
 
 
 class WeightPush:
-    """The routes.
+    """The handlers of a push.
 
     Args:
-        ours: the shapes of the checkpoint; None: the engine cannot be given other weights.
-        matrices: those of them that an adapter may stand beside.
+        ours: the shapes of the checkpoint; None: the weights cannot be replaced.
+        matrices: those that an adapter may change.
     """
 
     def __init__(self, engine: Engine, ours: Shapes | None, matrices: Shapes, options: PushOptions) -> None:
@@ -233,23 +228,23 @@ class WeightPush:
         """(method, path, handler, summary)."""
         guard = partial(guarded, token=self._options.token)
         routes = [
-            ("GET", "/weights", self._tell, "The policy version that is served, and how to push another"),
+            ("GET", "/weights", self._tell, "The served policy version, and how to push another"),
             ("POST", "/weights", guard(self._begin), "Begin a weight push"),
             ("PUT", FILES, guard(self._add_file), "Send one safetensors file of a push"),
-            ("POST", "/weights/commit", guard(self._commit), "Serve the weights that were sent"),
-            ("POST", "/weights/transfer/connect", guard(self._connect), "Meet the trainer of a transfer"),
-            ("POST", "/weights/transfer/start", guard(self._start), "Stop generating, to receive"),
+            ("POST", "/weights/commit", guard(self._commit), "Serve the pushed weights"),
+            ("POST", "/weights/transfer/connect", guard(self._connect), "Connect with the trainer of a transfer"),
+            ("POST", "/weights/transfer/start", guard(self._start), "Pause generation to receive a transfer"),
             ("POST", "/weights/transfer/update", guard(self._update), "Receive tensors of a transfer"),
             ("DELETE", "/weights", guard(self._give_up), "End a push without effect"),
-            ("POST", "/weights/sleep", guard(self._sleep.sleep), "Lend the memory of the GPU"),
-            ("POST", "/weights/wake", guard(self._sleep.wake), "Take it back, and go on generating"),
+            ("POST", "/weights/sleep", guard(self._sleep.sleep), "Release GPU memory"),
+            ("POST", "/weights/wake", guard(self._sleep.wake), "Restore GPU memory and resume generation"),
             ("POST", "/weights/proof", guard(self._prove), "Logprobs of a prompt under the served weights"),
         ]
         return [(method, path, while_alive(handler), summary) for method, path, handler, summary in routes]
 
     async def _tell(self, request: Request) -> Response:
         if "authorization" in request.headers:
-            check_token(request, self._options.token)  # so that a pusher learns early that its token is wrong
+            check_token(request, self._options.token)  # so that a pusher with a wrong token fails early
         offered: dict[str, Any] = {
             "http": True,
             "filesystem": self._options.root,
@@ -270,19 +265,21 @@ class WeightPush:
     async def _begin(self, request: Request) -> Response:
         body: Begin = validated(Begin, await json_body(request, BULK_WEIGHT), "a weight push")
         if self._ours is None:
-            raise _conflict("vLLM cannot be given other weights here: the README of models/vllm says which models")
+            raise _conflict(
+                "vLLM cannot replace the weights of this model; the README of models/vllm says which ones it can"
+            )
         await self._refuse_stale(body.version)
         if body.adapter is None:
             check_announced(body.tensors, self._ours)
         else:
             self._check_adapter(body.adapter, body.tensors)
         if self._current is not None:
-            other = f"version {self._current.version} is being pushed; wait until it is served or given up"
+            other = f"version {self._current.version} is being pushed; wait until that push ends"
             raise _conflict(other, retryable=True)
         if body.transfer and body.adapter is not None:
-            raise BadRequest("field 'transfer': an adapter comes in files; leave it out")
+            raise BadRequest("field 'transfer': an adapter is pushed as files; leave it out")
         if body.transfer and self._transfer.backend is None:
-            raise _conflict("this server takes no transfer; set engine.weight_transfer_config in its stanza")
+            raise _conflict("this server has no weight transfer; set engine.weight_transfer_config in its stanza")
         stage = None if body.transfer else Stage(body.tensors, self._engine.model_config.dtype)
         push = self._current = Push(body.version, stage, body.adapter)
         self._lend(push)
@@ -291,7 +288,7 @@ class WeightPush:
     def _check_adapter(self, adapter: AdapterShape, announced: list[Announced]) -> None:
         largest, base = self._options.lora_rank, self._engine.base_version
         if largest is None:
-            raise _conflict("this server takes no adapters; set lora_rank in its stanza")
+            raise _conflict("this server does not accept adapters; set lora_rank in its stanza")
         if adapter.rank > largest:
             raise BadRequest(f"field 'adapter.rank': {adapter.rank} is more than this server's lora_rank {largest}")
         if base:
@@ -309,10 +306,10 @@ class WeightPush:
     async def _add_file(self, request: Request) -> Response:
         sha256 = request.query_params.get("sha256", "")
         if not SHA256.fullmatch(sha256):
-            raise BadRequest("query 'sha256': must be the SHA-256 of the file, in 64 small hexadecimal digits")
+            raise BadRequest("query 'sha256': must be the SHA-256 of the file, 64 lower-case hexadecimal digits")
         async with self._working(request) as push:
             if push.stage is None:
-                raise BadRequest("this push was begun as a transfer, which has no files")
+                raise BadRequest("this push is a transfer, which has no files")
             if request.headers.get("content-type", "").startswith("application/json"):
                 body: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
                 part = await asyncio.to_thread(push.stage.copy, named(body.path, self._options.root))
@@ -324,11 +321,11 @@ class WeightPush:
     async def _commit(self, request: Request) -> Response:
         body: Commit = validated(Commit, await json_body(request), "a commit")
         self._switching = asyncio.create_task(self._switch(request, body.mode))
-        return await asyncio.shield(self._switching)  # who asked may go away; what has begun is brought to its end
+        return await asyncio.shield(self._switching)  # the caller may hang up; a switch always runs to its end
 
     async def _switch(self, request: Request, mode: PauseMode) -> Response:
         async with self._working(request) as push:
-            await self._refuse_stale(push.version)  # another push may just have ended when this one began
+            await self._refuse_stale(push.version)  # an earlier push may have been committed since this one began
             seconds = await self._serve(push, mode)
             self._end(push)
         return JsonResponse({"policy_version": push.version, "seconds": seconds._asdict()})
@@ -337,7 +334,7 @@ class WeightPush:
         patience_s = self._options.lease_s
         if push.stage is None:
             if not push.started:
-                raise BadRequest("this push was begun as a transfer, and nothing has been received")
+                raise BadRequest("this push is a transfer, and nothing has been received")
             seconds = await self._transfer.finish(push.version)
             push.started = False
             return seconds
@@ -360,7 +357,7 @@ class WeightPush:
             self._check_transfer(push, started=False)
             await self._refuse_stale(push.version)
             if self._transfer.connection is None:
-                raise BadRequest("nobody is connected; connect first")
+                raise BadRequest("there is no connection; connect first")
             await self._transfer.pause(body.mode)
             push.started = True
             await self._transfer.start()
@@ -375,7 +372,7 @@ class WeightPush:
 
     def _check_transfer(self, push: Push, *, started: bool) -> None:
         if push.stage is not None:
-            raise BadRequest("this push was begun with files; send them, or begin with transfer: true")
+            raise BadRequest("this push uses files; send them, or begin with transfer: true")
         if push.started != started:
             raise BadRequest("the transfer has started already" if push.started else "the transfer has not started")
 
@@ -391,11 +388,11 @@ class WeightPush:
 
     @asynccontextmanager
     async def _working(self, request: Request) -> AsyncIterator[Push]:
-        """The push that the request names, to itself; an error ends it."""
+        """Exclusive use of the push that the request names. An error ends the push."""
         push = self._current
         async with push.at_work if push else asyncio.Lock():
             if push is None or self._current is not push or push.id != request.query_params.get("push"):
-                gone = "query 'push': no such push; it was ended, or its lease ran out: begin another"
+                gone = "query 'push': no such push; it has ended, or its lease has expired: begin another"
                 raise NotFound(gone, retryable=True)
             if push.lease is not None:
                 push.lease.cancel()
@@ -414,7 +411,7 @@ class WeightPush:
         if push.stage is not None:
             push.stage.remove()
         if push.started:
-            self._transfer.broken("the push was not brought to its end")
+            self._transfer.broken("the push did not end")
         if self._current is push:
             self._current = None
 

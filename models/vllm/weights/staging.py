@@ -1,8 +1,8 @@
-"""Weight files and tensors received, checked and staged before they are loaded.
+"""Receives, checks and stages the files of a weight push before they are loaded.
 
-    bytes -> 00000.part -> right digest? known tensors, finite? -> 00000.safetensors -> ... -> is every tensor there?
+    bytes -> 00000.part -> checks: digest, known tensors, finite values -> 00000.safetensors -> ... -> all tensors there
 
-The engine reads a stage only when it is complete, and nobody else can change the files in it.
+The engine reads a stage only when it is complete, and no other process can change its files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREFIX = "ngym-weights-"
 PROMISED = "promised"
 SHARED_MEMORY = Path("/dev/shm")
 SWEEP_AFTER_S = 60.0
-HEADER_ROOM = 1 << 20  # bytes of a file beside its tensors: names and offsets ...
+HEADER_ROOM = 1 << 20  # bytes of a file besides its tensors: names and offsets ...
 HEADER_ROOM_PER_TENSOR = 1 << 10
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 PEFT_PREFIX = "base_model.model."  # PEFT's names of an adapter's tensors
@@ -41,7 +41,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Announced(BaseModel):
-    """One tensor of a push, as it is announced before its bytes are sent."""
+    """One tensor of a push, announced before its bytes are sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +55,7 @@ class Announced(BaseModel):
 
 
 def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors in these safetensors files, by name; only the headers are read."""
+    """The shapes of the tensors in these safetensors files; reads only the headers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -64,13 +64,13 @@ def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 
 def check_announced(announced: list[Announced], ours: Shapes) -> None:
-    """BadRequest, unless these are the names and shapes of our own checkpoint."""
+    """Raise BadRequest unless these are the names and shapes of our checkpoint."""
     theirs = _by_name(announced)
     wrong = [
         *(f"{name} is missing" for name in ours if name not in theirs),
-        *(f"{name} is none of this model's" for name in theirs if name not in ours),
+        *(f"{name} is not a tensor of this model" for name in theirs if name not in ours),
         *(
-            f"{name} has the shape {list(shape)}, and is {list(ours[name])} here"
+            f"{name} has the shape {list(shape)}, expected {list(ours[name])}"
             for name, shape in theirs.items()
             if name in ours and shape != ours[name]
         ),
@@ -79,7 +79,7 @@ def check_announced(announced: list[Announced], ours: Shapes) -> None:
 
 
 def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> None:
-    """BadRequest, unless these are A [rank, in] and B [out, rank] of some of these matrices [out, in]."""
+    """Raise BadRequest unless these are A [rank, in] and B [out, rank] of some of these matrices [out, in]."""
     theirs = _by_name(announced)
     layers = {name.removeprefix(PEFT_PREFIX).removesuffix(end) for name in theirs for end in PEFT_ENDS}
     layers -= {name.removeprefix(PEFT_PREFIX) for name in theirs}
@@ -91,20 +91,20 @@ def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> No
             expected |= {f"{PEFT_PREFIX}{layer}{end}": expects for end, expects in zip(PEFT_ENDS, shapes, strict=True)}
     wrong = [
         *(f"{name} is missing" for name in expected if name not in theirs),
-        *(f"{name} is beside no matrix that an adapter may change" for name in theirs if name not in expected),
+        *(f"{name} belongs to no matrix that an adapter may change" for name in theirs if name not in expected),
         *(
-            f"{name} has the shape {list(shape)}, and must be {list(expected[name])}"
+            f"{name} has the shape {list(shape)}, expected {list(expected[name])}"
             for name, shape in theirs.items()
             if name in expected and shape != expected[name]
         ),
     ]
-    _refuse(f"not an adapter of rank {rank} for this model", wrong or ([] if theirs else ["there is no tensor in it"]))
+    _refuse(f"not an adapter of rank {rank} for this model", wrong or ([] if theirs else ["it has no tensors"]))
 
 
 def _by_name(announced: list[Announced]) -> dict[str, tuple[int, ...]]:
     theirs = {tensor.name: tensor.shape for tensor in announced}
     if len(theirs) < len(announced):
-        raise BadRequest("field 'tensors': a name stands there twice; announce each tensor once")
+        raise BadRequest("field 'tensors': a name occurs twice; announce each tensor once")
     return theirs
 
 
@@ -115,14 +115,14 @@ def _refuse(what: str, wrong: list[str]) -> None:
 
 
 class PrivateFolder:
-    """A folder that is locked while we live; what a killed process left behind is swept away.
+    """A folder that is locked while this process lives; folders of killed processes are removed.
 
     Attributes:
-        remove: called once or more, takes it away.
+        remove: deletes the folder; may be called more than once.
     """
 
     def __init__(self, size: int) -> None:
-        """size: the bytes that will lie in it. ServiceError 507 when they fit nowhere."""
+        """size: bytes of its future files. Raises ServiceError 507 if they fit nowhere."""
         self.path, lock = _placed(size)
         self.remove = weakref.finalize(self, _remove, self.path, lock)  # when this process ends, at the latest
 
@@ -131,11 +131,11 @@ class Stage:
     """The files of one push.
 
     Args:
-        dtype: what the engine computes in; a value that this cannot hold is refused.
+        dtype: of the engine; values beyond its range are refused.
 
     Attributes:
-        room: the bytes that may still come.
-        remove: called once or more, takes the files away.
+        room: bytes that may still be sent.
+        remove: deletes the files; may be called more than once.
     """
 
     def __init__(self, announced: list[Announced], dtype: torch.dtype) -> None:
@@ -149,54 +149,54 @@ class Stage:
         self.remove = self._private.remove
 
     def next_file(self) -> Path:
-        """Where the bytes of the next file go. Hand it to `accept` when they are there."""
+        """The path for the bytes of the next file. Call `accept` when they are complete."""
         return self.folder / f"{self._files:05}.part"
 
     def copy(self, source: Path) -> Path:
-        """A file that somebody else may still change -> the next file."""
+        """Copy a file, which other processes may still change. Returns the copy, for `accept`."""
         if source.stat().st_size > self.room:
             raise self.too_large()
         return Path(shutil.copyfile(source, self.next_file()))
 
     def accept(self, part: Path, sha256: str) -> None:
-        """Check a file and keep it. BadRequest when it is damaged, or not what was announced."""
+        """Check a file and keep it. Raises BadRequest if it is damaged, or not as announced."""
         with part.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != sha256:
             size = part.stat().st_size
-            raise BadRequest(f"the file's {size} bytes have the SHA-256 {digest}, announced was {sha256}; push again")
+            raise BadRequest(f"the file's {size} bytes have the SHA-256 {digest}, expected {sha256}; push again")
         try:
             with safe_open(part, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  # it is no dict
+                for name in tensors.keys():  # noqa: SIM118  # not a dict
                     self._check(name, tensors)
         except SafetensorError as error:
-            raise BadRequest(f"this is no safetensors file: {error}") from None
+            raise BadRequest(f"this is not a safetensors file: {error}") from None
         self.room -= part.stat().st_size
         part.rename(part.with_suffix(".safetensors"))
         self._files += 1
 
     def check_complete(self) -> None:
-        """BadRequest, unless every announced tensor has come."""
+        """Raise BadRequest unless every announced tensor has arrived."""
         if self._waiting:
             names = ", ".join(list(self._waiting)[:3])
-            raise BadRequest(f"{len(self._waiting)} tensors were announced and have not come: {names} ...")
+            raise BadRequest(f"{len(self._waiting)} announced tensors are missing: {names} ...")
 
     def too_large(self) -> BadRequest:
-        return BadRequest(f"these are more bytes than was announced ({self.room} could come)", status=413)
+        return BadRequest(f"the file is larger than announced (at most {self.room} bytes left)", status=413)
 
     def _check(self, name: str, tensors: safe_open) -> None:
         announced = self._waiting.pop(name, None)
         if announced is None:
-            raise BadRequest(f"tensor {name}: was not announced, or has come before")
+            raise BadRequest(f"tensor {name}: was not announced, or was already sent")
         found = tensors.get_slice(name)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if (shape, dtype) != (announced.shape, announced.dtype):
             want = f"{announced.dtype} {list(announced.shape)}"
-            raise BadRequest(f"tensor {name}: is {dtype} {list(shape)}, announced was {want}")
+            raise BadRequest(f"tensor {name}: is {dtype} {list(shape)}, announced as {want}")
         tensor = tensors.get_tensor(name)
         if tensor.numel():
             low, high = tensor.aminmax()
-            if not (-self._limit <= low and high <= self._limit):  # so written, nan fails too
+            if not (-self._limit <= low and high <= self._limit):  # in this form, nan fails, too
                 raise BadRequest(f"tensor {name}: not every value is finite (from {float(low)} to {float(high)})")
 
 
@@ -206,42 +206,44 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _placed(size: int) -> tuple[Path, int]:
-    """A new folder for so many bytes, in memory if they fit there, and its lock. ServiceError 507 when they fit nowhere."""
+    """A new folder for `size` bytes, in memory if they fit, and its lock. Raises ServiceError 507 without space."""
     places = [place for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if place.is_dir()]
     for place in places:
         with (place / f".{PREFIX}{os.getuid()}.lock").open("w") as choosing:
-            fcntl.flock(choosing, fcntl.LOCK_EX)  # other replicas are told of the same push at this moment
+            fcntl.flock(choosing, fcntl.LOCK_EX)  # other replicas get the same push at this moment
             _sweep(place)
             if _free(place) > size:
                 folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
                 lock = os.open(folder, os.O_RDONLY)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 with (folder / PROMISED).open("wb") as promised:
-                    promised.truncate(size)  # it takes no room; how long it is tells the others
+                    promised.truncate(size)  # sparse; its length reserves the space among the replicas
                 return folder, lock
     told = " and ".join(f"{_free(place) >> 20} MiB in {place}" for place in places)
-    raise ServiceError(f"a push of {size >> 20} MiB finds only {told}; make room, or set TMPDIR", status=507)
+    raise ServiceError(
+        f"a push needs {size >> 20} MiB, but there are only {told}; free some space, or set TMPDIR", status=507
+    )
 
 
 def _free(place: Path) -> int:
-    """Bytes that are neither used nor promised to what is still coming."""
+    """Free bytes that are not reserved for pushes under way."""
     free = shutil.disk_usage(place).free
     for promised in place.glob(f"{PREFIX}*/{PROMISED}"):
-        with suppress(OSError):  # it has just been taken away, or is another user's
+        with suppress(OSError):  # it was just deleted, or belongs to another user
             came = sum(path.stat().st_size for path in promised.parent.iterdir() if path.name != PROMISED)
             free -= max(0, promised.stat().st_size - came)
     return free
 
 
 def _sweep(place: Path) -> None:
-    """Remove the stages whose process was killed: nobody holds their lock any more."""
+    """Remove the stages of killed processes, which are not locked any more."""
     for folder in place.glob(f"{PREFIX}*"):
         try:
             if time.time() - folder.stat().st_mtime < SWEEP_AFTER_S:
-                continue  # it may be just about to be locked
+                continue  # perhaps not locked yet
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone meanwhile, or another user's
+            continue  # deleted meanwhile, or of another user
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
@@ -252,9 +254,9 @@ def _sweep(place: Path) -> None:
 
 
 async def received(request: Request, stage: Stage, patience_s: float) -> Path:
-    """The file that the request's body is.
+    """Write the request's body to the next file.
 
-    patience_s: for each part of it.
+    patience_s: timeout for each chunk.
     """
     part, size, loop = stage.next_file(), 0, asyncio.get_running_loop()
     try:
@@ -267,22 +269,22 @@ async def received(request: Request, stage: Stage, patience_s: float) -> Path:
                     file.write(chunk)
                     waiting.reschedule(loop.time() + patience_s)
     except (ClientDisconnect, TimeoutError):
-        raise BadRequest(f"the file broke off after {size} bytes; push again", retryable=True) from None
+        raise BadRequest(f"the connection ended after {size} bytes of the file; push again", retryable=True) from None
     return part
 
 
 def named(path: str, root: Path | None) -> Path:
-    """The file that this path means: under weights_root, wherever its symbolic links lead."""
+    """The file of a path, which must be under weights_root after resolving symbolic links."""
     if root is None:
-        raise BadRequest("field 'path': this server reads no files; set weights_root in its stanza, or send bytes")
+        raise BadRequest("field 'path': this server has no weights_root; set it in the stanza, or send bytes")
     if "\0" in path:
         raise BadRequest("field 'path': a path has no null character")
     try:
         file = (root / path).resolve()
         is_file = file.is_file()
-    except (OSError, RuntimeError) as error:  # too long a name, or links in a ring
+    except (OSError, RuntimeError) as error:  # a name that is too long, or a loop of links
         reason = error.strerror if isinstance(error, OSError) else error
-        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is no path of a file: {reason}") from None
+        raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is not a valid path: {reason}") from None
     if not file.is_relative_to(root):
         raise BadRequest(f"field 'path': {cut(path, MOST_NAME)} is not under this server's weights_root {root}")
     if not is_file:

@@ -1,9 +1,9 @@
-"""vLLM's own weight transfer (`nccl`, `ipc`: from the trainer's GPU into ours), within a push that was begun and checked.
+"""vLLM's own weight transfer (`nccl`, `ipc`: from the trainer's GPU to ours), within a push.
 
     connect -> pause -> start -> update, once or more -> finish
 
-vLLM loads each tensor as it comes, into the weights that it serves. So there is no way back after `start`: nothing is
-generated until `finish`, and where that is not reached the engine is broken, and the server ends to be started again.
+vLLM loads each tensor into the served weights as it arrives. So there is no way back after `start`: generation is
+paused until `finish`, and if that is not reached, the engine is broken and the server ends, to be restarted.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Json = dict[str, Any]
 
 
 class Transfer:
-    """The engine's end of it.
+    """The engine's side of a transfer.
 
     Args:
-        patience_s: how long the trainer may take to come to a meeting, or to send one update.
+        patience_s: how long the trainer may take to connect, or to send one update.
 
     Attributes:
-        backend: vLLM's name of the way that weights come; None: none was configured.
-        connection: names the trainer's connection; None: there is none.
-        workers: processes of the engine, each of which receives.
+        backend: vLLM's name of the transfer; None: not configured.
+        connection: id of the trainer's connection; None: not connected.
+        workers: number of engine processes, each of which receives.
     """
 
     def __init__(self, engine: Engine, patience_s: float) -> None:
@@ -50,17 +50,17 @@ class Transfer:
 
     @property
     def told(self) -> Json:
-        """What a trainer has to know before it begins."""
+        """What a trainer must know before it begins."""
         return {"connection": self.connection, "workers": self.workers} if self.backend else {}
 
     async def connect(self, init_info: Json) -> str:
-        """Meet the trainer. ServiceError when vLLM refuses; when the trainer does not come, the engine is broken."""
+        """Connect with the trainer. Raises ServiceError if vLLM refuses; without the trainer, the engine is broken."""
         self.connection = None
         await self._engine.shutdown_weight_transfer_engine()
         try:
             await self._within(
                 self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)),
-                "the trainer did not come to the meeting",
+                "the trainer did not connect",
             )
         except ServiceError:
             raise
@@ -70,23 +70,23 @@ class Transfer:
         return self.connection
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating; ServiceError when that takes too long, and generation goes on."""
+        """Pause generation. Raises ServiceError if that takes too long, and generation resumes."""
         began = time.monotonic()
         await self._engine.pause_for_push(mode, self._patience_s)
         self._paused = time.monotonic()
         self._pausing_s = self._paused - began
 
     async def start(self) -> None:
-        """From here on, only `finish` leads back to generating."""
+        """Begin to receive. After this, only `finish` resumes generation."""
         method = "start_packed_update" if current_platform.is_cpu() else "start_weight_update"
         await self._or_broken(self._engine.collective_rpc(method))
 
     async def update(self, update_info: Json) -> None:
-        """Receive tensors: of `update_info`, vLLM's own record for the backend."""
+        """Receive tensors. update_info: vLLM's record for the backend."""
         await self._or_broken(self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish(self, version: int) -> Seconds:
-        """Generate with what was received."""
+        """Resume generation with the received weights."""
         method = "finish_packed_update" if current_platform.is_cpu() else "finish_weight_update"
         await self._or_broken(self._engine.collective_rpc(method))
         await self._or_broken(self._engine.serve_pushed(version))
@@ -94,7 +94,7 @@ class Transfer:
 
     async def _or_broken(self, work: Awaitable[Any]) -> None:
         try:
-            await self._within(work, "the trainer fell silent")
+            await self._within(work, "the trainer sent nothing")
         except BaseException as error:
             raise self.broken(str(error)) from error
 
@@ -102,11 +102,11 @@ class Transfer:
         try:
             async with asyncio.timeout(self._patience_s):
                 await work
-        except TimeoutError:  # the worker waits in a collective, and does nothing else any more
+        except TimeoutError:  # the worker hangs in a collective operation
             raise self.broken(f"{problem} within {self._patience_s:.0f} s") from None
 
     def broken(self, reason: str) -> ServiceError:
-        """The weights are neither the old nor the new ones: the server has to end."""
+        """Mark the engine as broken: its weights are neither the old nor the new ones, so the server must end."""
         if self._engine.broken is None:
-            self._engine.broken = f"a weight transfer broke off: {reason}; the server has to restart"
+            self._engine.broken = f"a weight transfer failed: {reason}; the server must restart"
         return ServiceError(self._engine.broken, retryable=True)

@@ -1,16 +1,16 @@
-"""The extension of vLLM's workers that loads pushed weights; the expert layout of gpt-oss.
+"""The extension of vLLM's CPU worker that loads pushed weights, with fixes for gpt-oss.
 
-Reloading puts tensors without memory in the place of a layer's, and waits until their loaders have been called for all of
-them. Experts that are copied past the loaders would stay what they were, without a word; so would sinks.
+Reloading replaces a layer's tensors by ones without memory, and waits until all their loaders have been called.
+gpt-oss copies experts and sinks without their loaders, so they would silently keep the old values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -31,7 +31,7 @@ EXPERTS = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 
 @contextmanager
 def copies_seen(model: nn.Module) -> Iterator[None]:
-    """While it lasts, vLLM's reloading of a gpt-oss sees what is copied into its experts."""
+    """A context in which vLLM's reloading notices the copies into the experts of a gpt-oss."""
     vllms = inplace.initialize_layerwise_reload
     if isinstance(model, GptOssForCausalLM):
         inplace.initialize_layerwise_reload = partial(_begin, vllms)
@@ -42,23 +42,25 @@ def copies_seen(model: nn.Module) -> Iterator[None]:
 
 
 def load_sinks(model: nn.Module, folder: Path) -> None:
-    """Those of a checkpoint, into a gpt-oss; nothing, into another model."""
+    """Load the sinks of a checkpoint into a gpt-oss; does nothing for other models."""
     if not isinstance(model, GptOssForCausalLM):
         return
     parameters = dict(model.named_parameters())
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors, torch.no_grad():
-            for name in (name for name in tensors.keys() if name.endswith(".sinks")):  # noqa: SIM118  (no mapping)
+            for name in (name for name in tensors.keys() if name.endswith(".sinks")):  # noqa: SIM118  (not a mapping)
                 parameters[name.replace(".self_attn.", ".attn.")].copy_(tensors.get_tensor(name))
 
 
-def _begin(vllms: object, model: nn.Module) -> None:
-    vllms(model)  # type: ignore[operator]
+def _begin(vllms: Callable[[nn.Module], None], model: nn.Module) -> None:
+    vllms(model)
     for layer in model.modules():
         for name in EXPERTS:
-            tensor = layer._parameters.get(name)
+            tensor: Any = layer._parameters.get(name)  # vLLM attaches its loaders to parameters
             if tensor is not None:
-                tensor.weight_loader = default_weight_loader  # the copy is already cut and turned for this worker
+                tensor.weight_loader = (
+                    default_weight_loader  # the copy is already sliced and transposed for this worker
+                )
                 tensor.weight_loader = make_online_process_loader(layer, name)
                 tensor.copy_ = partial(tensor.weight_loader, tensor)
 
@@ -66,8 +68,8 @@ def _begin(vllms: object, model: nn.Module) -> None:
 class Repacking:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`)."""
 
-    def reload_packed_weights(self: CPUWorker, weights_path: str) -> None:  # type: ignore[misc]
-        """Reload so that every kernel multiplies with the new weights; without this, logprobs are off by nats."""
+    def reload_packed_weights(self: CPUWorker, weights_path: str) -> None:
+        """Reload the weights and pack them for the CPU kernels; without packing, logprobs are wrong by nats."""
         model = self.model_runner.get_model()
         _have_experts_packed(model)
         with copies_seen(model):
@@ -76,20 +78,20 @@ class Repacking:
         with set_current_vllm_config(self.vllm_config):
             _pack_tied_heads(model)
 
-    def start_packed_update(self: CPUWorker) -> None:  # type: ignore[misc]
-        """vLLM's start_weight_update, for a weight transfer that a plugin brings to a CPU."""
+    def start_packed_update(self: CPUWorker) -> None:
+        """vLLM's start_weight_update, for a weight transfer on a CPU by a plugin."""
         _have_experts_packed(self.model_runner.get_model())
         self.start_weight_update()
 
-    def finish_packed_update(self: CPUWorker) -> None:  # type: ignore[misc]
-        """vLLM's finish_weight_update, after which every kernel multiplies with the new weights."""
+    def finish_packed_update(self: CPUWorker) -> None:
+        """vLLM's finish_weight_update, then packing for the CPU kernels."""
         self.finish_weight_update()
         with set_current_vllm_config(self.vllm_config):
             _pack_tied_heads(self.model_runner.get_model())
 
 
 def _have_experts_packed(model: nn.Module) -> None:
-    """Experts that have a kernel would be reloaded without being packed for it."""
+    """Remove the kernels of experts, so that reloading packs the experts again."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
@@ -97,8 +99,9 @@ def _have_experts_packed(model: nn.Module) -> None:
 
 
 def _pack_tied_heads(model: nn.Module) -> None:
-    """No tensor of a checkpoint belongs to a head that shares the embedding's: vLLM would keep its packed copy."""
+    """Pack heads that share the embedding's tensor: no tensor of a checkpoint updates their packed copy."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel() > 0:
-            module.quant_method.process_weights_after_loading(module)
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)

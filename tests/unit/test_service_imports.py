@@ -1,0 +1,54 @@
+"""What a service folder may import: its own files, libraries, and the parts of ngym that services use."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"agents": "agents", "gym_servers": "gym", "models": "models"}  # folder -> its package in ngym.services
+SERVICES = [(kind, folder) for kind in KINDS for folder in sorted((ROOT / kind).iterdir()) if folder.is_dir()]
+# The commands, and what only they use.
+NOT_FOR_SERVICES = (
+    "cli",
+    "collect",
+    "export",
+    "notebook",
+    "plot",
+    "prepare",
+    "supervise",
+    "trainer",
+    "validation",
+    "view",
+)
+
+
+def imports_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Each import as (level, name); level: the dots of a relative import."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = f"{node.module}." if node.module else ""
+            yield from ((node.level, base + alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder"), SERVICES, ids=lambda value: value if isinstance(value, str) else value.name
+)
+def test_a_service_imports_only_its_own_files_libraries_and_the_part_of_ngym_for_its_kind(
+    kind: str, folder: Path
+) -> None:
+    # `import agents` is not forbidden: the project's root is not on sys.path, so that name is the OpenAI Agents SDK.
+    others = [f"ngym.services.{name}" for name in KINDS.values() if name != KINDS[kind]]
+    forbidden = [*others, *(f"ngym.{name}" for name in NOT_FOR_SERVICES), "data", "gym_servers", "models", "trainer"]
+    wrong = []
+    for file in folder.rglob("*.py"):
+        depth = len(file.relative_to(folder).parts)  # so many dots still lead into the service's folder
+        for level, name in imports_of(file):
+            leaves = level > depth
+            names_another = level == 0 and any(f"{name}.".startswith(f"{other}.") for other in forbidden)
+            if leaves or names_another:
+                wrong.append(f"{file.relative_to(ROOT)}: {'.' * level}{name}")
+    assert wrong == []
