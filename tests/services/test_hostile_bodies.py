@@ -10,44 +10,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 from hostile import RAW
+from hostile_stack import AGENTS, FEW, MANY, stack
 from machine import PATIENCE_S
-from test_model_fuzz import WHOLE, mutated
+from request_bodies import WHOLE, mutated
 
-from ngym.config.service_config import load_config
 from ngym.schema import Json
-from ngym.supervise.supervisor import Supervisor
 
-FEW = ("counter", "games")
-LIGHT = (
-    *FEW,
-    "mcqa",
-    "calculator",
-    "function_call",
-    "judge",
-    "letters",
-    "long_context",
-    "qa_short",
-    "retrieval",
-    "weather",
-)
-MANY = (*LIGHT, "code_exec", "instruction_following", "math", "safety", "sandbox", "sql", "tool_minimal", "workplace")
-AGENTS = ("simple", "multi_turn", "gymnasium")
 SAID = {"output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]}
 HEADS = ("/", "/servers", "/config")
 RPC = "/mcp"  # has refusals of its own
-
-
-def stack(folder: Path, gyms: tuple[str, ...], agents: tuple[str, ...] = AGENTS[:1]) -> Supervisor:
-    """A model, these gym servers, and these agents."""
-    services: Json = {"policy": {"kind": "model", "app": "models/scripted", "tokens": True}}
-    services |= {name: {"kind": "gym_server", "app": f"gym_servers/{name}"} for name in gyms}
-    asked = {"gym": gyms[0], "model": "policy"}
-    services |= {f"{name}_agent": {"kind": "agent", "app": f"agents/{name}", **asked} for name in agents}
-    file = folder / "global_config.yaml"
-    file.write_text(yaml.safe_dump({**services, "ngym": {"head": {"port": 0}}}))
-    return Supervisor(load_config([file]))
 
 
 def example(root: Path, name: str) -> Json:

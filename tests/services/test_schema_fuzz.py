@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from drawn_cases import Route, asked, routes
-from test_hostile_bodies import AGENTS, FEW, MANY, stack
+from hostile_stack import AGENTS, FEW, MANY, stack
 
 SPARE = 1.25  # some routes have fewer different cases than their share
 SERVICES = ("policy", *(f"{name}_agent" for name in AGENTS), *MANY)

@@ -6,10 +6,10 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from chat_cases import TOOL, broken, completion, conversations, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_convert import TOOL, broken, completion, conversations, turns
-from test_convert_streams import THINKING, all_of, answers, completion_of, expected
+from stream_cases import THINKING, all_of, answers, completion_of, expected
 
 from ngym.convert import (
     MessageChunks,
