@@ -253,7 +253,7 @@ async def test_rollouts_that_were_given_up_are_told_and_give_exit_code_1(tasks: 
     assert done.code == 1
     assert len(re.findall(r"first model_error \(task \d+, policy\): the API key is wrong", done.out)) == 1
     assert "  agent: first model_error: the API key is wrong\n" in done.out, "at the end, too"
-    assert "model_error 19" in done.out and "go on with" not in done.out
+    assert "model_error 19" in done.out and "to continue" not in done.out
     assert count(tmp_path / "out_failures.jsonl") == 19
 
 

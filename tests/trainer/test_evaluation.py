@@ -245,7 +245,7 @@ def test_held_out_tasks_are_those_beside_the_tasks_of_the_rollouts(tmp_path: Pat
     named = rl.EvaluationOptions(tasks=first["tasks"])
     assert named.following(one) is named
     (tmp_path / "b" / "validation.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"no validation\.jsonl beside .*b/train\.jsonl; name held-out tasks with"):
+    with pytest.raises(ValueError, match=r"no validation\.jsonl next to .*b/train\.jsonl; name held-out tasks with"):
         rl.EvaluationOptions().following(two)
 
 

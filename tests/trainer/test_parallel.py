@@ -158,7 +158,7 @@ def test_two_nodes_are_launched_without_ssh(launcher: str, data: Path, tmp_path:
     ("words", "message"),
     [
         (["engine.offload.optimizer=cpu"], "offloading needs ZeRO; set engine.zero_stage to 1, 2 or 3"),
-        (["engine.offload.parameters=cpu"], "set engine.offload.optimizer, too"),
+        (["engine.offload.parameters=cpu"], "set engine.offload.optimizer too"),
         (
             ["engine.zero_stage=2", "engine.offload={optimizer: cpu, parameters: cpu}"],
             "only ZeRO-3 offloads parameters",
