@@ -94,8 +94,8 @@ class Recorder:
         return lines
 
 
-def command(name: str, *words: str) -> list[str]:
-    return [sys.executable, "-P", "-c", f"from ngym.cli.{name} import main; main()", *words]
+def command(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-P", "-c", f"from ngym.cli.{module} import main; main()", *words]
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def rollout(recorder: Recorder, folder: Path) -> None:
     with services(folder, recorder.environment):
         recorder.switch("1")
         words = ("--agent", "calculator_agent", "--input", "tasks.jsonl", "--output", "rollouts.jsonl")
-        subprocess.run(command("collect", *words), cwd=folder, env=recorder.environment, check=True)
+        subprocess.run(command("rollouts.collect", *words), cwd=folder, env=recorder.environment, check=True)
         recorder.switch("0")
 
 
