@@ -27,7 +27,7 @@ BASED = re.compile(
 )
 SPACES = re.compile(r"\\[,;: ]|~|\\quad|\s+")
 DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\textdegree")
-POWER = re.compile(r"\^\s*\{?\s*([23])\s*\}?")
+SQUARE_OR_CUBE = re.compile(r"\^\s*\{?\s*([23])\s*\}?")
 TAIL = re.compile(r"[0-9.)\]}]\s*([^0-9)\]}=,]{1,60}(?:\^[23])?)$")
 SIGN = re.compile(r"^[-+]?\s*(?:\\?\$|[\u20ac\u00a3\u00a5])")
 PERCENT = re.compile(
@@ -73,7 +73,7 @@ def unit_of(text: str) -> str | None:
     """The unit at the end (`4\\text{ km}`, `4 km`, `4^\\circ`) or the currency at the beginning."""
     if sign := SIGN.match(text):
         return unit(sign.group()[-1])
-    plain = POWER.sub(r"^\1", DEGREES.sub("\u00b0", PERCENT.sub("%", text)))
+    plain = SQUARE_OR_CUBE.sub(r"^\1", DEGREES.sub("\u00b0", PERCENT.sub("%", text)))
     plain = re.sub(rf"{WRAPPER}\s*\{{([^{{}}]*)\}}", r" \1 ", SPACES.sub(" ", plain))
     tail = TAIL.search(re.sub(r"\s+\^", "^", plain).strip())
     name = unit(tail[1]) if tail else None

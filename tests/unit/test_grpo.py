@@ -19,7 +19,8 @@ from ngym.errors import UsageError
 from ngym.trainer import batch_sources, loop, sanity_checks
 from ngym.trainer.algorithms import policy_gradient
 from ngym.trainer.data import offline, rollout_samples, samples
-from ngym.trainer.engine import engine, nan_guard, score_samples
+from ngym.trainer.engine import engine, nan_guard
+from ngym.trainer.engine.score_samples import score
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms
@@ -134,7 +135,7 @@ def own(batch: list[Any], learner: Any) -> list[Any]:
     """The rollouts as if this policy had sampled them."""
     return [
         replace(rollout, segments=tuple(replace(s, sampler=v) for s, v in zip(rollout.segments, values, strict=True)))
-        for rollout, values in zip(batch, score_samples.score(batch, learner.logprobs, learner, BUDGET), strict=True)
+        for rollout, values in zip(batch, score(batch, learner.logprobs, learner, BUDGET), strict=True)
     ]
 
 
