@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import boundary
-from ngym.rollout.segments import without_tokens
+from ngym.rollout import without_tokens
 from ngym.services.agents.tool_loop import act, user
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from ngym import VerifyRequest, gym_server
 from ngym.grading.answers import number, same_number, without_reasoning
 from ngym.grading.number_match import close
-from ngym.rollout.tool_calls import calls_in
+from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.gym.server import ReferenceText
 from ngym.stats.score_summary import means_by

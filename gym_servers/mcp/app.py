@@ -25,7 +25,7 @@ from ngym.config.shipped_files import shipped_file
 from ngym.errors import ConfigError
 from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
-from ngym.rollout.tool_calls import calls_in
+from ngym.rollout import calls_in
 from ngym.services.gym.server import ReferenceText
 from ngym.services.gym.tools import RESERVED, Tool, inspected, offer
 

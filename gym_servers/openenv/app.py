@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ngym import ServiceOptions, Session, VerifyRequest
 from ngym.errors import ConfigError, Overloaded, ServiceError, boundary
 from ngym.grading.answers import fenced
-from ngym.rollout.tool_calls import calls_in
+from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import canonical, without_reasoning
-from ngym.rollout.tool_calls import calls_in
+from ngym.rollout import calls_in
 from ngym.services.gym.server import ReferenceText
 
 from .corpus import Index, Library, library, words

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.grading.answers import number, same_number
-from ngym.rollout.tool_calls import Call, calls_in
+from ngym.rollout import Call, calls_in
 from ngym.services.gym.server import ReferenceText
 
 from .world import CITIES, TOOLS, world

@@ -13,7 +13,7 @@ import verifiers.v1 as vf
 
 from ngym import Session
 from ngym.errors import ConfigError, ServiceError
-from ngym.rollout.tool_calls import calls_in
+from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.gym.step_server import turns_of
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError, ValidationInfo, field_validator
 
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
-from ngym.rollout.tool_calls import calls_in
+from ngym.rollout import calls_in
 
 from .actions import TOOLS, act
 from .office import Action, Office, differences, office

@@ -1,27 +1,268 @@
-"""scripted: a model with scripted answers, for tests, benchmarks and first steps. rules.py has the rules."""
+"""scripted: a model with scripted answers, for tests, benchmarks and first steps. rules.py has the rules.
+
+A reply's conditions: `match` (a regular expression, searched in the last user message), `contains` (a substring of it),
+`turn` (1 for the first call of a conversation, 2 after one assistant turn, ...). It has `text`, `tool_calls`, or both.
+In its strings `{user}` is the last user message, `{tool_output}` the last tool output, `{turn}` the turn, and `{1}` or
+`{name}` a group of `match`; other braces stay unchanged. Arguments written as an object become JSON; a string is sent
+unchanged after the replacements, even if it is not JSON.
+
+A continued conversation begins with exactly the ids of the earlier call; all other items are rendered from their text.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import Field
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ngym import ModelCall, ServiceContext, model_server
-from ngym.convert import message_item, new_response, output_text, overflow_response, response_events
+from ngym import BadRequest, ModelCall, ServiceContext, model_server
+from ngym.convert import (
+    content_text,
+    last_user_text,
+    message_item,
+    new_response,
+    output_text,
+    overflow_response,
+    response_events,
+)
+from ngym.files import jsonl
 from ngym.net.json_limits import by_size
-from ngym.services.models.server import ModelOptions
+from ngym.services.models.server import ModelOptions, SeenCall
 
-from .rules import Answer, Reply, answer, read_replies, situation
-from .tokens import logprob, render, shortened
-
+_PLACE = re.compile(r"\{(\w+)\}")
+_ASSISTANT = frozenset({"reasoning", "function_call"})
+BEGIN = b"\xff"
+END = b"\xfe"
 _WORD = re.compile(r"\s*\S+\s*\Z|\s*\S+|\s+")
 CONTEXT = 1_000_000  # tokens, if token ids are on: each is a Python object
+
+
+class ToolCall(BaseModel):
+    """A call that a reply makes.
+
+    name: of the tool. arguments: an object, or a string that is sent unchanged.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(min_length=1)
+    arguments: dict[str, Any] | str = {}
+
+
+class Reply(BaseModel):
+    """Conditions, and the reply if they hold.
+
+    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the
+    first call of a conversation. reasoning, text, tool_calls: the content of the answer.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    match: re.Pattern[str] | None = None
+    contains: str | None = None
+    turn: int | None = Field(default=None, ge=1)
+    reasoning: str = ""
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Reply:
+        if not self.model_fields_set & {"text", "tool_calls"}:
+            raise ValueError("a reply needs text or tool_calls")
+        return self
+
+
+class Situation(NamedTuple):
+    """The state of a conversation, as far as conditions and placeholders need it."""
+
+    user: str
+    tool_output: str
+    turn: int
+
+
+class Answer(NamedTuple):
+    """The content of an answer. Each call is a name and its arguments as a string."""
+
+    reasoning: str
+    text: str
+    calls: list[tuple[str, str]]
+
+
+def read_replies(file: Path) -> tuple[Reply, ...]:
+    """The replies of a JSONL file; a UsageError names every bad line."""
+    return tuple(Reply.model_validate(line.row) for line in jsonl.checked(file, _problem))
+
+
+def situation(items: str | list[dict[str, Any]]) -> Situation:
+    """The conversation's last user text, last tool output, and the number of the next turn."""
+    if isinstance(items, str):
+        return Situation(items, "", 1)
+    outputs = (item["output"] for item in reversed(items) if item.get("type") == "function_call_output")
+    turns, before = 0, False
+    for item in items:
+        assistant = item.get("type") in _ASSISTANT or item.get("role") == "assistant"
+        turns += assistant and not before
+        before = assistant
+    return Situation(last_user_text(items), content_text(next(outputs, "")), turns + 1)
+
+
+def answer(replies: Sequence[Reply], now: Situation) -> Answer:
+    """The answer of the first matching reply. The last of `replies` must always match."""
+    for reply in replies:
+        values = _fits(reply, now)
+        if values is not None:
+            break
+    else:
+        raise LookupError("no reply matches")
+    calls = [(call.name, _arguments(call.arguments, values)) for call in reply.tool_calls]
+    return Answer(_filled(reply.reasoning, values), _filled(reply.text, values), calls)
+
+
+def _fits(reply: Reply, now: Situation) -> dict[str, str] | None:
+    """The values of the reply's placeholders, or None if a condition does not hold."""
+    if reply.turn not in (None, now.turn) or (reply.contains is not None and reply.contains not in now.user):
+        return None
+    values = {"user": now.user, "tool_output": now.tool_output, "turn": str(now.turn)}
+    if reply.match is None:
+        return values
+    found = reply.match.search(now.user)
+    if found is None:
+        return None
+    groups = {str(index): group or "" for index, group in enumerate((found[0], *found.groups()))}
+    return values | groups | {name: group or "" for name, group in found.groupdict().items()}
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    """Replace placeholders once; inserted values are not expanded again."""
+    return _PLACE.sub(lambda place: values.get(place[1], place[0]), text) if "{" in text else text
+
+
+def _arguments(arguments: Any, values: dict[str, str]) -> str:
+    if isinstance(arguments, str):
+        return _filled(arguments, values)
+    return orjson.dumps(_filled_in(arguments, values)).decode()
+
+
+def _filled_in(value: Any, values: dict[str, str]) -> Any:
+    match value:
+        case str():
+            return _filled(value, values)
+        case dict():
+            return {key: _filled_in(inner, values) for key, inner in value.items()}
+        case list():
+            return [_filled_in(inner, values) for inner in value]
+        case _:
+            return value
+
+
+def _problem(row: dict[str, Any]) -> str | None:
+    try:
+        Reply.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'reply'}: {first['msg']}"
+    return None
+
+
+def render(request: dict[str, Any], seen: SeenCall | None = None) -> bytes:
+    """The prompt of a request, up to the beginning of the model's answer."""
+    items = request["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    parts = [_system(request)] if seen is None else [_continued(seen)]
+    for role, run in groupby(items if seen is None else items[seen.place + 1 :], _role):
+        if role == "assistant":  # all items of a turn form one message
+            parts.append(_message(role, map(_said, run)))
+        else:
+            parts += [_message(role, [_said(item)]) for item in run]
+    return b"".join(parts) + BEGIN + b"assistant\n"
+
+
+def shortened(said: Answer, limit: int | None) -> tuple[Answer, bytes, bool]:
+    """The part of an answer within `limit` tokens, its ids, and whether it was cut.
+
+    Text is cut between characters; reasoning and calls are kept whole or dropped, and nothing follows a cut.
+    """
+    whole = _spoken(said) + END
+    if limit is None or len(whole) <= limit:
+        return said, whole, False
+    left = Answer(said.reasoning, "", []) if len(_thought(said.reasoning)) <= limit else Answer("", "", [])
+    if left.reasoning == said.reasoning:
+        room = limit - len(_thought(left.reasoning))
+        left = left._replace(text=said.text.encode()[:room].decode(errors="ignore"))
+    if left.text == said.text:
+        for call in said.calls:
+            longer = left._replace(calls=[*left.calls, call])
+            if len(_spoken(longer)) > limit:
+                break
+            left = longer
+    return left, _spoken(left), True
+
+
+def logprob(token: int) -> float:
+    """The logprob of a sampled id: deterministic and exact in binary."""
+    return -(token % 8 + 1) / 16
+
+
+def _spoken(said: Answer) -> bytes:
+    return b"".join((_thought(said.reasoning), said.text.encode(), *(_call(*call) for call in said.calls)))
+
+
+def _continued(seen: SeenCall) -> bytes:
+    """All ids up to the end of an answer."""
+    try:
+        ids = bytes(seen.prompt_token_ids) + bytes(seen.generation_token_ids)
+    except ValueError:
+        raise BadRequest("the input has token ids that are not from this model: its ids are 0 to 255") from None
+    return ids if ids.endswith(END) else ids + END
+
+
+def _system(request: dict[str, Any]) -> bytes:
+    tools = request.get("tools")
+    parts = [(request.get("instructions") or "").encode(), orjson.dumps(tools) if tools else b""]
+    return _message("system", parts) if any(parts) else b""
+
+
+def _message(role: str, parts: Iterable[bytes]) -> bytes:
+    return BEGIN + role.encode() + b"\n" + b"".join(parts) + END
+
+
+def _role(item: dict[str, Any]) -> str:
+    match item.get("type") or "message":
+        case "message":
+            return str(item["role"])
+        case "function_call_output":
+            return "tool"
+        case _:
+            return "assistant"
+
+
+def _said(item: dict[str, Any]) -> bytes:
+    match item.get("type") or "message":
+        case "reasoning":
+            return _thought(content_text(item.get("content")))
+        case "function_call":
+            return _call(item["name"], item["arguments"])
+        case "function_call_output":
+            return content_text(item["output"]).encode()
+        case _:
+            return content_text(item.get("content")).encode()
+
+
+def _thought(text: str) -> bytes:
+    return f"<think>{text}</think>".encode() if text else b""
+
+
+def _call(name: str, arguments: str) -> bytes:
+    return f"<tool_call>{name} {arguments}</tool_call>".encode()
+
+
 ECHO = Reply(text="{user}")
 
 

@@ -17,8 +17,7 @@ from ngym.errors import ConfigError
 from ngym.remote import ContextOverflow, RemoteOptions, Upstream, watched
 from ngym.services.models.server import ModelOptions
 
-from .engine import CAN, Engine
-from .weights import Weights, add_weights
+from .engine import CAN, Engine, Weights, add_weights
 
 Json = dict[str, Any]
 

@@ -34,9 +34,9 @@ from .cpu.bundled_scheduler import bundle
 from .cpu.kernels import leave_out_ranks, prefer_ours
 from .options import Options
 from .serving.arguments import parse_arguments, transfer_backend
+from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
-from .serving.tokens import SampledLogprobs, recorded
 from .weights.adapter import Adapter, AdapterFiles, linear_layers
 from .weights.staging import Shapes, shapes_in
 from .weights.worker import Repacking

@@ -26,9 +26,8 @@ from ngym.services.base.dispatch import CALL_BYTES
 
 from .engine import Engine
 from .options import PushOptions
-from .serving.chat import Chat
+from .serving.chat import Chat, turn_ends
 from .serving.loading_server import Keys
-from .serving.tokens import turn_ends
 from .weights.adapter import Adapter, beside
 from .weights.push_routes import FILES, WeightPush
 

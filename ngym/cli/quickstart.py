@@ -148,7 +148,7 @@ def _tell(places: Places, seconds: float, as_json: bool) -> None:
 
 
 def _show(rollouts: Path, walk: Walk) -> None:
-    from ngym.rollout.transcript import transcript
+    from ngym.rollout import transcript
 
     for row in _telling(rollouts):
         walk.say(transcript(row) + "\n")

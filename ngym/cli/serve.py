@@ -15,8 +15,7 @@ import click
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options
 from ngym.errors import ConfigError, UsageError
-from ngym.net.address_rules import is_loopback
-from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, token_from
 from ngym.supervise.head_file import find_running
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ import click
 
 from ngym.cli.shell.main import command
 from ngym.errors import NgymError, UsageError
-from ngym.net.address_rules import wrong_url
-from ngym.net.auth import RUN_TOKEN
+from ngym.net.auth import RUN_TOKEN, wrong_url
 from ngym.runtime.live_region import aligned, duration, harmless
 from ngym.supervise.head_file import find_running, token_of
 
@@ -223,7 +222,7 @@ async def _scrape(url: str, token: str | None) -> Scrape | None:
 
 
 async def _ask(url: str, token: str | None) -> list[Server]:
-    from ngym.peers.peers import servers_in
+    from ngym.peers import servers_in
     from ngym.supervise.probe import get
 
     try:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ngym.collect.plan import PlannedRollout
 from ngym.errors import BadRequest, FailureClass, ServiceError, UpstreamError
-from ngym.rollout.segments import extend, tokens_of, versions_in, without_tokens
+from ngym.rollout import extend, tokens_of, versions_in, without_tokens
 from ngym.schema import SCHEMA_VERSION, Failure, Json, RolloutKey, Segment, Status, StopReason, is_cut_off, stop_reason
 from ngym.telemetry import tracing
 

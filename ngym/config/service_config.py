@@ -14,7 +14,7 @@ from ngym.config.shipped_files import app_file, shipped_file
 from ngym.config.yaml_tree import COMMAND_LINE, Tree, load_tree, parse, subtree
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import ConfigError, UsageError
-from ngym.net.address_rules import wrong_url
+from ngym.net.auth import wrong_url
 from ngym.net.tls import check_pair, client_context, trust
 from ngym.schema import Kind
 from ngym.telemetry.tracing import Destination

@@ -21,7 +21,7 @@ from ngym.dialogue.template import Template, Tokenizer
 from ngym.schema import TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
-    from ngym.services.models.model_call import SeenCall
+    from ngym.services.models.token_capture import SeenCall
 
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ngym.convert import content_text, without_allowed_tools
 from ngym.errors import BadRequest
-from ngym.rollout.token_splice import Ends, Seen, begins_with, splice
+from ngym.rollout import Ends, Seen, begins_with, splice
 from ngym.schema import Json
 
 if TYPE_CHECKING:
-    from ngym.services.models.model_call import SeenCall
+    from ngym.services.models.token_capture import SeenCall
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
 REQUESTS = ("[/INST]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]")  # Mistral's: the answer follows without a header

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ngym.errors import ServiceError
-from ngym.rollout.segments import without_tokens
+from ngym.rollout import without_tokens
 from ngym.schema import Json, is_cut_off
 
 PENDING = "reward_pending"

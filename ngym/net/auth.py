@@ -1,4 +1,4 @@
-"""Access control of services: a locked run requires a token, an open run accepts programs of this machine.
+"""Authentication of callers, and checks of addresses and URLs.
 
 The run's token opens every route except GET /health, which needs none; routes such as the weights need the admin token.
 An open run listens on loopback, where a browser lets every web page send requests; `Visitors` refuses those.
@@ -6,10 +6,13 @@ An open run listens on loopback, where a browser lets every web page send reques
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import ipaddress
 import os
 import re
 import secrets
+import socket
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -18,12 +21,11 @@ from urllib.parse import urlsplit
 import orjson
 
 from ngym.errors import ServiceError, Unauthorized, UsageError, cut
-from ngym.net.address_rules import is_loopback
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-RUN_TOKEN, ADMIN_TOKEN = "NGYM_TOKEN", "NGYM_ADMIN_TOKEN"
+
 MIN_CHARACTERS = 16
 OPEN = ("GET", "/health")
 REFUSAL = (
@@ -34,6 +36,43 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_HOST = 80  # shown characters of a host name
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may differ: ssh forwards it
 _PAGE_OF_OURS = (b"none", b"same-origin")  # Sec-Fetch-Site: typed by the user; sent by a page of the same service
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach this address or name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def wrong_url(url: str) -> str | None:
+    """Why this URL is not valid for a service of a config, or None. The text shows no credentials."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 (it raises for an invalid port)
+    except ValueError as error:
+        return f"{url!r} is not a URL ({error})"
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "\\" in url:
+        return f"{url!r} is not a service URL; write http://host:port or https://host:port"
+    if "@" in parts.netloc:
+        return f"the URL of {parts.hostname} has credentials; use token_env with the variable of a token instead"
+    if _is_link_local(parts.hostname):
+        return f"{url!r}: link-local addresses belong to cloud metadata services"
+    return None
+
+
+def _is_link_local(host: str) -> bool:
+    """Whether it is link-local in any notation: `169.254.169.254`, `0xa9fea9fe`, `[::ffff:169.254.169.254]`."""
+    with contextlib.suppress(OSError):
+        return ipaddress.ip_address(socket.inet_aton(host)).is_link_local
+    with contextlib.suppress(ValueError):
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+        return (address.ipv4_mapped or address).is_link_local
+    return False
+
+
+RUN_TOKEN, ADMIN_TOKEN = "NGYM_TOKEN", "NGYM_ADMIN_TOKEN"
 
 
 class Misdirected(ServiceError):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ngym.notebook.frames import OF_FAILURES, Table, failed
-from ngym.rollout.transcript import headline, printable, transcript, turns
+from ngym.rollout import headline, printable, transcript, turns
 from ngym.schema import Json
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ngym.errors import UsageError
 from ngym.files.jsonl import write_whole
 from ngym.plot.runs import Series
 from ngym.plot.text import duration, number_text
-from ngym.rollout.transcript import printable
+from ngym.rollout import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from ngym.plot.runs import Axis, Series
-from ngym.rollout.transcript import printable
+from ngym.rollout import printable
 
 WIDTH, HEIGHT = 60, 12  # characters
 MARKS = "·#o+x*%@"

@@ -8,7 +8,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from ngym.net.address_rules import wrong_url
+from ngym.net.auth import wrong_url
 from ngym.remote.pace import Caps
 
 

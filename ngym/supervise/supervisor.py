@@ -12,8 +12,7 @@ from typing import Any, Self
 from ngym.config.service_config import Config, Stanza
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
-from ngym.net.address_rules import is_loopback
-from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher

@@ -11,8 +11,7 @@ from shipped import ROOT, calls, says
 
 from ngym.errors import ServiceError
 from ngym.schema import SESSION_HEADER
-from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.loader import load
+from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body
 

@@ -22,7 +22,7 @@ from paths import ROOT
 from upstreams import CONTEXT, Anthropic, OpenAI, Stub
 
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Json = dict[str, Any]

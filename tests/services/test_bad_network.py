@@ -17,7 +17,7 @@ from ngym import ModelCall, Session, VerifyRequest, gym_server, model_server
 from ngym.collect import FailedAttempt, Limits, Recipe, Rollout, collect
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import FailureClass
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 STEPS = 3  # tool calls of a rollout

@@ -12,7 +12,7 @@ from machine import PATIENCE_S
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 
-from ngym.rollout.segments import ModelCall as Tokens
+from ngym.rollout import ModelCall as Tokens
 from ngym.schema import Json
 from ngym.services.models.token_capture import Captures, answered, said
 

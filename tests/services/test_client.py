@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ngym.client import Client
-from ngym.client.pool import MAX_CONNECTING
+from ngym.client import MAX_CONNECTING, Client
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 DEADLINE_S = 60.0

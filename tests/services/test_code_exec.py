@@ -11,7 +11,7 @@ from house import house
 from paths import ROOT
 
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 
 def rows(file: str) -> list[dict[str, Any]]:

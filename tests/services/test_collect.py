@@ -25,7 +25,7 @@ from ngym.collect.run import FREE_OUTAGES
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.schema import Failure, Json, task_id
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 OURS = Recipe("agent")
 QUICK = Limits(retry_s=(0.0,), poll_s=0.02)

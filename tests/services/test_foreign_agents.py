@@ -16,7 +16,7 @@ from ngym.collect import Limits, Recipe, Rollout, collect
 from ngym.collect.fetch_captures import Pickup
 from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 NEEDS = {
     "openai_sdk": ("openai",),

@@ -10,7 +10,7 @@ from house import house
 from shipped import ROOT, gold_failures, made_again, module, rollout, rows, says
 
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 server = module("games")
 

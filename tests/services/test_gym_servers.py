@@ -12,7 +12,7 @@ from house import house
 from paths import ROOT
 
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 NAMES = (
     "calculator",

@@ -10,7 +10,7 @@ from house import house
 from shipped import ROOT, calls, gold_failures, made_again, module, questions, rollout, rows, says, serving
 
 from ngym.errors import ServiceError, UpstreamError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 NAMES = ("tool_minimal", "function_call")
 

@@ -10,7 +10,7 @@ from paths import ROOT
 from starting import slowness
 
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 APP = load(ROOT / "gym_servers" / "instruction_following" / "app.py")
 

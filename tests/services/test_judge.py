@@ -16,7 +16,7 @@ from ngym.collect.files import Files
 from ngym.collect.run_record import Source
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.trainer.online import rollout_stream, task_sampler
 from ngym.trainer.recipe import rl
 

@@ -11,8 +11,7 @@ import yaml
 
 from ngym.config.service_config import Config, load_config
 from ngym.errors import UsageError
-from ngym.net.address_rules import is_loopback
-from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts_of, is_loopback
 from ngym.peers import Peers
 from ngym.supervise.head_file import find_running
 from ngym.supervise.supervisor import Supervisor

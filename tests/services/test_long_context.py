@@ -14,7 +14,7 @@ from paths import ROOT
 from ngym import ModelCall, model_server
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 APP = load(ROOT / "gym_servers" / "long_context" / "app.py")
 

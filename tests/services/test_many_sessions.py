@@ -19,7 +19,7 @@ from ngym import VerifyRequest, gym_server
 from ngym.config.service_config import load_config
 from ngym.errors import Overloaded, ServiceError
 from ngym.peers import Peer, Peers
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.services.gym.sessions import SessionStore
 from ngym.supervise.supervisor import Supervisor
 

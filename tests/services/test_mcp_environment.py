@@ -19,8 +19,7 @@ from shipped import ROOT, calls, made_again, questions, rollout, rows, says
 
 from ngym import ServiceOptions
 from ngym.errors import ConfigError, ServiceError, Unreachable
-from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.loader import load
+from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.request_bodies import json_body
 
 ROUGH = str(SUPPORT / "rough_mcp_server.py")

@@ -15,7 +15,7 @@ from paths import ROOT
 from pydantic import ValidationError
 from upstreams import Anthropic
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 Json = dict[str, Any]
 APP = load(ROOT / "models" / "anthropic" / "app.py")

@@ -24,7 +24,7 @@ from upstreams import OpenAI
 from ngym.errors import ConfigError
 from ngym.schema import TOKEN_FIELDS
 from ngym.services import ServiceOptions
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 OPENAI = load(ROOT / "models" / "openai" / "app.py")
 Json = dict[str, Any]

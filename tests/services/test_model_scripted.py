@@ -14,9 +14,9 @@ from paths import ROOT
 from pydantic import ValidationError
 
 from ngym.errors import UsageError
-from ngym.rollout.segments import extend, tokens_of
+from ngym.rollout import extend, tokens_of
 from ngym.schema import Segment
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 SCRIPTED = load(ROOT / "models" / "scripted" / "app.py")
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}

@@ -17,7 +17,7 @@ from machine import PATIENCE_S
 from minded import Sglang, write_mind
 from paths import ROOT
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 Json = dict[str, Any]
 APP = load(ROOT / "models" / "sglang" / "app.py")

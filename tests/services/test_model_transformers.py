@@ -19,7 +19,7 @@ from vllm_service import write_checkpoint
 
 from ngym.errors import ConfigError
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Json = dict[str, Any]

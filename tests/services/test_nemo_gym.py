@@ -17,7 +17,7 @@ from ngym.config.service_config import load_config
 from ngym.config.shipped_files import app_file
 from ngym.errors import UpstreamError
 from ngym.peers import Peers
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.supervise.supervisor import Supervisor
 
 SCRIPT = {

@@ -7,7 +7,7 @@ import pytest
 from house import house
 from paths import ROOT
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 SQUARE = "```python\nn = int(input())\nprint()\nprint(n * n / 1)\n```"

@@ -16,8 +16,7 @@ from ngym.collect.concurrency import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.agents.server import STARTS, Turns
-from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.loader import load
+from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body
 

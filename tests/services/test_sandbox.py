@@ -18,7 +18,7 @@ from ngym.sandbox import DockerSandbox, Limits, LocalSandbox, Program, RemoteSan
 from ngym.sandbox.contained import PRELUDE
 from ngym.sandbox.docker import request, result
 from ngym.sandbox.local import TIERS
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 pytestmark = pytest.mark.skipif(not confinement.seccomp_supported(), reason="no filter for this machine's processor")
 

@@ -22,8 +22,7 @@ from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
 from ngym.grading.group_rewards import rescored
 from ngym.net.load_balancer import rendezvous
 from ngym.peers import Peers
-from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.loader import load
+from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.request_bodies import json_body
 from ngym.services.gym.sessions import SessionStore
 from ngym.services.gym.step_server import Step, step_server

@@ -8,7 +8,7 @@ import pytest
 from house import house
 from paths import ROOT
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 
 def serving(**options: Any):

@@ -14,7 +14,7 @@ from house import house
 from paths import ROOT
 
 from ngym.errors import ServiceError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 SETUP = "CREATE TABLE t (id INTEGER PRIMARY KEY, name TEXT); INSERT INTO t VALUES (1, 'a'), (2, 'b'), (3, 'c');"
 OTHER = "CREATE TABLE t (id INTEGER PRIMARY KEY, name TEXT); INSERT INTO t VALUES (7, 'secret');"

@@ -20,8 +20,7 @@ from ngym.errors import ServiceError, UpstreamError
 from ngym.net.load_balancer import FREE_RETRIES
 from ngym.peers import Peers
 from ngym.schema import Json
-from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.loader import load
+from ngym.services.base.app import JsonResponse, add_route, load, service_app
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 CALLS = 1000

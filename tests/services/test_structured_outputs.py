@@ -7,7 +7,7 @@ from typing import Any
 from house import house
 from paths import ROOT
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 
 def serving(**options: Any):

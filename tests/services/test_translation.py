@@ -8,7 +8,7 @@ import pytest
 from house import house
 from paths import ROOT
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 SOURCE = "The old tower is white and the bridge is next to the river."
 GERMAN = "Der alte Turm ist weiß und die Brücke ist neben dem Fluss."

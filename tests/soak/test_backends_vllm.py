@@ -17,7 +17,7 @@ from paths import ROOT
 from vllm_service import Server, Servers, write_checkpoint
 
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 pytestmark = [pytest.mark.soak, pytest.mark.asyncio(loop_scope="module")]
 Json = dict[str, Any]

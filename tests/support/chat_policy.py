@@ -10,7 +10,7 @@ from paths import ROOT
 
 from ngym import ModelCall, model_server
 from ngym.convert import ChunkStream, chat_from_response, create_params, items_from_messages
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 SCRIPTED = load(ROOT / "models" / "scripted" / "app.py")
 

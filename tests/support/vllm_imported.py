@@ -7,7 +7,7 @@ import importlib
 
 from paths import ROOT
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 _name = load(ROOT / "models" / "vllm" / "app.py").__name__
 importlib.import_module(f"{_name}.serving.environment").prepare_environment(

@@ -23,7 +23,7 @@ from ngym.config.service_config import SETTINGS_KEY, load_config
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError, NgymError
 from ngym.schema import Segment, Trace
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.services.base.options import parse_options
 
 ALL = [snippet for page in [*pages(), *readmes()] for snippet in snippets(page)]

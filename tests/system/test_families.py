@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from vllm_service import TAGS, TEMPLATE, Servers, user, write_tokenizer
 
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

@@ -23,8 +23,7 @@ from starlette.responses import Response
 from vllm_service import ENDLESS, Server, Servers, endless, metric, tokens_of, user, write_checkpoint
 
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.base.app import add_route, service_app
-from ngym.services.base.loader import load
+from ngym.services.base.app import add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.models.request_handler import WholeCompletion
 
@@ -664,7 +663,7 @@ async def healthy(request: Request) -> Response:
 DOOR = """
 import importlib, socket, sys
 from pathlib import Path
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 app = load(Path(sys.argv[1]))
 doorkeeper = importlib.import_module(f"{app.__name__}.serving.loading_server")
 with doorkeeper.Doorkeeper([socket.socket(fileno=int(sys.argv[2]))], "policy") as door:

@@ -22,7 +22,7 @@ import pytest
 from machine import PATIENCE_S
 from vllm_service import Server, Servers, user, write_checkpoint
 
-from ngym.rollout.segments import ModelCall, extend
+from ngym.rollout import ModelCall, extend
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.request_handler import WholeCompletion
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ngym.errors import ConfigError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -48,7 +48,7 @@ PARSE = """
 import importlib, json, sys
 from pathlib import Path
 from ngym.errors import ConfigError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 app = load(Path(sys.argv[1]))
 part = lambda name: importlib.import_module(f"{app.__name__}.{name}")
 model = part("serving.environment").Model(sys.argv[3], local=True)

@@ -41,7 +41,7 @@ from vllm_service import (
 )
 
 from ngym.errors import BadRequest, ServiceError, UsageError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.trainer.weights import push
 from ngym.trainer.weights.push import replica
 

@@ -11,7 +11,7 @@ import pytest
 from ngym.config.service_config import load_config
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.services.base.options import parse_options
 
 BOMB = "".join(f"    l{n}: &l{n} [{', '.join([f'*l{n - 1}' if n else 'x'] * 9)}]\n" for n in range(12))

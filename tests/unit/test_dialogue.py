@@ -13,7 +13,7 @@ from ngym.dialogue import Template, turn_ends
 from ngym.dialogue.dialogue import Detokenizer, Piece, Spoken, Stops
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
-from ngym.services.models.model_call import take_seen
+from ngym.services.models.token_capture import take_seen
 
 TOKENS = tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

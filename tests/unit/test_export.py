@@ -22,7 +22,7 @@ from ngym.cli.rollouts.export import main
 from ngym.export.options import FORMATS, Options
 from ngym.export.run import export
 from ngym.export.tally import Reason, Tally
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 Row = dict[str, Any]
 CHAT = ("demonstrations", "preferences", "kto", "sharegpt")

@@ -20,7 +20,7 @@ from ngym.trainer import batch_sources, loop, sanity_checks
 from ngym.trainer.algorithms import policy_gradient
 from ngym.trainer.data import offline, rollout_samples, samples
 from ngym.trainer.engine import engine, nan_guard
-from ngym.trainer.engine.score_samples import score
+from ngym.trainer.engine.engine import score
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms

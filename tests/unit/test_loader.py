@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ngym.errors import ConfigError
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 
 
 @pytest.mark.parametrize(

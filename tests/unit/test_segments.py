@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ngym.rollout.segments import ModelCall, extend, tokens_of, versions_in, with_latest_tokens, without_tokens
+from ngym.rollout import ModelCall, extend, tokens_of, versions_in, with_latest_tokens, without_tokens
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ngym.rollout.token_splice import Ends, Seen, splice
+from ngym.rollout import Ends, Seen, splice
 
 END, ASKED = 9, 5
 ENDS = Ends(frozenset({END}))

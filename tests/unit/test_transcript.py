@@ -1,6 +1,6 @@
 """A rollout as readable text."""
 
-from ngym.rollout.transcript import transcript
+from ngym.rollout import transcript
 
 
 def row(**changes):

@@ -22,7 +22,7 @@ import torch
 
 from ..data.chat_samples import Pair, read_pairs
 from ..data.samples import Sample, Segment
-from ..engine.score_samples import score
+from ..engine.engine import score
 from ..losses.policy_loss import Loss, Rows, measured
 from ..losses.preference_loss import preference_loss
 from ..model.decoder import Asks, Scores

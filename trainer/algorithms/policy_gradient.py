@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data.rollout_samples import Rollout, Said, filled, grouped, read_rollouts
 from ..data.samples import Sample
-from ..engine.score_samples import score
+from ..engine.engine import score
 from ..losses.gae import explained_variance
 from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, policy_loss, value_loss, weigh
 from ..model.decoder import Asks, Scores

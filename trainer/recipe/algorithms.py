@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_va
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
-from ngym.services.base.loader import load_file
+from ngym.services.base.app import load_file
 
 from .base import Positive, Record
 from .objective import (

@@ -31,7 +31,7 @@ from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
 from ngym.files.row_log import DiskFull
-from ngym.net.address_rules import wrong_url
+from ngym.net.auth import wrong_url
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.live_region import clock, harmless, is_live

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, NamedTuple
 
 from ngym.convert import finish_reason
-from ngym.rollout.segments import with_latest_tokens
+from ngym.rollout import with_latest_tokens
 from ngym.schema import Json, StopReason
 from ngym.services.agents.rollout_context import RolloutContext
 

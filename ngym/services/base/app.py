@@ -4,11 +4,16 @@ middleware).
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import logging
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import orjson
@@ -21,19 +26,71 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ngym.did_you_mean import nearest
-from ngym.errors import MOST_NAME, BadRequest, FailureClass, NotReady, Problem, ServiceError, ToolError, cut, refused
+from ngym.errors import (
+    MOST_NAME,
+    BadRequest,
+    ConfigError,
+    FailureClass,
+    NotReady,
+    Problem,
+    ServiceError,
+    ToolError,
+    cut,
+    refused,
+)
 from ngym.net import request_context
 from ngym.schema import SESSION_HEADER, Json, Kind
 from ngym.services.base.dispatch import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
 from ngym.services.base.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
-
 UNREADABLE = ("64-bit range", "surrogates")  # from orjson's messages
-
 FAILURES = frozenset(get_args(FailureClass))  # a peer may use classes of its own
-
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
+_IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+def load(file: Path) -> ModuleType:
+    """The service in this file.
+
+    Raises:
+        ConfigError: the file cannot be imported, or defines no service.
+    """
+    module = load_file(file)
+    if not hasattr(module, "app") and not hasattr(module, "serve"):
+        del sys.modules[module.__name__]
+        raise ConfigError(
+            f"{file}: defines neither `app = gym_server(...)` (or agent, model_server) nor `async def serve(context)`"
+        )
+    return module
+
+
+def load_file(file: Path) -> ModuleType:
+    """The module in this file, imported once. Relative imports of an `app.py` find the files next to it.
+
+    Raises:
+        ConfigError: the file cannot be imported.
+    """
+    file = file.resolve()
+    name = f"_ngym_{file.parent.name if file.name == 'app.py' else file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = [str(file.parent)] if file.name == "app.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ImportError):
+            raise ConfigError(f"{file}: {error}; install its dependencies (its README names the extra)") from error
+        if isinstance(error, SyntaxError):
+            raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+        raise
+    return module
 
 
 class JsonResponse(Response):
@@ -174,7 +231,6 @@ def _rooted(schema: Any, place: str) -> Any:
     return rooted
 
 
-_IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _PROBLEM: Json = {
     "description": "What went wrong, as a problem document (RFC 9457)",
     "content": {

@@ -30,7 +30,7 @@ from ngym.net.tls import trust
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.schema import Kind
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
 from ngym.telemetry import log_format, tracing
 from ngym.telemetry.redact import Redactor, secrets_in

@@ -17,15 +17,13 @@ from starlette.responses import Response
 from ngym.convert import ReasoningStyle
 from ngym.errors import BadRequest, ConfigError, NotFound
 from ngym.schema import Json
-from ngym.services.base.admission import Admission
 from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
-from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES
+from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
-from ngym.services.models.model_call import ModelCall, Respond, SeenCall, Stream
 from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, refusals, rollout_of
 from ngym.services.models.response_store import ResponseStore
-from ngym.services.models.token_capture import Captures
+from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
 
 __all__ = [
     "ROLLOUT_ID",

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from ngym.schema import Kind
-from ngym.services.base.loader import load
+from ngym.services.base.app import load
 from ngym.services.base.options import ServiceOptions
 
 from .specimen import ROOT

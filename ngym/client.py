@@ -1,21 +1,34 @@
-"""One HTTP/1.1 connection over asyncio streams, and the tunnel of a proxy."""
+"""The HTTP client under `ngym.peers` and `ngym.remote`, with connections that are kept open.
+
+HTTP/1.1 on httptools, as far as JSON services need it: http and https, answers of any framing. No redirects, no
+compression (none is requested), no stored cookies; https also through a proxy. docs/adr/0010 has the reasons.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import ssl
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, cast
-from urllib.parse import SplitResult, unquote
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import httptools
 import orjson
+
+from ngym.net.tls import client_context
 
 _MAX_HEAD = 1 << 16
 MAX_ANSWER_BYTES = 256 << 20  # head and body of an answer in memory: the largest that a service of ngym accepts
 MAX_BUFFERED_BYTES = 1 << 16  # of a streamed body; beyond it the server has to wait
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s and the 75 s of ngym's servers, so that no connection is closed under a request
+CONNECT_TIMEOUT_S = 5.0
+MAX_CONNECTING = 64  # at a time: a server's queue of new connections is short
+__all__ = ["CONNECT_TIMEOUT_S", "Client", "Reply", "Streamed"]
+VISIBLE = re.compile(r"[!-~]+")
 
 
 class _Opening(asyncio.Protocol):
@@ -301,3 +314,210 @@ class Connection(asyncio.Protocol):
             head.set_exception(ConnectionResetError(why))
         elif body is not None:
             body.end(ConnectionResetError(why))
+
+
+class Pool:
+    """A pool with as many connections as concurrent requests.
+
+    Only connections in the making are bounded. Another bound would be a guess (a tool may answer at once or after a
+    minute), and two services that wait for each other could deadlock on it.
+
+    Args:
+        url: scheme, host and port of the server.
+        proxy: for https, `http://host:port`; None: no proxy.
+    """
+
+    def __init__(self, url: str, proxy: str | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConnectionRefusedError(f"{url!r} is not a URL: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConnectionRefusedError(f"{url!r} is not an http:// or https:// URL")
+        self.host_header = parts.netloc.rpartition("@")[2]
+        self._host = parts.hostname
+        self._tls = client_context() if parts.scheme == "https" else None
+        self._port = port or (443 if self._tls else 80)
+        self._proxy = urlsplit(proxy) if proxy and self._tls else None
+        self._open: set[Connection] = set()
+        self._idle: list[Connection] = []  # longest idle first
+        self._waiting: deque[asyncio.Future[Connection]] = deque()
+        self._connecting: set[asyncio.Task[Connection]] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def idle(self) -> Connection | None:
+        """The most recently used connection: it is warm, and the others may expire."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_fresh():
+                return connection
+            connection.close()
+        return None
+
+    async def connection(self) -> Connection:
+        """Wait for the next connection that is given back or opened, in order of arrival."""
+        waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._open_more()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.give_back(waiter.result())
+            raise
+
+    def _open_more(self) -> None:
+        for _ in range(min(MAX_CONNECTING, len(self._waiting)) - len(self._connecting)):
+            task = asyncio.get_running_loop().create_task(self._connect())
+            self._connecting.add(task)
+            task.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[Connection]) -> None:
+        self._connecting.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self.give_back(task.result())
+        elif waiter := self._next_waiter():
+            waiter.set_exception(error)
+        self._open_more()
+
+    def _next_waiter(self) -> asyncio.Future[Connection] | None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                return waiter
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if self._proxy is not None and self._tls is not None:
+                    connection = Connection(self)
+                    await tunnel(self._proxy, f"{self._host}:{self._port}", self._host, self._tls, connection)
+                    return connection
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self), self._host, self._port, ssl=self._tls
+                )
+                return connection
+        except TimeoutError:
+            raise ConnectionRefusedError(f"no connection within {CONNECT_TIMEOUT_S:.0f} s") from None
+        except OSError as error:
+            raise ConnectionRefusedError(str(error)) from error
+
+    def opened(self, connection: Connection) -> None:
+        self._open.add(connection)
+
+    def closed(self, connection: Connection) -> None:
+        self._open.discard(connection)
+
+    def give_back(self, connection: Connection) -> None:
+        if waiter := self._next_waiter():
+            waiter.set_result(connection)
+            return
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        kept = [connection for connection in self._idle if connection.is_fresh()]
+        for connection in self._idle[: len(self._idle) - len(kept)]:
+            connection.close()
+        self._idle = kept
+        again = asyncio.get_running_loop().call_later
+        self._sweep = again(KEEPALIVE_S, self._close_idle) if kept else None
+
+    def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for task in self._connecting:
+            task.cancel()
+        while waiter := self._next_waiter():
+            waiter.set_exception(ConnectionRefusedError("this process closes its connections"))
+        for connection in list(self._open):
+            connection.close()
+
+
+class Client:
+    """Requests to any number of servers. One per process and event loop; close it at the end.
+
+    Args:
+        headers: sent with every request.
+        proxy: for https, `http://host:port`; None: direct connections.
+    """
+
+    def __init__(self, headers: Mapping[str, str], proxy: str | None = None) -> None:
+        self._headers = _lines(headers)
+        self._proxy = proxy
+        self._pools: dict[str, Pool] = {}
+
+    async def request(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> Reply:
+        """Send a request and return its answer.
+
+        Raises:
+            ConnectionRefusedError: no connection, so the request was not sent.
+            ConnectionResetError: the connection broke, or the answer was not HTTP; the request may have been processed.
+            TimeoutError: no answer in time; the message says what it waited for.
+        """
+        pool, request = self._prepared(method, url, body, headers)
+        connection = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = pool.idle() or await pool.connection()
+                return await connection.exchange(request)
+        except TimeoutError:
+            raise TimeoutError("waited for a connection" if connection is None else "waited for the answer") from None
+
+    @asynccontextmanager
+    async def stream(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+    ) -> AsyncIterator[Streamed]:
+        """Send a request and read the body of its answer as it arrives; leaving the block early closes the connection.
+
+        A slow reader slows only the server. Raises as `request`; the timeout is until the last part.
+        """
+        pool, request = self._prepared(method, url, body, headers)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        connection = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                connection = pool.idle() or await pool.connection()
+                answer = await connection.begin(request)
+        except TimeoutError:
+            raise TimeoutError("waited for a connection" if connection is None else "waited for the answer") from None
+        timer = loop.call_at(deadline, answer.body.end, TimeoutError("waited for the rest of the answer"))
+        try:
+            yield answer
+        finally:
+            timer.cancel()
+            answer.body.close()
+
+    def _prepared(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[Pool, bytes]:
+        path = url.find("/", url.find("//") + 2)
+        server, target = (url, "/") if path < 0 else (url[:path], url[path:])
+        pool = self._pools.get(server) or self._pools.setdefault(server, Pool(server, self._proxy))
+        if not VISIBLE.fullmatch(target):
+            target = quote(target, safe="!$%&'()*+,/:;=?@[]~")
+        length = "" if body is None else f"content-length: {len(body)}\r\n"
+        head = f"{method} {target} HTTP/1.1\r\nhost: {pool.host_header}\r\n{self._headers}{_lines(headers)}{length}\r\n"
+        return pool, head.encode("latin-1") + (body or b"")
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        await asyncio.sleep(0)  # the transports close in the next turn of the loop
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        raise ValueError(f"a line break in one of the headers {', '.join(headers)}")
+    return lines

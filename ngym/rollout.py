@@ -1,0 +1,298 @@
+"""The tokens, tool calls and transcript of a rollout.
+
+`splice` continues a conversation after the exact ids that the engine has seen, followed by what the template adds:
+
+    seen      |<- prompt of the last call ->|<- sampled ->|
+    rendered  |<- history, tokenised again ->...turn end  |<- glue, tool results, generation prompt ->|
+    result    |<- seen ------------------------------------|<- the same ------------------------------>|
+
+Tokenising a history again may give other ids than those sampled, and a template may leave out old reasoning or write a
+tool call with other spaces. The policy must be trained on exactly the ids that it saw.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import orjson
+
+from ngym.schema import TOKEN_FIELDS, Json, Segment
+
+Turn = tuple[int, ...]
+OURS: Turn = ()
+LABEL_WIDTH = 11
+
+
+class ModelCall(NamedTuple):
+    """One call's tokens: prompt ids [P], sampled ids [G], the sampler's logprobs [G], version spans over the sampled ids."""
+
+    prompt_token_ids: list[int]
+    generation_token_ids: list[int]
+    generation_log_probs: list[float]
+    versions: list[list[int]]
+
+
+def tokens_of(response: Json) -> ModelCall | None:
+    """The token data of a model's response (on its last output item), or None when it carries none.
+
+    Raises:
+        ValueError: some but not all of the three fields, or lengths that disagree.
+    """
+    output = response.get("output") or []
+    item: Json = output[-1] if output else {}
+    present = [item.get(name) is not None for name in TOKEN_FIELDS]
+    if not any(present):
+        return None
+    if not all(present):
+        raise ValueError(f"token data is all or nothing; the last output item lacks one of {', '.join(TOKEN_FIELDS)}")
+    prompt, generated, logprobs = (item[name] for name in TOKEN_FIELDS)
+    if len(generated) != len(logprobs):
+        raise ValueError(f"{len(generated)} generated tokens but {len(logprobs)} logprobs")
+    versions = (response.get("ng") or {}).get("policy_version") or [[0, len(generated), 0]]
+    return ModelCall(prompt, generated, logprobs, versions)
+
+
+def extend(segments: list[Segment], call: ModelCall) -> None:
+    """Add a model call: it continues the last segment exactly if its prompt begins with all ids so far, else a new one starts."""
+    prompt = call.prompt_token_ids
+    if segments and prompt[: len(segments[-1]["token_ids"])] == segments[-1]["token_ids"]:
+        segment = segments[-1]
+        context = prompt[len(segment["token_ids"]) :]
+    else:
+        segment = Segment(token_ids=[], mask=[], logprobs=[], policy_version=[])
+        segments.append(segment)
+        context = prompt
+    ids = segment["token_ids"]
+    ids += context
+    start = len(ids)
+    if not call.generation_token_ids:
+        return
+    ids += call.generation_token_ids
+    segment["mask"].append([start, len(ids)])
+    segment["logprobs"] += call.generation_log_probs
+    segment["policy_version"] += [[start + first, start + last, version] for first, last, version in call.versions]
+
+
+def without_tokens(items: list[Any]) -> list[Any]:
+    """The items without their token data; items that carry none are not copied."""
+    return [
+        {key: value for key, value in item.items() if key not in TOKEN_FIELDS} if "prompt_token_ids" in item else item
+        for item in items
+    ]
+
+
+def with_latest_tokens(items: list[Any]) -> list[Any]:
+    """The items with token data only on the last one that has it, which covers everything before it.
+
+    With the data of every turn, the size of a conversation would grow with the square of its turns.
+    """
+    last = max((place for place, item in enumerate(items) if "prompt_token_ids" in item), default=0)
+    return [*without_tokens(items[:last]), *items[last:]]
+
+
+def versions_in(segments: list[Segment]) -> list[int]:
+    """The policy versions that sampled these segments, ascending."""
+    return sorted({version for segment in segments for _, _, version in segment["policy_version"]})
+
+
+def added(total: Json | None, usage: Json | None) -> Json | None:
+    """The sum of two calls' usage; None if either is unknown."""
+    if total is None or usage is None:
+        return None
+    return {key: _added(total.get(key), usage.get(key)) for key in total.keys() | usage.keys()}
+
+
+def _added(left: Any, right: Any) -> Any:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {key: _added(left.get(key), right.get(key)) for key in left.keys() | right.keys()}
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return left + right
+    return None
+
+
+"""Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
+
+
+class Seen(NamedTuple):
+    """The ids of an earlier call: its prompt [P] and the sampled ids [G]."""
+
+    prompt: list[int]
+    sampled: list[int]
+
+
+class Ends(NamedTuple):
+    """any: ids that end a turn. of_requests: those that end a request (`[/INST]`), after which the answer follows."""
+
+    any: frozenset[int]
+    of_requests: frozenset[int] = frozenset()
+
+
+def begins_with(rendered: list[int], seen: Seen) -> bool:
+    """Whether the rendering begins with exactly the seen ids."""
+    middle, end = len(seen.prompt), len(seen.prompt) + len(seen.sampled)
+    return rendered[:middle] == seen.prompt and rendered[middle:end] == seen.sampled
+
+
+def splice(rendered: list[int], history: list[int], seen: Seen, ends: Ends) -> list[int] | None:
+    """The seen ids, then the part of `rendered` that follows the history; None if that part is ambiguous.
+
+    Args:
+        rendered: the whole conversation, with its generation prompt.
+        history: the conversation up to and including the seen answer, rendered by the same template.
+
+    The turns are compared: history and seen ids must have the same turns in the same order, except those that the
+    policy sampled. The rendering then continues after as many turns as the history has.
+    """
+    before = _turns(history, ends.any)
+    known = _turns(seen.prompt, ends.any)
+    if not before:
+        return None
+    opening = _after_last_turn(seen.prompt, ends.any)
+    header = _common(opening, before[-1])  # a template may open a reasoning block that it leaves out of old answers
+    if header != opening and (not known or _is_ours(known[-1], header, ends)):
+        return None  # this beginning does not identify the policy's turns
+    if _story(before[:-1], header, ends) != _story(known, header, ends):
+        return None  # the caller edited the history, so the seen ids no longer match it
+    places = [place for place, token in enumerate(rendered) if token in ends.any]
+    if len(places) < len(before):
+        return None
+    finished = bool(seen.sampled) and seen.sampled[-1] in ends.any
+    cut = places[len(before) - 1]  # the template's end of the answer; a finished answer already has one
+    return seen.prompt + seen.sampled + rendered[cut + 1 if finished else cut :]
+
+
+def _story(turns: list[Turn], header: Turn, ends: Ends) -> list[Turn]:
+    """The turns, with OURS in place of those that the policy sampled, and OURS at the end for its answer."""
+    story: list[Turn] = []
+    for turn in [*(OURS if _is_ours(turn, header, ends) else turn for turn in turns), OURS]:
+        if turn != OURS or story[-1:] != [OURS]:
+            story.append(turn)
+    return story
+
+
+def _is_ours(turn: Turn, header: Turn, ends: Ends) -> bool:
+    if header:
+        return turn[: len(header)] == header
+    return bool(ends.of_requests) and turn[-1] not in ends.of_requests
+
+
+def _turns(ids: list[int], ends: Collection[int]) -> list[Turn]:
+    """The finished turns, each including its end token."""
+    turns, start = [], 0
+    for place, token in enumerate(ids):
+        if token in ends:
+            turns.append(tuple(ids[start : place + 1]))
+            start = place + 1
+    return turns
+
+
+def _after_last_turn(prompt: list[int], ends: Collection[int]) -> Turn:
+    """The generation prompt: every turn that the policy sampled begins with it."""
+    start = max((place + 1 for place, token in enumerate(prompt) if token in ends), default=0)
+    return tuple(prompt[start:])
+
+
+def _common(one: Turn, other: Turn) -> Turn:
+    """The common prefix of both."""
+    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+class Call(NamedTuple):
+    """One function_call item. arguments: None if the model did not write a JSON object."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    call_id: str | None = None
+
+
+def calls_in(response: Mapping[str, Any]) -> list[Call]:
+    """Every function_call item of a Responses-API response, except those of a cut-off last turn, which are not run."""
+    items = response.get("output") or []
+    if response.get("status") == "incomplete":
+        items = items[: _last_turn(items)]
+    return [
+        Call(str(item.get("name")), _arguments(item.get("arguments")), item.get("call_id"))
+        for item in items
+        if item.get("type") == "function_call"
+    ]
+
+
+def _last_turn(items: Sequence[Mapping[str, Any]]) -> int:
+    """The index where the model's last turn begins: after the last item of a tool or a user."""
+    for place in range(len(items), 0, -1):
+        item = items[place - 1]
+        if item.get("type") == "function_call_output" or item.get("role") not in (None, "assistant"):
+            return place
+    return 0
+
+
+def _arguments(text: Any) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(text or "{}")
+    except (orjson.JSONDecodeError, TypeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def transcript(row: Json, width: int = 100) -> str:
+    """An output row (wire.md, section 3) as lines of at most `width` characters. Control characters are escaped."""
+    lines = [headline(row)]
+    for label, text in turns(row):
+        wrapped = [
+            part
+            for line in printable(text).splitlines() or [""]
+            for part in textwrap.wrap(line, width - LABEL_WIDTH - 2) or [""]
+        ]
+        lines += [f"  {label if i == 0 else '':<{LABEL_WIDTH}}{part}" for i, part in enumerate(wrapped)]
+    return "\n".join(lines)
+
+
+def headline(row: Json) -> str:
+    """The task, the rollout, its reward and its stop reason, in one line."""
+    trace = row.get("ng") or {}
+    reward = row.get("reward")
+    parts = [
+        f"task {row.get('_ng_task_index', '?')}, rollout {row.get('_ng_rollout_index', '?')}",
+        "not scored" if reward is None else f"reward {reward:g}",
+    ]
+    if trace.get("stop_reason") not in (None, "answer"):
+        parts.append(f"stopped: {trace['stop_reason']}")
+    if "expected_answer" in row:
+        parts.append(f"expected {row['expected_answer']}")
+    return printable(" | ".join(parts))
+
+
+def turns(row: Json) -> Iterator[tuple[str, str]]:
+    """Pairs of speaker (`user`, `assistant`, `reasoning`, `tool` ...) and unchanged text, the prompt first."""
+    prompt = (row.get("responses_create_params") or {}).get("input")
+    items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or [])
+    for item in items + list((row.get("response") or {}).get("output") or []):
+        yield from _turn(item)
+
+
+def _turn(item: Json) -> Iterator[tuple[str, str]]:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        yield "assistant", f"-> {item.get('name')}({item.get('arguments')})"
+    elif kind == "function_call_output":
+        yield "tool", f"<- {_text(item.get('output'))}"
+    elif kind == "reasoning":
+        yield "reasoning", "\n".join(_text([part]) for part in item.get("summary") or item.get("content") or [])
+    elif kind == "message":
+        yield item.get("role", "assistant"), _text(item.get("content"))
+    else:
+        yield kind, ""
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or f"[{part.get('type')}]" for part in content or [] if isinstance(part, dict))
+
+
+def printable(text: str) -> str:
+    """Escape control characters: model text is untrusted, and an escape sequence must not reach the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

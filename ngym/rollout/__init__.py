@@ -1,1 +1,0 @@
-"""Parts of a rollout: token segments, tool calls, token usage, transcript."""
