@@ -82,7 +82,7 @@ async def test_bombs_do_not_hang_it_wrong_rows_get_a_line_and_scores_can_be_rewa
         for wrong, complaint in (
             ({"dataset": "leg_countin"}, "did you mean 'leg_counting'?"),
             ({"dataset": "propositional_logic"}, "a copied premise gets the full score"),
-            ({"dataset": "boxnet"}, "boxnet is not used"),
+            ({"dataset": "boxnet"}, "boxnet is not supported"),
         ):
             with pytest.raises(ServiceError) as caught:
                 await peer.session().post("/seed_session", {**rows(NAME, "example")[0], **wrong})

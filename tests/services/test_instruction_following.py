@@ -58,7 +58,7 @@ UNCHECKABLE = [
     ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "one entry for each instruction"),
     ({"instruction_id_list": ["count:numbers"], "kwargs": [{}]}, "count:numbers: N"),
     ({"instruction_id_list": ["count:numbers"], "kwargs": [{"N": "many"}]}, "count:numbers: N"),
-    ({"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "xx"}]}, "'xx' cannot be told"),
+    ({"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "xx"}]}, "unknown language 'xx'"),
 ]
 
 

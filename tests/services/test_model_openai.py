@@ -292,7 +292,7 @@ async def test_what_the_endpoint_refuses_is_the_callers_fault():
         ({"responses": Response("<html>welcome</html>", media_type="text/html")}, "check the end of base_url"),
         ({"responses": {"hello": "world"}}, "answered without an output"),
         ({"responses": response() | {"status": "failed", "error": {"message": "overheated"}}}, "overheated"),
-        ({"chat_completions": {"choices": [{"text": "4"}]}}, "no Chat Completion"),
+        ({"chat_completions": {"choices": [{"text": "4"}]}}, "an invalid Chat Completion"),
         ({"chat_completions": {"choices": []}}, "without a choice"),
     ],
 )

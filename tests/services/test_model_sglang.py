@@ -102,7 +102,7 @@ async def test_while_it_sleeps_requests_wait(folder: Path):
         assert not asking.done()
         assert not any(path == "generate" for path, _, _ in stub.seen)
         wrong = await client.post("/weights/wake", json={"parts": ["soul"]}, headers=KEY)
-        assert "soul is none of kv_cache, weights" in wrong.json()["detail"]
+        assert "soul is not one of kv_cache, weights" in wrong.json()["detail"]
         assert (await client.post("/weights/wake", json={}, headers=KEY)).json() == {"asleep": []}
         assert (await asking).status_code == 200
         assert (await client.post("/weights/flush", json={}, headers=KEY)).status_code == 200
@@ -129,7 +129,7 @@ async def test_an_answer_that_sglang_aborts_may_be_asked_for_again(folder: Path)
         reply = await client.post("/v1/responses", json={"input": "hello"})
     problem = reply.json()
     assert (problem["status"], problem["retryable"]) == (502, True)
-    assert "gave up: paused for an update" in problem["detail"]
+    assert "stopped: paused for an update" in problem["detail"]
 
 
 async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_back(folder: Path):

@@ -182,8 +182,8 @@ async def test_own_metrics_that_are_no_numbers_are_told_one_by_one() -> None:
     own = answer["ng"]["environment"]
     assert own["metrics"] == {"good": 1.0}
     assert [error.split(";")[0] for error in own["errors"]] == [
-        "compute_metrics gave nan as 'nan'",
-        "compute_metrics gave 'x' as 'text'",
+        "compute_metrics returned nan as 'nan'",
+        "compute_metrics returned 'x' as 'text'",
     ]
 
 

@@ -199,7 +199,7 @@ def test_recipes_that_make_no_sense_are_refused(base: Path) -> None:
     shape = [f"model.from_scratch.{key}={value}" for key, value in SHAPE.items()]
     assert "name them with model.path" in problem("model.path=null", "model.lora.rank=4", *shape)
     assert "the transport filesystem needs the folder" in problem("rollouts.transport=filesystem")
-    assert "a folder is only for the transport filesystem" in problem("rollouts.push_folder=x")
+    assert "push_folder is only for the transport filesystem" in problem("rollouts.push_folder=x")
     assert "rollouts.transport" in problem("rollouts.transport=carrier-pigeon")
     recipe, _ = config.read_recipe(
         ["grpo.yaml"],

@@ -243,7 +243,7 @@ def test_a_killed_live_run_goes_on_and_collects_nothing_twice(policy: Path, tmp_
         said = finished(train(killed, [*words, "--resume"]))
         # what was in flight when it was killed, or not yet on the disk, is collected again, and nothing else
         assert runs <= stub.runs <= runs + 2 * 3 * 32
-    assert "rollouts were collected before, and are used again" in said
+    assert "rollouts were collected before and are used again" in said
     assert told(killed) == told(whole)
     rows = [json.loads(line) for line in (killed / "run" / "rollouts.jsonl").read_text("utf-8").splitlines()]
     trained = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}

@@ -268,8 +268,8 @@ def test_rollouts_of_a_task_share_a_micro_batch_as_far_as_they_fit() -> None:
         (["sft.yaml", "seed=${sead}"], "command line: seed: Interpolation key 'sead' not found"),
         (["sft.yaml", "optimizer.betas=[0.9]"], "command line: 'optimizer.betas.1' is missing"),
         (["sft.yaml", "optimizer.lr"], "optimizer.lr: no such recipe"),
-        (["sft.yaml", "output=/dev/null"], "/dev/null is no folder; choose another output=FOLDER"),
-        (["sft.yaml", "output=/dev/null/run", "--dry-run"], "/dev/null is no folder; choose another output=FOLDER"),
+        (["sft.yaml", "output=/dev/null"], "/dev/null is not a folder; choose another output=FOLDER"),
+        (["sft.yaml", "output=/dev/null/run", "--dry-run"], "/dev/null is not a folder; choose another output=FOLDER"),
         (["sft.yaml", "schedule.name=${oc.env:HOME}"], "'linear' or 'cosine'; got ${oc.env:HOME}"),
     ],
 )

@@ -302,7 +302,7 @@ def test_a_number_that_is_none_on_one_rank_changes_no_weight_on_any_and_a_killed
     ranks = on_two_ranks(tmp_path, [str(program), str(data), str(tmp_path), *stages])
     said = [rank.communicate(timeout=600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], said
-    assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends, too" in said[0]
+    assert "RankGone: rank 1 has given no sign of life for 5 s, so rank 0 ends too" in said[0]
     told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for stage in stages:
         for rank in range(2):
