@@ -65,12 +65,9 @@ async def try_environments(
 async def started(config: Config, names: Collection[str], launcher: Launcher) -> AsyncIterator[Peers]:
     """Start only these services of the config; they stop when the block ends."""
     services = {name: stanza for name, stanza in config.services.items() if name in names}
-    async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
-        peers = Peers(stack.urls, stack.head_url, stack.run_token, owner="this command", others=config.others)
-        try:
-            yield peers
-        finally:
-            await peers.close()
+    stack = Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher)
+    async with stack, stack.peers("this command") as peers:
+        yield peers
 
 
 def _named(config: Config, name: str) -> Environment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -83,6 +83,12 @@ class Peers:
         """The authorization header for it; empty if it needs none."""
         token = self.token(name)
         return {"authorization": f"Bearer {token}"} if token else {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         if self._client is not None:

@@ -14,6 +14,7 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.address_rules import is_loopback
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, new_token, token_from
+from ngym.peers import Peers
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
@@ -80,6 +81,10 @@ class Supervisor:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if await self._stopped() and kind is None:
             raise asyncio.CancelledError
+
+    def peers(self, owner: str) -> Peers:
+        """Its services and the external ones of the config, for this caller; close them before the supervisor ends."""
+        return Peers(self.urls, self.head_url, self.run_token, owner=owner, others=self.config.others)
 
     async def failure(self) -> None:
         """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""
