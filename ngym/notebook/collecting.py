@@ -21,8 +21,7 @@ from ngym.notebook import services
 from ngym.notebook.arguments import Asked, Folder, Input, asked, tasks_in
 from ngym.notebook.background import Work
 from ngym.notebook.progress import Watch
-from ngym.notebook.rollouts import Rollouts
-from ngym.notebook.rows import FileRows
+from ngym.notebook.rollouts import FileRows, Rollouts
 from ngym.notebook.services import Place, RunningServices
 from ngym.runtime.event_loop import raise_file_limit
 from ngym.telemetry import tracing

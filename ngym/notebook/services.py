@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from ngym.collect.discovery import Known, discover
 from ngym.collect.session import Reached
-from ngym.config.service_config import Config, load_config
+from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import UsageError
 from ngym.notebook.background import Background, Work
 from ngym.notebook.html import table
@@ -19,7 +19,6 @@ from ngym.notebook.progress import Watch
 from ngym.peers import Peers
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
 

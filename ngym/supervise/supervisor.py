@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from ngym.config.service_config import Config, Stanza
+from ngym.config.service_config import Config, Stanza, secrets_of
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.address_rules import is_loopback
@@ -18,7 +18,6 @@ from ngym.peers import Peers
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redacted_config import secrets_of
 from ngym.supervise.service import Limits, Process, State, Watched, listen, url_of
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.redact import Redactor

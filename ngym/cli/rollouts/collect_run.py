@@ -25,7 +25,7 @@ from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Limits
 from ngym.collect.run_record import RunRecord, Source
 from ngym.collect.session import Reached, Sitting
-from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
@@ -39,7 +39,6 @@ from ngym.schema import Json, RolloutKey
 from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
 from ngym.telemetry import tracing
