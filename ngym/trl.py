@@ -30,8 +30,7 @@ from ngym.convert import items_from_messages, messages_from_items
 from ngym.errors import ServiceError, UsageError
 from ngym.files.jsonl import checked
 from ngym.net.auth import RUN_TOKEN, token_from
-from ngym.peers import Peer, Peers, PeerSession
-from ngym.peers.peer import ToolErrors
+from ngym.peers import Peer, Peers, PeerSession, ToolErrors
 from ngym.schema import Json
 from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
 from ngym.supervise.head_file import find_running

@@ -18,9 +18,18 @@ from ngym.runtime.live_region import harmless
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
-from ngym.validation import Environment, Finding, described, examine, find_environment
-from ngym.validation.checks import SHOWN
-from ngym.validation.gold import MODEL, can_be_alone, others, with_stand_ins
+from ngym.validation import (
+    MODEL,
+    SHOWN,
+    Environment,
+    Finding,
+    can_be_alone,
+    described,
+    examine,
+    find_environment,
+    others,
+    with_stand_ins,
+)
 
 Say = Callable[[str], None]
 _REMEDY = f"{MODEL} next to its gold.jsonl, with replies of models/scripted, makes a scripted model answer instead"

@@ -223,7 +223,7 @@ async def _scrape(url: str, token: str | None) -> Scrape | None:
 
 
 async def _ask(url: str, token: str | None) -> list[Server]:
-    from ngym.peers.peers import servers_in
+    from ngym.peers import servers_in
     from ngym.supervise.probe import get
 
     try:

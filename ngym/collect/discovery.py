@@ -12,8 +12,7 @@ import yaml
 
 from ngym.errors import UsageError
 from ngym.net.auth import RUN_TOKEN
-from ngym.peers import Peers
-from ngym.peers.peers import servers_in
+from ngym.peers import Peers, servers_in
 from ngym.schema import Json
 
 TIMEOUT_S = 5.0

@@ -27,8 +27,7 @@ from ngym.grading import group_rewards
 from ngym.grading.group_rewards import is_pending
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
-from ngym.peers import Peers
-from ngym.peers.peer import json_of
+from ngym.peers import Peers, json_of
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, RolloutKey
 from ngym.telemetry import tracing
 

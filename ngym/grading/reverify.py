@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from ngym.errors import ServiceError
 from ngym.grading.group_rewards import is_pending, rescored
-from ngym.peers import Peer, PeerSession
-from ngym.peers.peer import ToolErrors
+from ngym.peers import Peer, PeerSession, ToolErrors
 from ngym.rollout.tool_calls import calls_in
 from ngym.schema import Json
 

@@ -22,7 +22,7 @@ from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json
 from ngym.stats.score_summary import parts_of
-from ngym.validation.gold import others, says
+from ngym.validation import others, says
 
 ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
 

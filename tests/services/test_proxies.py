@@ -87,7 +87,7 @@ COUNTER_ROW = {"responses_create_params": {"input": "Bring the counter to 7."}, 
 async def test_a_page_in_the_place_of_an_answer_is_neither_a_tools_result_nor_a_reward(
     page: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ngym.peers.peer.REFUSED_S", (0.01,) * 3)
+    monkeypatch.setattr("ngym.peers.REFUSED_S", (0.01,) * 3)
     async with behind(PAGES[page], (path,), 1000) as peers:
         with pytest.raises(UpstreamError) as caught:
             await peers["agent"].post("/run", COUNTER_ROW)

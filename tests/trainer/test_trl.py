@@ -23,7 +23,7 @@ from transformers.utils import get_json_schema
 
 from ngym import Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, Unreachable, UsageError
-from ngym.peers.peer import ToolErrors
+from ngym.peers import ToolErrors
 from ngym.services.gym.step_server import Step, step_server
 from ngym.tool_signatures import docstring_of, parameters_of
 from ngym.trl import TrlGym

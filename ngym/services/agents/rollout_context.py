@@ -14,7 +14,7 @@ import orjson
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response
 from ngym.errors import ServiceError, UpstreamError, boundary
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
-from ngym.peers.peer import SHOWN_BYTES
+from ngym.peers import SHOWN_BYTES
 from ngym.rollout.segments import added, extend, tokens_of, versions_in
 from ngym.schema import SCHEMA_VERSION, FinishReason, Json, Segment, Span, StopReason, Trace, is_cut_off, stop_reason
 from ngym.services.base.options import ServiceContext

@@ -24,7 +24,7 @@ from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import by_size, serialized
-from ngym.peers.peer import ToolErrors
+from ngym.peers import ToolErrors
 from ngym.rollout.segments import without_tokens
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
