@@ -27,8 +27,7 @@ from ngym.peers import Peer, Peers, PeerSession
 from ngym.runtime import event_loop
 from ngym.schema import Json
 from ngym.supervise.supervisor import Supervisor
-from ngym.validation import find_environment
-from ngym.validation.gold import Case, Environment, can_be_alone, with_stand_ins
+from ngym.validation import Case, Environment, can_be_alone, find_environment, with_stand_ins
 
 IN_FLIGHT, AT_ONCE = 32, 128
 OVERRIDES = ["ngym.head.port=0", "mcp.shared=true"]  # an MCP server for each session would be what is measured

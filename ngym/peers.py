@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import orjson
 
@@ -22,7 +23,6 @@ from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
 from ngym.net.load_balancer import Replicas, RetryBudget, Sticky, rendezvous
-from ngym.net.upstream_errors import is_context_overflow, words
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER, Json
 
 BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
@@ -391,6 +391,42 @@ class Peer:
         return pause
 
 
+_OVERFLOW = re.compile(
+    r"context[ _](length|window|size)|maximum (model|input) length|max_model_len|(prompt|input) is too long"
+    r"|max_(completion_)?tokens.{0,40}(too large|greater|exceed)",
+    re.IGNORECASE,
+)
+
+
+class Words(NamedTuple):
+    """An error's message, in one line, and its code or type."""
+
+    message: str
+    code: str | None
+
+
+def words(body: object) -> Words:
+    """An error body's message and code, in any of the shapes that servers use."""
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        inner = inner if isinstance(inner, dict) else {"message": inner}
+        text = inner.get("message") or inner.get("detail") or "no reason given"
+        code = inner.get("code") or inner.get("type")
+        return Words(_line(str(text)), str(code) if code else None)
+    return Words(_line(str(body or "no reason given")), None)
+
+
+def is_context_overflow(status: int, code: str | None, message: str) -> bool:
+    """Whether a back end's error says that the input and the requested output do not fit its context."""
+    if status not in (400, 413, 422):
+        return False
+    return code == "context_length_exceeded" or bool(_OVERFLOW.search(message))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
 def servers_in(body: bytes) -> list[Json]:
     """Parse a head's list of services, each with its `name`, its `kind` and its `url` or `urls`.
 
@@ -460,6 +496,12 @@ class Peers:
         """The authorization header for it; empty if it needs none."""
         token = self.token(name)
         return {"authorization": f"Bearer {token}"} if token else {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         if self._client is not None:

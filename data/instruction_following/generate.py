@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from ngym.services.base.loader import load
 
 from ngym.config.shipped_files import app_file
 from ngym.files.jsonl import write_whole
+from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026

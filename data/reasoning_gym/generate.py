@@ -20,10 +20,10 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # some tasks depend on the order of
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
 
 import orjson
-from ngym.services.base.loader import load
 from reasoning_gym.factory import DATASETS
 
 from ngym.files.jsonl import write_whole
+from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
 SERVER = HERE.parents[1] / "gym_servers" / "reasoning_gym"

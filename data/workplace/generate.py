@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from ngym.services.base.loader import load
 
 from ngym.files.jsonl import write_whole
+from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
 server = load(HERE.parents[1] / "gym_servers" / "workplace" / "app.py")

@@ -18,9 +18,18 @@ from ngym.runtime.live_region import harmless
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
-from ngym.validation import Environment, Finding, described, examine, find_environment
-from ngym.validation.checks import SHOWN
-from ngym.validation.gold import MODEL, can_be_alone, others, with_stand_ins
+from ngym.validation import (
+    MODEL,
+    SHOWN,
+    Environment,
+    Finding,
+    can_be_alone,
+    described,
+    examine,
+    find_environment,
+    others,
+    with_stand_ins,
+)
 
 Say = Callable[[str], None]
 _REMEDY = f"{MODEL} next to its gold.jsonl, with replies of models/scripted, makes a scripted model answer instead"
@@ -65,12 +74,9 @@ async def try_environments(
 async def started(config: Config, names: Collection[str], launcher: Launcher) -> AsyncIterator[Peers]:
     """Start only these services of the config; they stop when the block ends."""
     services = {name: stanza for name, stanza in config.services.items() if name in names}
-    async with Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher) as stack:
-        peers = Peers(stack.urls, stack.head_url, stack.run_token, owner="this command", others=config.others)
-        try:
-            yield peers
-        finally:
-            await peers.close()
+    stack = Supervisor(config.model_copy(update={"services": services}), _say_failure, launcher)
+    async with stack, stack.peers("this command") as peers:
+        yield peers
 
 
 def _named(config: Config, name: str) -> Environment:

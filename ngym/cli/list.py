@@ -102,7 +102,7 @@ def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | Non
     """None for a gym server with neither facts nor data, such as gym_servers/sandbox, which is not an environment."""
     from ngym.config.environment_card import facts_in, readme_of
     from ngym.errors import ConfigError
-    from ngym.validation.gold import data_places
+    from ngym.validation import data_places
 
     data = next((place for place in data_places(root, app) if place.is_dir()), None)
     rows = {split: _count(data / f"{split}.jsonl") for split in SPLITS} if data else {}

@@ -66,7 +66,7 @@ def main(
     Examples: ng_serve math
               ng_serve policy --host 0.0.0.0 --port 8000 policy.model=Qwen/Qwen3-0.6B
     """
-    from ngym.cli.run_plan import show_service
+    from ngym.cli.run import show_service
     from ngym.config.service_config import load_config
     from ngym.supervise.service import listen, url_of
     from ngym.supervise.service_process import Job, perform

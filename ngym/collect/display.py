@@ -184,17 +184,21 @@ async def display(meter: Meter, stream: TextIO, lost: Callable[[], None]) -> Asy
         lost: called when the stream is closed, such as a closed terminal; nothing is drawn afterwards.
     """
     if not is_live(stream):
-        async with _drawing(meter, _Plain(stream), PLAIN_TICK_S, lost) as show:
+        async with drawing(meter, _Plain(stream), PLAIN_TICK_S, lost) as show:
             yield show
         return
     screen = Screen(stream)
     with captured(screen):
-        async with _drawing(meter, _Live(screen), LIVE_TICK_S, lost) as show:
+        async with drawing(meter, _Live(screen), LIVE_TICK_S, lost) as show:
             yield show
 
 
 @asynccontextmanager
-async def _drawing(meter: Meter, show: Show, tick_s: float, lost: Callable[[], None]) -> AsyncIterator[Show]:
+async def drawing(
+    meter: Meter, show: Show, tick_s: float, lost: Callable[[], None] = lambda: None
+) -> AsyncIterator[Show]:
+    """Measure and draw every `tick_s` seconds while the block runs, and once more at its end. lost: see `display`."""
+
     async def draw() -> None:
         while True:
             await asyncio.sleep(tick_s)
@@ -205,11 +209,11 @@ async def _drawing(meter: Meter, show: Show, tick_s: float, lost: Callable[[], N
                 lost()
                 return
 
-    drawing = asyncio.create_task(draw(), name="display")
+    ticking = asyncio.create_task(draw(), name="display")
     try:
         yield show
     finally:
-        drawing.cancel()
+        ticking.cancel()
         meter.tick()
         with suppress(OSError):  # the stream is closed: `lost` was called, or the next write fails
             show.end(meter.standing())

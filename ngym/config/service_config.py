@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,6 +17,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import wrong_url
 from ngym.net.tls import check_pair, client_context, trust
 from ngym.schema import Kind
+from ngym.telemetry.redact import redacted, secrets_in
 from ngym.telemetry.tracing import Destination
 
 SETTINGS_KEY = "ngym"
@@ -288,3 +289,25 @@ def _check_token_env(stanza: Stanza, part: Tree) -> None:
         raise ConfigError(
             f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
         )
+
+
+def shown_config(config: Config) -> dict[str, Any]:
+    """The resolved config in the form that users write, with secrets redacted."""
+    tree: dict[str, Any] = {SETTINGS_KEY: config.settings.model_dump(mode="json")}
+    for stanza in config.services.values():
+        tree[stanza.name] = _written(stanza) | redacted(stanza.options)
+    return tree
+
+
+def _written(stanza: Stanza) -> dict[str, Any]:
+    fields = stanza.model_dump(
+        mode="json", include={"kind", "app", "url", "urls", "replicas", "port", "requirements", "token_env"}
+    )
+    return {key: value for key, value in fields.items() if value and (key, value) != ("replicas", 1)}
+
+
+def secrets_of(config: Config) -> Iterator[str]:
+    """Everything that the run's logs must not show, except the run's own tokens."""
+    for stanza in config.services.values():
+        yield from secrets_in(stanza.options)
+        yield os.environ.get(stanza.token_env or "", "")

@@ -5,8 +5,7 @@ incremental detokenization, parsing of reasoning and tool calls, stop strings, t
 (vLLM does all of this itself.) The tokenizer is passed in: nothing heavy is imported here.
 """
 
-from ngym.dialogue.dialogue import Dialogue
+from ngym.dialogue.dialogue import Dialogue, Template, Tokenizer, turn_ends
 from ngym.dialogue.engine import Generate, Sampled, Sampling
-from ngym.dialogue.template import Template, Tokenizer, turn_ends
 
 __all__ = ["Dialogue", "Generate", "Sampled", "Sampling", "Template", "Tokenizer", "turn_ends"]

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngym.collect.aggregate import environment_metrics
 from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known
-from ngym.collect.display import Meter
+from ngym.collect.display import drawing
 from ngym.collect.files import Files
-from ngym.collect.rollout_rows import FailedAttempt, TokenFormat
+from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run_record import Source
+from ngym.collect.session import Sitting
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError
 from ngym.notebook import services
 from ngym.notebook.arguments import Asked, Folder, Input, asked, tasks_in
 from ngym.notebook.background import Work
 from ngym.notebook.progress import Watch
-from ngym.notebook.rollouts import Rollouts
-from ngym.notebook.rows import FileRows
-from ngym.notebook.services import Place, Reached, RunningServices
-from ngym.peers import Peers
-from ngym.runtime.event_loop import raise_file_limit, unless
+from ngym.notebook.rollouts import FileRows, Rollouts
+from ngym.notebook.services import Place, RunningServices
+from ngym.runtime.event_loop import raise_file_limit
 from ngym.telemetry import tracing
 
 COMMAND = ["ngym.collect_rollouts"]
 MANY = 256  # rollouts in flight; more may need more sockets than the default limit
-SAMPLE_S, FLUSH_S = 0.25, 4.0
+SAMPLE_S = 0.25
 _STOPPED: list[Folder] = []  # folders of calls that were stopped, kept for their partial results
 
 
@@ -195,57 +193,10 @@ class _Call:
         config = self._place.config
         needed = config.only(store.progress.agents) if config is not None else None
         tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
-        status = "failed"
+        sitting = Sitting(
+            store, self._asked.limits, gate, partial(drawing, show=self.watch, tick_s=SAMPLE_S), self.watch.say
+        )
         try:
-            async with self._place.reached(known, needed, self.watch) as reached:
-                try:
-                    await unless(reached.failure(), self._run(store, reached, gate))
-                finally:
-                    await self._flush(store)
-                await self._own_metrics(store, reached.peers)
-            status = "done"
-        except asyncio.CancelledError:
-            status = "interrupted"
-            raise
+            await sitting.collect(self._place.reached(known, needed, self.watch))
         finally:
-            store.finish(status)
             tracing.end()
-
-    async def _run(self, store: Files, reached: Reached, gate: Gate) -> None:
-        run = store.run(reached.peers, self._asked.limits, gate)
-        meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, gate.reasons)
-        drawing = asyncio.create_task(self._draw(meter))
-        told: set[str] = set()
-        try:
-            async with aclosing(run.outcomes(store.todo(self._asked.limits.max_attempts))) as outcomes:
-                async for outcome in outcomes:
-                    if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in told:
-                        told.add(outcome.failure["class"])
-                        self.watch.say(_first(outcome))
-        finally:
-            drawing.cancel()
-            standing = meter.standing()
-            self.watch.draw(standing.picture, standing.line)
-
-    async def _flush(self, store: Files) -> None:
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await store.flush()
-        except TimeoutError:
-            self.watch.say(f"no row was written for {FLUSH_S:.0f} s; rows that are not on the disk are lost")
-
-    async def _draw(self, meter: Meter) -> None:
-        while True:
-            meter.tick()
-            standing = meter.standing()
-            self.watch.draw(standing.picture, standing.line)
-            await asyncio.sleep(SAMPLE_S)
-
-    async def _own_metrics(self, store: Files, peers: Peers) -> None:
-        for name, tally in store.aggregates.by_agent.items():
-            tally.own = await environment_metrics(store.paths.output, peers[name])
-
-
-def _first(outcome: FailedAttempt) -> str:
-    failure = outcome.failure
-    return f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"

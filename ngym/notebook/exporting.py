@@ -14,8 +14,7 @@ from ngym.export.run import export
 from ngym.export.tally import Tally
 from ngym.notebook.arguments import Folder
 from ngym.notebook.frames import library
-from ngym.notebook.rollouts import Rollouts
-from ngym.notebook.rows import FileRows
+from ngym.notebook.rollouts import FileRows, Rollouts
 from ngym.schema import Json
 
 if TYPE_CHECKING:

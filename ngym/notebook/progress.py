@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
+from ngym.collect.display import Standing
 from ngym.runtime.live_region import Picture, Screen, Size, harmless, is_live
 from ngym.supervise.display import Board, told
 from ngym.supervise.service import State
@@ -150,10 +151,13 @@ class Watch:
     def say(self, text: str) -> None:
         self._said.append(text)
 
-    def draw(self, picture: Picture, line: Callable[[], str]) -> None:
-        """Show this from now on; both functions may be called in another thread."""
+    def draw(self, standing: Standing) -> None:
+        """Show the progress of a collection from now on; another thread may draw it."""
         self._starts = False
-        self._now = picture, line
+        self._now = standing.picture, standing.line
+
+    def end(self, standing: Standing) -> None:
+        self.draw(standing)
 
     @contextmanager
     def shown(self, wanted: bool) -> Iterator[Callable[[], None]]:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ngym.collect.discovery import Known, discover
-from ngym.config.service_config import Config, load_config
+from ngym.collect.session import Reached
+from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import UsageError
 from ngym.notebook.background import Background, Work
 from ngym.notebook.html import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
-from ngym.runtime.event_loop import never
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
 
@@ -29,14 +27,6 @@ Files = str | Path | Sequence[str | Path]
 DEFAULT_CONFIG = "global_config.yaml"
 OWNER = "ngym"
 COLUMNS = ("name", "kind", "status", "url", "restarts")
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Available services. failure: waits forever; raises when a service is given up."""
-
-    peers: Peers
-    failure: Callable[[], Awaitable[None]]
 
 
 class RunningServices:
@@ -175,16 +165,16 @@ class Place:
     async def reached(self, known: Known, needed: Config | None, watch: Watch) -> AsyncIterator[Reached]:
         """The services during the block. needed: the part of the config to start."""
         if self._life is not None:
-            async with _peers(_peers_of(self._life.supervisor, self._life.config)) as peers:
+            async with self._life.supervisor.peers(OWNER) as peers:
                 yield Reached(peers, self._life.failure)
         elif needed is None:
             token = token_of(known.head_url, Path.cwd()) if known.head_url else None
-            async with _peers(Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others)) as peers:
-                yield Reached(peers, never)
+            async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
+                yield Reached(peers)
         else:
             supervisor = Supervisor(needed, watch.service, self._launcher)
             watch.hurry = supervisor.hurry
-            async with supervisor, _peers(_peers_of(supervisor, needed)) as peers:
+            async with supervisor, supervisor.peers(OWNER) as peers:
                 yield Reached(peers, supervisor.failure)
 
 
@@ -242,15 +232,3 @@ def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Wat
     except BaseException:
         launcher.close()
         raise
-
-
-def _peers_of(supervisor: Supervisor, config: Config) -> Peers:
-    return Peers(supervisor.urls, supervisor.head_url, supervisor.run_token, owner=OWNER, others=config.others)
-
-
-@asynccontextmanager
-async def _peers(peers: Peers) -> AsyncIterator[Peers]:
-    try:
-        yield peers
-    finally:
-        await peers.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+from ngym.collect.session import Reached
 from ngym.config.service_config import Config
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, ServiceError, UsageError
@@ -16,12 +17,12 @@ from ngym.grading.group_rewards import is_pending, judged
 from ngym.notebook.arguments import at_least_one, rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
-from ngym.notebook.services import Files, Place, Reached, RunningServices
+from ngym.notebook.services import Files, Place, RunningServices
 from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json
 from ngym.stats.score_summary import parts_of
-from ngym.validation.gold import others, says
+from ngym.validation import others, says
 
 ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from ngym.errors import BadRequest, Overloaded, PeerTimeout, ServiceError, Unreachable, UpstreamError
-from ngym.net.upstream_errors import is_context_overflow, words
+from ngym.peers import is_context_overflow, words
 from ngym.remote.pace import UsedUp
 from ngym.schema import Json
 

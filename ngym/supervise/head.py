@@ -22,13 +22,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ngym.config.service_config import Config, Stanza
+from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ServiceError, UsageError
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
-from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State, listen, url_of
 from ngym.supervise.service_metrics import resident_bytes
 from ngym.telemetry.redact import redacted

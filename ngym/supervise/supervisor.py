@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from ngym.config.service_config import Config, Stanza
+from ngym.config.service_config import Config, Stanza, secrets_of
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
+from ngym.peers import Peers
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redacted_config import secrets_of
 from ngym.supervise.service import Limits, Process, State, Watched, listen, url_of
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.redact import Redactor
@@ -79,6 +79,10 @@ class Supervisor:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if await self._stopped() and kind is None:
             raise asyncio.CancelledError
+
+    def peers(self, owner: str) -> Peers:
+        """Its services and the external ones of the config, for this caller; close them before the supervisor ends."""
+        return Peers(self.urls, self.head_url, self.run_token, owner=owner, others=self.config.others)
 
     async def failure(self) -> None:
         """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""

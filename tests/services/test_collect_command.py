@@ -19,8 +19,7 @@ from click.testing import CliRunner
 from machine import PATIENCE_S, until
 from stub_agents import head, problem, scored, task
 
-from ngym.cli.rollouts.collect import main
-from ngym.collect.nemo_flags import hint, translated
+from ngym.cli.rollouts.collect import hint, main, translated
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
 from ngym.schema import Json

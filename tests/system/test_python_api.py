@@ -29,7 +29,7 @@ import ngym.notebook
 from ngym.notebook.background import Background
 from ngym.notebook.frames import library
 from ngym.notebook.progress import BelowTheCell
-from ngym.notebook.rows import FileRows
+from ngym.notebook.rollouts import FileRows
 from ngym.notebook.services import RunningServices
 from ngym.schema import Json
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from ngym.config.service_config import load_config
+from ngym.config.service_config import load_config, shown_config
 from ngym.config.yaml_tree import load_tree, parse
 from ngym.errors import ConfigError
 from ngym.services.base.options import ServiceName, ServiceOptions, parse_options
-from ngym.supervise.redacted_config import shown_config
 
 GYM = "kind: gym_server\n  app: gym_servers/env"
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -16,17 +15,17 @@ import click
 import orjson
 
 from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
-from ngym.collect.aggregate import environment_metrics
 from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known, discover
 from ngym.collect.display import Meter, Show, display
 from ngym.collect.files import Files, Paths, check_places
 from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
 from ngym.collect.report import as_json, files, first_failures, tables
-from ngym.collect.rollout_rows import FailedAttempt, TokenFormat
-from ngym.collect.run import Limits, Run
+from ngym.collect.rollout_rows import TokenFormat
+from ngym.collect.run import Limits
 from ngym.collect.run_record import RunRecord, Source
-from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.collect.session import Reached, Sitting
+from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import UsageError
 from ngym.files.jsonl import read
@@ -40,13 +39,11 @@ from ngym.schema import Json, RolloutKey
 from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.redacted_config import shown_config
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
 from ngym.telemetry import tracing
 
-FLUSH_S = 4.0
-NOT_READY_S = 2.0  # how often the head is asked which services are not ready
+OWNER = "ng_collect_rollouts"
 
 
 @dataclass(frozen=True)
@@ -274,36 +271,35 @@ class Session:
         self.options = options
         self.known = known
         self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
-        self.gate = Gate()
-        self.status = "failed"
-        self._seconds = 0.0
-        self._outcomes = 0  # of this sitting
-        self._told: set[str] = set()
+        self._gate = Gate()
+        self._sitting: Sitting | None = None
         self._supervisor: Supervisor | None = None
+        self._task: asyncio.Task[None] | None = None
         self._on_state: Callable[[State], None] = lambda state: None
 
     def run(self, config: Config | None, launcher: Launcher | None) -> int:
         options = self.options
         source = Source(options.source, options.recipe, options.token_format, self.known.services)
-        store = Files(options.output, source, by=options.by, on_stall=lambda reason: self.gate.hold("disk", reason))
+        store = Files(options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason))
+        sitting = self._sitting = Sitting(store, options.limits, self._gate, self._display, self._echo)
         try:
             self._prepare(store)
             try:
                 if store.progress.left:
-                    tracing.begin(config.tracing if config else tracing_of(self.known.services), "ng_collect_rollouts")
-                    event_loop.run(self._collect(store, config, launcher))
+                    tracing.begin(config.tracing if config else tracing_of(self.known.services), OWNER)
+                    event_loop.run(self._collect(sitting, self._reached(store, config, launcher)))
                 else:
-                    self.status = "done"
-                    store.finish(self.status)
+                    sitting.status = "done"
+                    store.finish(sitting.status)
             finally:
                 tracing.end()
-                self._tell(store)
+                self._tell(store, sitting)
         except DiskFull as error:
             click.echo(harmless(str(error)), err=True)
             return EXIT_TRY_AGAIN
         finally:
             store.close()
-        if self.status == "interrupted":
+        if sitting.status == "interrupted":
             return EXIT_INTERRUPTED
         return EXIT_FAILED if store.aggregates.given_up else EXIT_DONE
 
@@ -331,65 +327,37 @@ class Session:
                 + f"; {before.left:,} to go"
             )
 
-    async def _collect(self, store: Files, config: Config | None, launcher: Launcher | None) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        with calls_on_interrupt(lambda: self._interrupt(task)):
-            await self._collect_all(store, config, launcher, task)
+    async def _collect(self, sitting: Sitting, services: AbstractAsyncContextManager[Reached]) -> None:
+        self._task = asyncio.current_task()
+        with calls_on_interrupt(self._interrupt), suppress(asyncio.CancelledError):
+            await sitting.collect(services)
 
-    async def _collect_all(
-        self, store: Files, config: Config | None, launcher: Launcher | None, task: asyncio.Task[None]
-    ) -> None:
-        try:
-            needed = config and config.only(store.progress.agents)
-            async with self._peers(needed, launcher) as peers:
-                try:
-                    await self._run(store, peers, task)
-                finally:
-                    await self._flush(store)
-                for name, tally in store.aggregates.by_agent.items():
-                    tally.own = await environment_metrics(store.paths.output, peers[name])
-            self.status = "done"
-        except asyncio.CancelledError:
-            if self.status != "interrupted":
-                raise
-        finally:
-            if not self.gate.reasons.get("disk"):
-                store.finish(self.status)
-
-    async def _flush(self, store: Files) -> None:
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await store.flush()
-        except TimeoutError:
-            self._echo(
-                f"no row was written for {FLUSH_S:.0f} s; --resume repeats the rollouts that are not on the disk"
-            )
-
-    def _interrupt(self, task: asyncio.Task[None]) -> None:
+    def _interrupt(self) -> None:
         """The first signal ends the run gracefully; the next one makes the services stop at once."""
-        if self.status == "interrupted":
+        assert self._sitting is not None and self._task is not None
+        if self._sitting.status == "interrupted":
             if self._supervisor:
                 self._supervisor.hurry()
             return
-        self.status = "interrupted"
-        task.cancel()
+        self._sitting.status = "interrupted"
+        self._task.cancel()
 
     @asynccontextmanager
-    async def _peers(self, config: Config | None, launcher: Launcher | None) -> AsyncIterator[Peers]:
+    async def _reached(self, store: Files, config: Config | None, launcher: Launcher | None) -> AsyncIterator[Reached]:
         """The services: started here, or those of a running head."""
+        if config is None:
+            known = self.known
+            token = token_of(known.head_url, Path.cwd()) if known.head_url else None
+            async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
+                yield Reached(peers)
+            return
+        needed = config.only(store.progress.agents)
+        self._supervisor = Supervisor(needed, lambda state: self._on_state(state), launcher)
         async with AsyncExitStack() as stack:
-            urls, head_url, others = self.known.urls, self.known.head_url, self.known.others
-            token = token_of(head_url, Path.cwd()) if head_url else None
-            if config is not None:
-                self._supervisor = Supervisor(config, lambda state: self._on_state(state), launcher)
-                async with self._startup():
-                    await stack.enter_async_context(self._supervisor)
-                urls, head_url = self._supervisor.urls, self._supervisor.head_url
-                token, others = self._supervisor.run_token, config.others
-            peers = Peers(urls, head_url, token, owner="ng_collect_rollouts", others=others)
-            stack.push_async_callback(peers.close)
-            yield peers
+            async with self._startup():
+                await stack.enter_async_context(self._supervisor)
+            peers = await stack.enter_async_context(self._supervisor.peers(OWNER))
+            yield Reached(peers, self._supervisor.failure)
 
     @asynccontextmanager
     async def _startup(self) -> AsyncIterator[None]:
@@ -404,51 +372,27 @@ class Session:
             yield
         self._on_state = lambda state: None
 
-    async def _run(self, store: Files, peers: Peers, task: asyncio.Task[None]) -> None:
-        run = store.run(peers, self.options.limits, self.gate)
-        plan = store.todo(self.options.max_attempts)
-        meter = Meter(store.aggregates, store.progress, lambda: run.in_flight, self.gate.reasons)
-        async with display(meter, self.stream, lost=lambda: self._interrupt(task)) as show:
-            if self._supervisor:
-                self._on_state = lambda state: show.say(told(state))
-            ends = [asyncio.create_task(self._consume(run, plan, show))]
-            if self._supervisor:
-                ends.append(asyncio.create_task(self._supervisor.failure()))
-            beside = asyncio.create_task(_say_who_is_not_ready(store, peers, show))
-            began = time.monotonic()
+    @asynccontextmanager
+    async def _display(self, meter: Meter) -> AsyncIterator[Show]:
+        async with display(meter, self.stream, lost=self._interrupt) as show:
+            self._on_state = lambda state: show.say(told(state))
             try:
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                yield show
             finally:
-                self._seconds = time.monotonic() - began
                 self._on_state = lambda state: None
-                for each in (beside, *ends):
-                    each.cancel()
-                await asyncio.gather(beside, *ends, return_exceptions=True)
-            for end in done:
-                end.result()
 
-    async def _consume(self, run: Run, plan: AsyncIterator[PlannedRollout], show: Show) -> None:
-        """Consume all outcomes; shows the first failure of each class at once."""
-        async with aclosing(run.outcomes(plan)) as outcomes:
-            async for outcome in outcomes:
-                self._outcomes += 1
-                if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in self._told:
-                    failure = outcome.failure
-                    self._told.add(failure["class"])
-                    show.say(
-                        f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"
-                    )
-
-    def _tell(self, store: Files) -> None:
+    def _tell(self, store: Files, sitting: Sitting) -> None:
         """Print the tables, the status and the files; nothing for a run that failed before its first outcome."""
         total, aggregates = store.progress.total, store.aggregates
-        if self.status == "failed" and not self._outcomes:
+        if sitting.status == "failed" and not sitting.outcomes:
             return
         if store.replaces:
-            self._echo(f"{self.status} before the first new row; {store.paths.output} is unchanged")
+            self._echo(f"{sitting.status} before the first new row; {store.paths.output} is unchanged")
             return
         if self.options.as_json:
-            click.echo(orjson.dumps(as_json(aggregates, store.paths, store.run_id, self.status, self._seconds, total)))
+            click.echo(
+                orjson.dumps(as_json(aggregates, store.paths, store.run_id, sitting.status, sitting.seconds, total))
+            )
             return
         from rich.console import Console
 
@@ -456,7 +400,7 @@ class Session:
         for table in tables(aggregates):
             console.print(table)
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
-        self._echo(f"{self.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(self._seconds)}")
+        self._echo(f"{sitting.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(sitting.seconds)}")
         for line in first_failures(aggregates):
             self._echo(f"  {harmless(line)}")
         if aggregates.done + aggregates.given_up < total or more:
@@ -475,15 +419,3 @@ class Session:
 
     def _echo(self, text: str, nl: bool = True) -> None:
         click.echo(text, self.stream, nl=nl)
-
-
-async def _say_who_is_not_ready(store: Files, peers: Peers, show: Show) -> None:
-    """Show the services that are not ready until the first rollout ends: a model may load for minutes."""
-    said = ""
-    while not (store.aggregates.done or store.aggregates.given_up):
-        waiting = [server for server in await peers.servers() if server.get("status", "ready") != "ready"]
-        names = ", ".join(f"{server['name']} ({server.get('detail') or server['status']})" for server in waiting)
-        if names and names != said:
-            show.say(f"not ready yet: {names}")
-        said = names
-        await asyncio.sleep(NOT_READY_S)

@@ -15,6 +15,7 @@ import orjson
 from ngym.cli.shell.main import command
 from ngym.config.shipped_files import shipped
 from ngym.errors import NgymError, UsageError
+from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
@@ -93,8 +94,6 @@ def main(
               ng_prepare gsm8k --limit 500 --output data/gsm8k_small
     """
     if listed or name is None:
-        from ngym.cli.rollouts.prepare_plan import show_sets
-
         show_sets(as_json)
         return
     from ngym.prepare.rows import MANIFEST, check_free
@@ -107,8 +106,6 @@ def main(
     check_free(folder, chosen.name)
     mirrors = Mirrors(cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
     if dry_run:
-        from ngym.cli.rollouts.prepare_plan import show_plan
-
         show_plan(chosen, mirrors, folder, _environment(chosen, configs)[1], as_json)
         return
     say = partial(click.echo, err=as_json)
@@ -137,6 +134,48 @@ class Mirrors(NamedTuple):
     def paths(self, chosen: PublicSet) -> dict[File, Path]:
         home = self.cache / chosen.repo.replace("/", "__") / chosen.revision
         return {file: home / file.path for part in chosen.parts for file in part.files}
+
+
+HEADER = ("NAME", "ENVIRONMENT", "ROWS", "LICENCE", "SOURCE")
+TOLD = ("name", "title", "environment", "host", "repo", "revision", "licence", "rows", "note")
+SEEN = (
+    "Revisions, paths, fields and licences come from public records of these sets; none was downloaded where ngym is "
+    "built.\nng_prepare checks each sha256 that is known, and each row with the environment's own server."
+)
+
+
+def show_sets(as_json: bool) -> None:
+    from ngym.prepare.sets import find_sets
+
+    sets = find_sets((Path.cwd(), shipped())).values()
+    if as_json:
+        told = [each.model_dump(mode="json", include=set(TOLD)) for each in sets]
+        click.echo(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+        return
+    rows = [HEADER]
+    for each in sets:
+        count = f"{each.rows:,}" if each.rows is not None else "?"
+        rows.append((each.name, each.environment, count, each.licence, f"{each.host}:{each.repo}@{each.revision[:12]}"))
+    notes = [each.note for each in sets]
+    for line, note in zip(aligned(rows), ["", *notes], strict=True):
+        click.echo(line)
+        if note:
+            click.echo(f"    {note}")
+    click.echo(f"\n{SEEN}")
+
+
+def show_plan(chosen: PublicSet, mirrors: Mirrors, folder: Path, stanza: Stanza, as_json: bool) -> None:
+    files = [
+        {"url": mirrors.url(chosen, file), "path": str(path), "there": path.is_file(), "sha256": file.sha256}
+        for file, path in mirrors.paths(chosen).items()
+    ]
+    if as_json:
+        told = {"set": chosen.name, "licence": chosen.licence, "files": files, "output": str(folder)}
+        click.echo(orjson.dumps({**told, "tried_on": stanza.name, "where": stanza.where}))
+        return
+    for file in files:
+        click.echo(f"{'has it already' if file['there'] else 'would fetch'}: {file['url']}")
+    click.echo(f"would check each row on {stanza.name} ({stanza.where}) and write {folder} ({chosen.licence})")
 
 
 def _at(chosen: PublicSet, revision: str) -> PublicSet:

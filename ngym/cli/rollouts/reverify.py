@@ -152,7 +152,7 @@ async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path
 
 def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
     """The services that must run for these gym servers."""
-    from ngym.validation.gold import others
+    from ngym.validation import others
 
     if models:
         return config.only(gyms).services

@@ -1,4 +1,4 @@
-"""`ng`, the group of all commands, and what they share: one-line errors, --version, the config options."""
+"""`ng`, the group of all commands, with its own `help` and `completion`; and what all share: one-line errors, options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import get_completion_class
 
 from ngym import __version__
 from ngym.cli.shell.completion_names import overrides
@@ -39,8 +40,8 @@ COMMANDS = {
 }
 # Commands of `ng` only, without a separate script.
 OWN = {
-    "help": ("ngym.cli.shell.help", "Show this help, or the help of a command."),
-    "completion": ("ngym.cli.shell.completion", "Print the completion script of a shell."),
+    "help": "Show this help, or the help of a command.",
+    "completion": "Print the completion script of a shell.",
 }
 GROUPS = {
     "Begin": ("quickstart", "init"),
@@ -97,10 +98,9 @@ class CommandList(Command, click.Group):
         return [*COMMANDS, *OWN]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        known = {**COMMANDS, **OWN}
-        if name not in known:
-            return None
-        command: click.Command = importlib.import_module(known[name][0]).main
+        if name not in COMMANDS:
+            return super().get_command(ctx, name)
+        command: click.Command = importlib.import_module(COMMANDS[name][0]).main
         return command
 
     def resolve_command(
@@ -115,11 +115,11 @@ class CommandList(Command, click.Group):
         return super().resolve_command(ctx, [name, *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        lines = {**COMMANDS, **OWN}
+        lines = {name: line for name, (_, line) in COMMANDS.items()} | OWN
         width = max(map(len, lines))
         for title, names in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name.ljust(width), lines[name][1]) for name in names])
+                formatter.write_dl([(name.ljust(width), lines[name]) for name in names])
 
 
 class Choice(click.Choice[str]):
@@ -162,3 +162,64 @@ def main(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+def _command_names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+    return [name for name in COMMANDS if name.startswith(begun)]
+
+
+@main.command("help", cls=Command, context_settings=context_settings())
+@click.argument("name", required=False, metavar="[COMMAND]", shell_complete=_command_names)
+@click.pass_context
+def help_of(ctx: click.Context, name: str | None) -> None:
+    """Show the help of a command, or of `ng` with all commands.
+
+    \b
+    Examples: ng help
+              ng help run
+    """
+    ng = ctx.find_root()
+    assert isinstance(ng.command, CommandList)
+    if name is None:
+        click.echo(ng.get_help())
+        return
+    found, named, _ = ng.command.resolve_command(ng, [name])
+    assert isinstance(named, Command)
+    with click.Context(named, info_name=found, parent=ng) as context:
+        click.echo(context.get_help())
+
+
+# Replacements in click's scripts: no space after a word that ends with `.` or `=`. fish does that by itself.
+UNFINISHED = {
+    "bash": {
+        "COMPREPLY+=($value)\n": "COMPREPLY+=($value)\n"
+        "            [[ $value == *[.=] ]] && compopt -o nospace 2>/dev/null\n"
+    },
+    "zsh": {
+        "local -a completions\n": "local -a completions unfinished\n",
+        'completions+=("$key")\n': '[[ "$key" == *[.=] ]] && unfinished+=("$key") || completions+=("$key")\n',
+        "compadd -U -V unsorted -a completions\n    fi\n": "compadd -U -V unsorted -a completions\n    fi\n\n"
+        "    if [ -n \"$unfinished\" ]; then\n        compadd -U -S '' -V unsorted -a unfinished\n    fi\n",
+    },
+    "fish": {},
+}
+SHELLS = tuple(UNFINISHED)
+
+
+@main.command("completion", cls=Command, context_settings=context_settings())
+@click.argument("shell", type=Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell: commands, options, files, recipes, and the services and keys of a config.
+
+    \b
+    Examples: eval "$(ng completion bash)"       (into ~/.bashrc)
+              eval "$(ng completion zsh)"        (into ~/.zshrc, after compinit)
+              ng completion fish | source        (into ~/.config/fish/config.fish)
+    """
+    maker = get_completion_class(shell)
+    assert maker is not None
+    for script in ("ng", *(f"ng_{name}" for name in COMMANDS)):
+        source = maker(main, {}, script, f"_{script.upper()}_COMPLETE").source()
+        for written, better in UNFINISHED[shell].items():
+            source = source.replace(written, better)
+        click.echo(source)

@@ -1,12 +1,25 @@
-"""The checks of one environment, over the wire that agents use, and of its description.
+"""Tests an environment without a model: its gold answers get their rewards, corrupted ones less (`ng_validate`).
 
-rows       every shipped row is a task that the server accepts; none of validation stands in training
-gold       each case gets what it must
-worse      the best answers, spoilt, get less: nothing, noise, half of it
-tools      each tool takes a call: what it does not like it says to the model, and does not crash
-again      the same answer gets the same reward, also as its own stored row
-together   64 sessions at once get what each gets alone
-time       95 of 100 verifications take less than the limit
+The checks go over the wire that agents use:
+
+    rows       every shipped row is a task that the server accepts; no row of validation is in training
+    gold       each case gets its expected reward
+    worse      corrupted forms of the best answers get less: nothing, noise, half of it
+    tools      each tool takes a call: it reports errors to the model, and does not crash
+    again      the same answer gets the same reward, also as its own stored row
+    together   64 sessions at once get what each gets alone
+    time       95 of 100 verifications take less than the limit
+
+A line of gold.jsonl is a case:
+
+    {"case": "in words", "task": {the row's own fields}, "text": "the answer", "expect": {"reward": 1.0, ...}}
+
+Instead of `text`, `output` has Responses items; `calls` ([tool, arguments]) are made first, in the case's session;
+`worse` lists the corrupted forms that must get less: `empty` (nothing said or called), `garbage` (noise) and `cut`
+(half of the calls, half of the text); default: all three.
+
+A scripted model stands in for a judge. This shows that questions arrive, verdicts are read and rewards computed, and
+nothing about how well a model judges.
 """
 
 from __future__ import annotations
@@ -17,14 +30,128 @@ import time
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ngym.config.environment_card import EnvironmentKind, facts_in
+from ngym.config.service_config import Config, Stanza
+from ngym.config.shipped_files import shipped
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ConfigError, ServiceError
+from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.files.jsonl import Line, checked
 from ngym.peers import Peer
 from ngym.schema import Json
-from ngym.validation.gold import ROWS, Case, Environment, Spoilt, says
+
+Spoilt = Literal["empty", "garbage", "cut"]
+ALL_WORSE: tuple[Spoilt, ...] = ("empty", "garbage", "cut")
+GOLD = "gold.jsonl"
+ROWS = ("train.jsonl", "validation.jsonl", "example.jsonl")
+MODEL = "model.jsonl"
+
+
+class Case(BaseModel):
+    """An answer whose reward is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    case: str
+    task: Json
+    text: str = ""
+    output: tuple[Json, ...] | None = None
+    calls: tuple[tuple[str, Json], ...] = ()
+    expect: Json
+    worse: tuple[Spoilt, ...] = ALL_WORSE
+
+    @property
+    def items(self) -> list[Json]:
+        """What was said, as the items of a response."""
+        return says(self.text) if self.output is None else list(self.output)
+
+    @property
+    def reward(self) -> float | None:
+        found: float | None = self.expect.get("reward")
+        return found
+
+
+class Environment(NamedTuple):
+    """A gym server of the config and the folder of its data."""
+
+    name: str
+    data: Path
+
+    def cases(self) -> list[Case]:
+        """UsageError, with file and line, for one that is none."""
+        return [_case(line.row, f"{self.data / GOLD}:{line.number}") for line in _lines(self.data / GOLD)]
+
+    def rows(self, file: str) -> list[Json]:
+        """Of train.jsonl, validation.jsonl or example.jsonl; empty if there is no such file."""
+        return [line.row for line in _lines(self.data / file)]
+
+
+def find_environment(config: Config, stanza: Stanza) -> Environment | None:
+    """The data of a gym server: data/NAME beside the config, or as it ships, where NAME is that of its app's folder.
+
+    None: there is no gold.jsonl.
+    """
+    if stanza.app is None:
+        return None
+    data = next((place for place in data_places(config.root, stanza.app) if (place / GOLD).is_file()), None)
+    return Environment(stanza.name, data) if data is not None else None
+
+
+def data_places(root: Path, app: str) -> list[Path]:
+    """Where the data of `gym_servers/NAME` may lie, first beside the config, then as it ships."""
+    path = Path(app)
+    folder = path.parent.name if path.name == "app.py" else path.stem
+    return [base / "data" / folder for base in (root, shipped())]
+
+
+def says(text: str) -> list[Json]:
+    """An assistant's message."""
+    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+
+
+def _lines(path: Path) -> list[Line]:
+    """None if there is no such file."""
+    return list(checked(path, lambda row: None)) if path.is_file() else []
+
+
+def _case(row: Json, where: str) -> Case:
+    try:
+        return Case.model_validate(row)
+    except ValidationError as error:
+        wrong: Any = error.errors()[0]
+        raise UsageError(f"{where}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+
+
+def others(config: Config, name: str) -> list[str]:
+    """The services that a service's options name, such as a judge."""
+    given = config.services[name].options.values()
+    return [value for value in given if isinstance(value, str) and value in config.services]
+
+
+def can_be_alone(config: Config, environment: Environment) -> bool:
+    """Whether it asks nobody, or only models that its scripted one can stand in for."""
+    asked = others(config, environment.name)
+    scripted = (environment.data / MODEL).is_file()
+    return not asked or (scripted and all(config.services[name].kind == "model" for name in asked))
+
+
+def with_stand_ins(config: Config, environments: Sequence[Environment]) -> Config:
+    """Of the config: these environments, which `can_be_alone`, and a scripted model for each that asks one."""
+    services: dict[str, Stanza] = {}
+    for environment in environments:
+        stanza = config.services[environment.name]
+        asked = others(config, environment.name)
+        if asked:
+            scripted = f"{environment.name}_scripted_model"
+            replies = {"file": str((environment.data / MODEL).resolve())}
+            services[scripted] = Stanza(name=scripted, kind="model", app="models/scripted", options=replies)
+            options = {key: scripted if value in asked else value for key, value in stanza.options.items()}
+            stanza = stanza.model_copy(update={"options": options})
+        services[environment.name] = stanza
+    return config.model_copy(update={"services": services})
+
 
 SESSIONS = 64
 AT_ONCE = 32  # of rows
