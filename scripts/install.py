@@ -44,7 +44,7 @@ class Installation:
 
     @classmethod
     def found(cls) -> Installation | None:
-        """None where there is none, and where one was begun and not finished."""
+        """None if there is no installation, or only an unfinished one."""
         if not (STAMP.is_file() and PYTHON.exists()):
             return None
         place, digest = STAMP.read_text().splitlines()

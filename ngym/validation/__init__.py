@@ -1,4 +1,4 @@
-"""Is an environment right, without a model? Its gold answers get what they must, and worse ones less (`ng_validate`)."""
+"""Tests of an environment without a model: gold answers get their rewards, and worse ones less (`ng_validate`)."""
 
 from ngym.validation.checks import Finding, described, examine
 from ngym.validation.gold import Case, Environment, data_places, find_environment

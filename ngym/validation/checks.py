@@ -1,9 +1,9 @@
 """The checks of one environment, over the wire that agents use, and of its description.
 
-rows       every shipped row is a task that the server accepts; none of validation stands in training
+rows       every shipped row is a task that the server accepts; no validation row is in training
 gold       each case gets what it must
-worse      the best answers, spoilt, get less: nothing, noise, half of it
-tools      each tool takes a call: what it does not like it says to the model, and does not crash
+worse      damaged versions of the best answers get less: nothing, noise, half of it
+tools      each tool handles a call: it returns an error text for the model and does not crash
 again      the same answer gets the same reward, also as its own stored row
 together   64 sessions at once get what each gets alone
 time       95 of 100 verifications take less than the limit
@@ -100,7 +100,11 @@ def _gold(cases: Sequence[Case], answers: Sequence[Json], offered: set[str]) -> 
 def _unknown(case: Case, offered: set[str]) -> str:
     """A misspelt call is answered as the model's would be, and so only shows in the reward."""
     unknown = sorted({tool for tool, _ in case.calls} - offered)
-    return f"; it calls {unknown[0]!r}, which is no tool here{did_you_mean(unknown[0], offered)}" if unknown else ""
+    return (
+        f"; it calls {unknown[0]!r}, which is not a tool of this server{did_you_mean(unknown[0], offered)}"
+        if unknown
+        else ""
+    )
 
 
 def _other(case: Case, answer: Json) -> str:
@@ -130,8 +134,10 @@ async def _worse(peer: Peer, cases: Sequence[Case]) -> Finding:
             if reward is not None and reward >= most:
                 mistakes.append(f"{case.case}: {_FORMS[form]} gets {reward} too")
     if not best:
-        mistakes.append("no case has a reward above 0: nothing shows that a right answer is told from a wrong one")
-    return Finding("worse", f"{len(best)} of the best, spoilt", mistakes)
+        mistakes.append(
+            "no case has a reward above 0: nothing shows that the verifier distinguishes right and wrong answers"
+        )
+    return Finding("worse", f"{len(best)} of the best, damaged", mistakes)
 
 
 def _spoilt(case: Case, form: Spoilt) -> tuple[list[Json], int]:
@@ -228,7 +234,7 @@ async def _rows(environment: Environment, peer: Peer) -> Finding:
     mistakes = [found for found in await asyncio.gather(*asked) if found]
     train = {_question(row) for row in files["train.jsonl"]}
     mistakes += [
-        f"validation.jsonl:{number}: this task stands in train.jsonl, too"
+        f"validation.jsonl:{number}: this task is also in train.jsonl"
         for number, row in enumerate(files["validation.jsonl"], 1)
         if _question(row) in train
     ]

@@ -1,11 +1,11 @@
-"""An environment's rows and gold answers, and the scripted model that stands in for its judge.
+"""An environment's rows and gold answers, and the scripted model that replaces its judge.
 
 A line of gold.jsonl is a case:
 
     {"case": "in words", "task": {the row's own fields}, "text": "the answer", "expect": {"reward": 1.0, ...}}
 
 with `output` (Responses items) in the place of `text` where more was said than text, `calls` ([tool, arguments], made
-in the case's session first) and `worse`: which spoilt forms of the answer must get less than it, of `empty` (nothing
+in the case's session first) and `worse`: which damaged forms of the answer must get less than it, of `empty` (nothing
 said or called), `garbage` (noise) and `cut` (half of the calls, half of the text); all three where it is left out.
 
 It shows that questions arrive, verdicts are read and rewards computed; nothing about how well any model judges.
@@ -62,7 +62,7 @@ class Environment(NamedTuple):
     data: Path
 
     def cases(self) -> list[Case]:
-        """UsageError, with file and line, for one that is none."""
+        """UsageError, with file and line, for an invalid one."""
         return [_case(line.row, f"{self.data / GOLD}:{line.number}") for line in _lines(self.data / GOLD)]
 
     def rows(self, file: str) -> list[Json]:
@@ -113,7 +113,7 @@ def others(config: Config, name: str) -> list[str]:
 
 
 def can_be_alone(config: Config, environment: Environment) -> bool:
-    """Whether it asks nobody, or only models that its scripted one can stand in for."""
+    """Whether it asks no model, or only models that its scripted one can replace."""
     asked = others(config, environment.name)
     scripted = (environment.data / MODEL).is_file()
     return not asked or (scripted and all(config.services[name].kind == "model" for name in asked))

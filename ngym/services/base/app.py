@@ -31,7 +31,7 @@ log = logging.getLogger("ngym.services")
 
 UNREADABLE = ("64-bit range", "surrogates")  # from orjson's messages
 
-FAILURES = frozenset(get_args(FailureClass))  # a peer may use classes of its own
+FAILURES = frozenset(get_args(FailureClass))  # a peer may use its own classes
 
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 
