@@ -17,36 +17,36 @@ install: ## .venv with the locked versions (on a CPU; for a GPU: uv sync --extra
 quickstart: install ## Train a tiny policy, serve it, collect scored rollouts
 	@$(BIN)/ng_quickstart $(ARGS)
 
-offline: install ## Rollouts, preference pairs, DPO: a policy learns from finished files
+offline: install ## Preference pairs and DPO from finished rollouts
 	@$(BIN)/python -m ngym.cli.offline $(ARGS)
 
-test: install ## All tests but soak; some of them: make test ARGS="-k schema"
+test: install ## All tests except soak; a selection: make test ARGS="-k schema"
 	@$(BIN)/pytest $(WORKERS) $(ARGS)
 
-test-fast: install ## The tests of pure logic: no processes, no sockets
+test-fast: install ## Unit tests without processes and sockets
 	@$(BIN)/pytest $(WORKERS) tests/unit -m "not process and not soak" $(ARGS)
 
-soak: install ## The tests that take minutes: kills, full disks, hanging ranks
+soak: install ## Tests that take minutes: kills, full disks, hanging ranks
 	@$(BIN)/pytest -m soak $(ARGS)
 
 audit: install ## Known vulnerabilities of the locked versions (asks pypi.org)
 	@for lock in locks/core.txt locks/cpu.txt; do $(BIN)/uvx pip-audit --strict --no-deps --disable-pip -r $$lock || exit; done
 
-check: install ## Lint, format, types, floors
+check: install ## Lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install ## All measurements, into docs/benchmarks.md (ten minutes); shorter, elsewhere: make bench ARGS=--quick
+bench: install ## Measure and write docs/benchmarks.md (ten minutes); a short run: make bench ARGS=--quick
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-docs: install ## The documentation site, into build/site; while writing: .venv/bin/mkdocs serve
+docs: install ## Build the documentation site in build/site; live preview: .venv/bin/mkdocs serve
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 lock: install ## Renew locks/ from pyproject.toml; the newest versions: make lock ARGS=--upgrade
 	scripts/lock $(ARGS)
 
-clean: ## Remove what was built and cached, .venv too
+clean: ## Remove builds, caches and .venv
 	rm -rf .venv .ngym build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What can uvicorn and aiohttp do at most? The requests of a rollout between bare applications: no framework, no check, no record.
+"""The upper bound of uvicorn and aiohttp: a rollout's requests between bare applications, without framework, checks or records.
 
 Each parses and dumps the JSON that ngym's services parse and dump, and nothing else: this is what rollouts.py compares with.
 """
@@ -36,7 +36,7 @@ RESPONSE: Json = {
 
 
 class Case(NamedTuple):
-    """What happens in a rollout: how many of its turns call a tool, and whether the model tells token ids."""
+    """The shape of a rollout: how many of its turns call a tool, and whether the model returns token ids."""
 
     tools: int
     tokens: bool

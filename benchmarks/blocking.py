@@ -168,7 +168,7 @@ def example(path: str, row: dict[str, Any], schema: dict[str, Any]) -> dict[str,
 
 
 def watch(url: str, longest: Any, over: Any) -> None:
-    """A process of its own, which asks /health for ever."""
+    """A separate process, which requests /health until it is stopped."""
     with httpx.Client(timeout=TIMEOUT_S) as client:
         while not over.is_set():
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How much CPU does the collector itself spend on a rollout? It is driven against an agent that answers at once.
+"""The CPU that the collector itself needs for a rollout, with an agent that answers at once.
 
     python benchmarks/collector.py [--quick] [--json FILE]
 

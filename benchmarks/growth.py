@@ -1,9 +1,9 @@
-"""Does anything grow while services run for hours? Rollouts at an even rate, and callers that go away in all the ways they do.
+"""Growth of memory and files over hours: rollouts at an even rate, and callers that hang up or never return.
 
 A rollout is ten tool turns over two replicas of `counter`, through `agents/simple` and a scripted model. Of eleven callers one
 hangs up in the middle of its rollout, and one seeds a session and never comes back: that ends after an hour, so what the services
 hold levels out then. A row each minute: resident set and open files of every process; the last one is the line through the second
-half of the rows, in MB an hour with its standard error. Not a part of `make bench`: it takes as long as it is told to.
+half of the rows, in MB an hour with its standard error. Not a part of `make bench`: its arguments set the duration.
 
     python benchmarks/growth.py [--hours 2] [--rate 15] [--json FILE]
 """

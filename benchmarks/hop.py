@@ -1,6 +1,6 @@
-"""What CPU does a call through a model server cost beside the model? Per API, and for an answer of 32,768 tokens.
+"""The CPU cost of a call through a model server, without the model: per API, and for an answer of 32,768 tokens.
 
-A model that answers at once, behind `model_server`, in a process of its own; the milliseconds are that process's, user and
+A model that answers at once, behind `model_server`, in a separate process; the milliseconds are that process's, user and
 system, per request. `chat` is asked natively, the others are converted on the way there and back. Then the same within
 this process, by function, without HTTP; and the serialising of one long answer with its ids and log-probabilities.
 

@@ -1,4 +1,4 @@
-"""Does the tiny policy learn this environment? A supervised start with a bad habit, GRPO, rewards on held-out tasks.
+"""Trains the tiny policy on an environment: SFT on a beginner's answers, GRPO, rewards on held-out tasks.
 
 Every step is a command that is shown: tasks and demonstrations by the environment's own generator, `ng_train sft.yaml`,
 `ng_train grpo.yaml` with vLLM and the services live. Held-out tasks share nothing with those of demonstrations and training.
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--results", type=Path, help="JSONL  [default: results.jsonl in the folder]")
     parser.add_argument("override", nargs="*", help="key=value for ng_train grpo.yaml")
-    options = parser.parse_intermixed_args()  # overrides may stand behind options
+    options = parser.parse_intermixed_args()  # overrides may follow options
     lesson: Lesson = import_module(f"lessons.{options.lesson}").lesson
     folder = options.folder / f"{options.lesson}-{options.seed}"
     recipes = RECIPES

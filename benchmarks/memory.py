@@ -1,4 +1,4 @@
-"""What memory do the services take when idle, and for each 1,000 rollouts in flight? The model thinks until all are there.
+"""The memory of the services when idle, and for each 1,000 rollouts in flight. The model waits until all are in flight.
 
 Resident set of each process at its peak, sampled ten times a second, while so many single-tool rollouts are begun as are to be in
 flight; levels rise, on the same services. PSS (when idle) counts a page that several processes share once in all.

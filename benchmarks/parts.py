@@ -1,4 +1,4 @@
-"""How does a part of `make bench` run and tell its figures? As a program of its own: `--quick`, `--json FILE`, rows of JSON."""
+"""The command line of a part of `make bench`: a separate program with `--quick` and `--json FILE`, which writes rows of JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def play(about: str, measure: Callable[[bool], Iterator[Json]]) -> None:
 
 
 def shown(value: object) -> str:
-    """A figure with three digits that count; what is none as it is."""
+    """A figure with three significant digits; other values unchanged."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(one)}" for name, one in value.items())
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""How long does a weight push take, by model size: every tensor to a running vLLM over HTTP, committed, and proven?
+"""The time of a weight push by model size: every tensor to a running vLLM over HTTP, committed and proven.
 
 Each time other weights, while nothing is generated; and the start of the model server, from the command to ready.
 

@@ -1,4 +1,4 @@
-"""How many rollouts a second go through agent, model server, tools and /verify, and what CPU does each hop cost?
+"""Rollouts a second through agent, model server, tools and /verify, and the CPU cost of each hop.
 
 The model answers at once. A rollout of 0, 1 or 10 tool turns is 4, 6 or 24 requests: /run, /seed_session, the model's and the
 tools', /verify. They are collected by `ngym.collect` without files (collector.py has those). The baseline, beside it, is the same

@@ -1,6 +1,6 @@
 """`make bench`: every part on this machine, one after the other; its figures as JSON, and docs/benchmarks.md and its plot from them.
 
-A part that fails or exceeds its time is said to be missing, and the others go on. About ten minutes on two cores; with --quick
+A part that fails or exceeds its time is reported as missing, and the others continue. About ten minutes on two cores; with --quick
 two, into runs/bench instead of docs.
 
     python benchmarks/run.py [--quick] [--only rollouts memory] [--folder docs]
@@ -94,7 +94,7 @@ def measured(part: Part, quick: bool) -> Json:
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """It, and what it started: that may stand in sessions of its own."""
+    """The process and its descendants, which may have their own sessions."""
     if child.poll() is None:
         started = psutil.Process(child.pid).children(recursive=True)
         child.send_signal(signal.SIGINT)
@@ -122,7 +122,7 @@ def machine() -> Json:
 
 
 def write(folder: Path, results: Json) -> None:
-    """The figures, the plot, and the page: what stands between BEGIN and END of it is replaced, and the rest stays."""
+    """Write the figures, the plot, and the page: the text between BEGIN and END is replaced, and the rest stays."""
     page = folder / "benchmarks.md"
     write_whole(folder / "benchmarks.json", (json.dumps(results, indent=1) + "\n").encode())
     write_whole(folder / "benchmarks.svg", picture(results["parts"]))

@@ -1,4 +1,4 @@
-"""How long does a program in the sandbox take, and how many go through a second? `print(1)` in each tier that works here.
+"""Latency and throughput of the sandbox: `print(1)` in each tier that works here.
 
 python benchmarks/sandbox.py [--runs 1000]
 """

@@ -1,4 +1,4 @@
-"""How much of a saturated vLLM's speed is left when rollouts are collected through agent, gym server and /verify?
+"""The share of a saturated vLLM's speed that is left when rollouts are collected through agent, gym server and /verify.
 
 The same single-turn requests, sent to vLLM's own server (the stock one), with and without asking for log-probabilities,
 and collected as rollouts, which carry the id and the log-probability of every token. Both servers run all the time and
@@ -192,7 +192,7 @@ async def compare(sides: list[Side], arguments: argparse.Namespace, in_flight: i
         await play(side, rollouts, in_flight)  # warm-up
     rounds: dict[str, list[Round]] = {side.name: [] for side in sides}
     for number in range(arguments.rounds):
-        for place in range(len(sides)):  # whoever comes first in one round comes last in the next
+        for place in range(len(sides)):  # the first side of one round is the last of the next
             side = sides[(number + place) % len(sides)]
             rounds[side.name].append(await play(side, rollouts, in_flight))
     print(f"{in_flight} in flight, {arguments.rounds} rounds of {rollouts} rollouts, load {os.getloadavg()[0]:.1f}")

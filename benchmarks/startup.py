@@ -1,4 +1,4 @@
-"""How long from `ng_run` to "ready" with three light services, how much memory do they take, and how fast do they stop?
+"""The time from `ng_run` to "ready" with three light services, their memory, and the time to stop them.
 
 The services are counter, a scripted model and the simple agent. Memory is that of every process of the run: ng_run, the
 process that forks, and the three services. RSS counts a shared page once for each process, PSS once in all.

@@ -35,7 +35,7 @@ class Agent(asyncio.Protocol):
     """As much HTTP as one client needs that sends one request at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self.waiting = b""
 
     def data_received(self, data: bytes) -> None:

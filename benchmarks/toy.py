@@ -1,4 +1,4 @@
-"""How long until a model with random weights says only one letter: here through the services, and with TRL's GRPOTrainer?
+"""The time until a model with random weights writes only one letter: through the services, and with TRL's GRPOTrainer.
 
 Reward is the share of the letter; model, first weights, tasks, batch, group, learning rate and lengths are the same. Ours is
 `ng_train letters.yaml` with everything in it: vLLM, the agent, the gym server, a weight push after every step. TRL generates

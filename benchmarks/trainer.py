@@ -1,6 +1,6 @@
-"""How fast is an optimiser step here, and how fast is TRL's: SFT, DPO and GRPO, same model, data, batches and settings?
+"""The time of an optimiser step here and in TRL: SFT, DPO and GRPO with the same model, data, batches and settings.
 
-Each side is a process of its own (TRL's in its own virtual environment, made by the first run), and they take their steps in
+Each side is a separate process (TRL's in a virtual environment that the first run creates), and they take their steps in
 turns, so that a busy machine slows both. That both do the same work is seen in their losses. TRL is run in several ways, and
 compared at its fastest. Tokens are those of the samples, without padding: how a side computes them is its affair. (Ours computes
 what samples begin with in common once.)
@@ -40,7 +40,7 @@ calculator_agent: {kind: agent, app: agents/simple, gym: calculator, model: poli
 GROUP = 8
 LONGEST = 512  # a rollout that never ended would be most of its batch's padding
 BATCH = {"sft": 32, "dpo": 32, "grpo": 8 * GROUP}
-# The ways of TRL that could be its fastest. Packing (SFT only) mixes batches anew; `padding_free` is what it has to offer:
+# The ways of TRL that could be its fastest. Packing (SFT only) changes the batches; `padding_free` is the alternative:
 # one flat sequence and no padding. Its DPO and GRPO know no such thing in this version.
 WAYS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"micro_batch": 32}, {"micro_batch": 8}, {"micro_batch": 32, "padding_free": True}],

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def common(spec: dict[str, Any], way: dict[str, Any]) -> dict[str, Any]:
-    """What all three trainers are told alike."""
+    """The settings that all three trainers share."""
     micro = way["micro_batch"]
     return {
         "output_dir": spec["folder"],

@@ -1,4 +1,4 @@
-"""How many tokens a second does the trainer train, by model size, beside a plain loop over transformers?
+"""Tokens a second that the trainer trains, by model size, compared with a plain loop over transformers.
 
 Supervised steps on the quickstart's demonstrations, AdamW, float32: the same samples, model and batches of 32. The plain loop
 (training_plain.py) pads them, eight at once, and does nothing else. Both take their steps in turns. benchmarks/trainer.py

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def padded(segments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, T] and labels [B, T], -100 where nothing is trained. What pads stands at the end, and nobody sees it."""
+    """Token ids [B, T] and labels [B, T], -100 where nothing is trained. Padding is at the end, and no token attends to it."""
     longest = max(len(segment.token_ids) for segment in segments)
     ids_BT = torch.zeros(len(segments), longest, dtype=torch.long)
     labels_BT = torch.full_like(ids_BT, -100)

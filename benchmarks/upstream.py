@@ -1,6 +1,6 @@
-"""What CPU does a call through models/openai cost, beside the endpoint's own? Per API on either side, whole and streamed.
+"""The CPU cost of a call through models/openai, without the endpoint: per API on either side, whole and streamed.
 
-An endpoint that answers at once, and models/openai in front of it, each in a process of its own. The microseconds are
+An endpoint that answers at once, and models/openai in front of it, each in a separate process. The microseconds are
 the CPU (user and system) of the process of models/openai, per request and, for streams, per chunk; between the rounds the
 endpoint is asked directly, and that is what a client pays itself. With --sdk also what one call of OpenAI's own client
 costs its process, over aiohttp.

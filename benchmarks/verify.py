@@ -1,4 +1,4 @@
-"""How many `/verify` a second does each environment answer, and what CPU do they take, beside a gym server that checks nothing?
+"""`/verify` requests a second of each environment and their CPU, compared with a gym server that checks nothing.
 
 Right answers of the environment's gold.jsonl, 32 in flight, over HTTP to one process of it. Sessions are begun and tools called
 before, outside the measured time. CPU is that of the service with its workers. A judge's model is a scripted one.
@@ -86,7 +86,7 @@ async def every_environment(seconds: float) -> list[Json]:
 
 
 def right_answers(environment: Environment) -> list[Case]:
-    """Those with the most that is to be had: what is wrong on purpose may take until a deadline."""
+    """The cases with the highest reward: wrong ones may take until a deadline."""
     cases = [case for case in environment.cases() if case.reward is not None]
     most = max((case.reward or 0.0 for case in cases), default=0.0)
     return [case for case in cases if case.reward == most > 0]

@@ -1,7 +1,7 @@
-"""How long until ng_view shows a large file of rollouts, and how long until it knows all of it?
+"""The time until ng_view shows a large file of rollouts, and until it has indexed all of it.
 
-The file has a conversation and token segments in each row, 21 kB together, and lies in the page cache. Beside each figure
-stands what it takes to read the same file line by line with orjson, in one process, in the same run: a machine that is slow
+The file has a conversation and token segments in each row, 21 kB together, and lies in the page cache. Each figure
+is compared with reading the same file line by line with orjson, in one process, in the same run: a machine that is slow
 that day is slow for both.
 
     python benchmarks/view.py [--quick] [--json FILE]
@@ -86,7 +86,7 @@ def opened(shown: Viewer, rows: int) -> Json:
 
 
 def asked(shown: Viewer, rows: int) -> Iterator[Json]:
-    """What the table asks for: an order for the first time, and then its pages, as if somebody scrolled."""
+    """What the table asks for: an order for the first time, and then its pages, as if a user scrolled."""
     for name, query in QUERIES.items():
         began = time.perf_counter()
         while "searching" in shown.get(f"/api/runs/r1/rows?limit=200&{query}"):

@@ -1,10 +1,10 @@
-"""Tests an environment without a model: its gold answers get their rewards, corrupted ones less (`ng_validate`).
+"""Tests an environment without a model: its gold answers get their rewards, damaged ones less (`ng_validate`).
 
 The checks go over the wire that agents use:
 
     rows       every shipped row is a task that the server accepts; no row of validation is in training
     gold       each case gets its expected reward
-    worse      corrupted forms of the best answers get less: nothing, noise, half of it
+    worse      damaged forms of the best answers get less: nothing, noise, half of it
     tools      each tool takes a call: it reports errors to the model, and does not crash
     again      the same answer gets the same reward, also as its own stored row
     together   64 sessions at once get what each gets alone
@@ -15,10 +15,10 @@ A line of gold.jsonl is a case:
     {"case": "in words", "task": {the row's own fields}, "text": "the answer", "expect": {"reward": 1.0, ...}}
 
 Instead of `text`, `output` has Responses items; `calls` ([tool, arguments]) are made first, in the case's session;
-`worse` lists the corrupted forms that must get less: `empty` (nothing said or called), `garbage` (noise) and `cut`
+`worse` lists the damaged forms that must get less: `empty` (nothing said or called), `garbage` (noise) and `cut`
 (half of the calls, half of the text); default: all three.
 
-A scripted model stands in for a judge. This shows that questions arrive, verdicts are read and rewards computed, and
+A scripted model replaces a judge. This shows that questions arrive, verdicts are read and rewards computed, and
 nothing about how well a model judges.
 """
 
@@ -43,8 +43,8 @@ from ngym.files.jsonl import Line, checked
 from ngym.peers import Peer
 from ngym.schema import Json
 
-Spoilt = Literal["empty", "garbage", "cut"]
-ALL_WORSE: tuple[Spoilt, ...] = ("empty", "garbage", "cut")
+Damaged = Literal["empty", "garbage", "cut"]
+ALL_WORSE: tuple[Damaged, ...] = ("empty", "garbage", "cut")
 GOLD = "gold.jsonl"
 ROWS = ("train.jsonl", "validation.jsonl", "example.jsonl")
 MODEL = "model.jsonl"
@@ -60,7 +60,7 @@ class Case(BaseModel):
     output: tuple[Json, ...] | None = None
     calls: tuple[tuple[str, Json], ...] = ()
     expect: Json
-    worse: tuple[Spoilt, ...] = ALL_WORSE
+    worse: tuple[Damaged, ...] = ALL_WORSE
 
     @property
     def items(self) -> list[Json]:
@@ -227,7 +227,11 @@ def _gold(cases: Sequence[Case], answers: Sequence[Json], offered: set[str]) -> 
 def _unknown(case: Case, offered: set[str]) -> str:
     """A misspelt call is answered as the model's would be, and so only shows in the reward."""
     unknown = sorted({tool for tool, _ in case.calls} - offered)
-    return f"; it calls {unknown[0]!r}, which is no tool here{did_you_mean(unknown[0], offered)}" if unknown else ""
+    return (
+        f"; it calls {unknown[0]!r}, which is not a tool of this server{did_you_mean(unknown[0], offered)}"
+        if unknown
+        else ""
+    )
 
 
 def _other(case: Case, answer: Json) -> str:
@@ -252,16 +256,18 @@ async def _worse(peer: Peer, cases: Sequence[Case]) -> Finding:
     mistakes = []
     for case in best:
         for form in case.worse:
-            answer, _ = await _attempt(peer, case, *_spoilt(case, form))
+            answer, _ = await _attempt(peer, case, *_damaged(case, form))
             reward = answer.get("reward")
             if reward is not None and reward >= most:
                 mistakes.append(f"{case.case}: {_FORMS[form]} gets {reward} too")
     if not best:
-        mistakes.append("no case has a reward above 0: nothing shows that a right answer is told from a wrong one")
-    return Finding("worse", f"{len(best)} of the best, spoilt", mistakes)
+        mistakes.append(
+            "no case has a reward above 0: nothing shows that the verifier distinguishes right and wrong answers"
+        )
+    return Finding("worse", f"{len(best)} of the best, damaged", mistakes)
 
 
-def _spoilt(case: Case, form: Spoilt) -> tuple[list[Json], int]:
+def _damaged(case: Case, form: Damaged) -> tuple[list[Json], int]:
     """(output, how many of the calls)."""
     if form == "empty":
         return [], 0
@@ -355,7 +361,7 @@ async def _rows(environment: Environment, peer: Peer) -> Finding:
     mistakes = [found for found in await asyncio.gather(*asked) if found]
     train = {_question(row) for row in files["train.jsonl"]}
     mistakes += [
-        f"validation.jsonl:{number}: this task stands in train.jsonl, too"
+        f"validation.jsonl:{number}: this task is also in train.jsonl"
         for number, row in enumerate(files["validation.jsonl"], 1)
         if _question(row) in train
     ]

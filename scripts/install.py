@@ -1,7 +1,7 @@
 """Makes .venv hold exactly what locks/cpu.txt says and this project, editable; done already, it does nothing.
 
 Run by `make` with the Python that .venv is to have. Only the standard library is used, because nothing else is there yet.
-pip installs uv, and uv the rest, many times faster, from the sources that pip is configured for (ngym/supervise/indexes.py).
+pip installs uv, and uv the rest, many times faster, from the sources that pip is configured for (ngym/supervise/package_indexes.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Installation:
 
     @classmethod
     def found(cls) -> Installation | None:
-        """None where there is none, and where one was begun and not finished."""
+        """None if there is no installation, or only an unfinished one."""
         if not (STAMP.is_file() and PYTHON.exists()):
             return None
         place, digest = STAMP.read_text().splitlines()

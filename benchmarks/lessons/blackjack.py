@@ -18,7 +18,7 @@ def another_card(game: Any, rng: random.Random) -> str:
     return "hit" if rng.random() < (HITS_WHEN_SAFE if hand <= SAFE else HITS) else "stand"
 
 
-# luck decides so much that a step needs more games, and without the bonus the policy stands before it knows when
+# luck decides so much that a step needs more games, and without the bonus the policy stops drawing before it knows when
 WORDS = ("rollouts.tasks_per_step=32", "algorithm.loss.entropy_coef=0.01")
 lesson = Lesson(
     "games_agent", "mostly takes another card", partial(problems, "blackjack", another_card), 3200, words=WORDS

@@ -1,4 +1,4 @@
-"""Questions over small made-up worlds of towns and people; no name of validation stands in training. Seeded.
+"""Questions over small made-up worlds of towns and people; no name of validation is in training. Seeded.
 
 python data/qa_short/generate.py       # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
 """

@@ -1,4 +1,4 @@
-"""Questions about the weather of a city; no city of validation stands in training. The same seed gives the same bytes.
+"""Questions about the weather of a city; no city of validation is in training. The same seed gives the same bytes.
 
 python data/weather/generate.py        # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
 """

@@ -128,7 +128,7 @@ class Episode:
 
     @property
     def reward(self) -> float | None:
-        """The sum over the steps; None if there were steps but no rewards, which is no verdict."""
+        """The sum over the steps; None if there were steps but no rewards, which means no verdict."""
         given = [reward for reward in self.rewards if reward is not None]
         return sum(given) if given or not self.rewards else None
 

@@ -1,4 +1,4 @@
-"""A verifiers `Env` played turn by turn: its `run` is a task of its own, which waits for the model's turns.
+"""A verifiers `Env` played turn by turn: its `run` is a separate task, which waits for the model's turns.
 
 run(task, agents)    agents.player.interaction(task).turn("your move")  ->  observation ─┐
                                                  Segment(...)           <-  the turn   <─┘  /reset, /step
@@ -81,7 +81,7 @@ class Game:
 
 
 class _Player:
-    """Stands in for the agent of a role that `run` expects."""
+    """Replaces the agent of a role that `run` expects."""
 
     trainable = True
 
@@ -106,7 +106,7 @@ class _Player:
 
 
 class _Interaction:
-    """Stands in for the conversation that `run` expects, with the same errors as in verifiers."""
+    """Replaces the conversation that `run` expects, with the same errors as in verifiers."""
 
     def __init__(self, game: Game, trace: Trace) -> None:
         self.trace = trace

@@ -24,7 +24,7 @@ class ListTasks(Action):
 
 
 class CreateTask(Action):
-    """Create an open task for somebody."""
+    """Create an open task for a person."""
 
     title: Text
     assignee: PersonId
@@ -47,7 +47,7 @@ class CloseTask(Action):
 
 
 class ReassignTask(Action):
-    """Give a task to somebody else."""
+    """Assign a task to another person."""
 
     task: TaskId
     assignee: PersonId

@@ -20,7 +20,7 @@ class ServiceGone(NgymError):
 
 
 class Outages:
-    """Tells an outage of a service from a failure of one rollout, and holds the gate until the outage is over.
+    """Distinguishes an outage of a service from a failure of one rollout, and holds the gate until the outage is over.
 
     A service that does not answer /ready is down. One that was restarted since (the head counts restarts) was down: its
     sessions and pending requests are lost. Call `begin` first.

@@ -177,7 +177,7 @@ class Pace:
         self._latency_s += (latency - self._latency_s) * (SMOOTHING if self._latency_s else 1.0)
         self._refusals_in_a_row = 0
         if self.in_flight * 2 < self.limit:
-            return  # the limit was not reached, so the answer is no evidence for it
+            return  # the limit was not reached, so the answer is not evidence for it
         if self._ceiling is None:
             self.limit += 1.0
         else:

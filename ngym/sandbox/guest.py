@@ -65,7 +65,7 @@ def run(request: Run, how: Confinement, fds: list[int], status: int) -> NoReturn
     _place([*fds[1:], status, rules, fds[0]])
     try:
         source = _confine(request, how, RULES_FD + 1)
-    except BaseException as error:  # noqa: BLE001  (the server is told, whatever it is)
+    except BaseException as error:  # noqa: BLE001  (any error is reported to the server)
         os.write(STATUS_FD, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.write(STATUS_FD, b"ok")

@@ -66,7 +66,7 @@ def main() -> None:
         os._exit(0)
     try:
         how, proc = _prepare(spec)
-    except Exception as error:  # noqa: BLE001  (the server tells it)
+    except Exception as error:  # noqa: BLE001  (the server reports it)
         _send(control, {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)
     _send(control, {"ready": True})

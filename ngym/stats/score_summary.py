@@ -38,7 +38,7 @@ class Votes:
     totals: dict[int | None, tuple[int, float]] = field(default_factory=lambda: defaultdict(lambda: (0, 0.0)))
 
     def add(self, answer: Any, reward: float) -> None:
-        """answer: any JSON; None or blank text is no answer."""
+        """answer: any JSON; None or blank text is not an answer."""
         self.add_key(answer_key(answer), reward)
 
     def add_key(self, key: int | None, reward: float) -> None:

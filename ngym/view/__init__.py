@@ -1,4 +1,4 @@
-"""What did the policy do, and why did it get its reward? Rollout files and training runs, shown in a browser.
+"""Rollout files and training runs in a browser: what the policy did, and why it got its reward.
 
 runs       what was opened           index      one run's rows as an SQLite index that follows the files
 record     one line -> one record    scan       a range of a file -> records, in this process or a helper

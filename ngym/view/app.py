@@ -242,7 +242,7 @@ def _table(request: Request) -> tuple[str, str, int, int]:
 def _whole(name: str, text: str) -> int:
     digits = text.removeprefix("-") if name == "task" else text
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
-        raise Wrong(f"{name}={text!r:.40} is no whole number")
+        raise Wrong(f"{name}={text!r:.40} is not a whole number")
     return int(text)
 
 

@@ -92,7 +92,7 @@ SORTS: dict[str, Callable[[Pair], Any]] = {
 def compare(a: Rows, b: Rows, q: str, sort: str, offset: int, limit: int) -> Json:
     """The tasks of both runs and how their mean rewards differ.
 
-    Tasks are matched by task id; those of rows without ids by task index. `matched_by` says which it was, and is None where
+    Tasks are matched by task id; rows without ids by task index. `matched_by` says which one was used, and is None if
     the runs have no task in common.
 
     Raises:

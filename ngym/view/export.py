@@ -64,7 +64,7 @@ def bundle(folder: Path, data: bytes, title: str) -> bytes:
 
 
 def in_html(data: bytes) -> bytes:
-    """JSON that ends no script element: `<` stands only in strings, where it may be escaped."""
+    """JSON that cannot end a script element: `<` occurs only in strings, where it may be escaped."""
     return data.replace(b"<", b"\\u003c")
 
 
@@ -99,7 +99,7 @@ def _visit(name: str, modules: Mapping[str, str], order: dict[str, None], above:
 def _bare(name: str, text: str) -> str:
     text = _EXPORT.sub("", _IMPORT.sub("", text))
     if other := _OTHER.search(text):
-        raise ValueError(f"{name}: {other.group().strip()!r} is no import or export that can be joined")
+        raise ValueError(f"{name}: {other.group().strip()!r} is not an import or export that can be joined")
     return text
 
 
@@ -111,7 +111,7 @@ STATIC = Path(__file__).parent / "static"
 
 
 class Packed(NamedTuple):
-    """What went into the report. of: the rollouts that the filter lets through; left_out: had no room, or are no JSON."""
+    """The contents of the report. of: the rollouts that match the filter; left_out: did not fit, or are not JSON."""
 
     full: int
     listed: int
@@ -157,14 +157,14 @@ def export(
 
 
 class Room:
-    """So many bytes of rollouts, of all runs. refused: those that found no room, or are no JSON."""
+    """A byte budget for the rollouts of all runs. refused: those that did not fit, or are not JSON."""
 
     def __init__(self, bytes: int) -> None:
         self._bytes = bytes
         self.refused = 0
 
     def given(self, line: bytes) -> bytes | None:
-        """The row as JSON that a browser reads, too; None: it is none, or there is no room for it."""
+        """The row as JSON that a browser can read; None if it is not JSON or does not fit."""
         try:
             line = orjson.dumps(whole(line.removeprefix(BOM)))
         except (NoRollout, orjson.JSONEncodeError):  # the index does not look into segments

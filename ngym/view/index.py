@@ -1,4 +1,4 @@
-"""Indexes a rollout file while it grows; a process of its own reads it."""
+"""Indexes a rollout file while it grows; a separate process reads it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ? + %d) ON CONFLICT (g) DO UP
 POLL_S = 0.5
 AFTER_ERROR_S = 5.0
 STOPPED_S = 2.0
-STORES_TRIED = 3  # the kept one, the same made anew, memory
+STORES_TRIED = 3  # the stored one, the same rebuilt, memory
 
 
 class Writer:
@@ -56,7 +56,7 @@ class Writer:
         self._stopped = stopped
         self._parts = dict(extent_of(store, paths).parts)
         self._looked_at: dict[int, tuple[int, int, int]] = {}  # part -> inode, size and time of its file
-        self._read: int | None = None  # as the other processes were told
+        self._read: int | None = None  # as announced to the other processes
 
     def catch_up(self) -> bool:
         """Whether all is indexed; False: it was stopped.
@@ -104,7 +104,7 @@ class Writer:
             return edges(fd, known.bytes) == (known.head, known.tail)
 
     def _forget(self) -> None:
-        """A file is not what it was: everything is read anew."""
+        """A file was replaced or edited: everything is read again."""
         with self._store.writing() as database:
             for table in TABLES:
                 database.execute(f"DELETE FROM {table}")
@@ -178,7 +178,7 @@ class Index:
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(STOPPED_S)
-        if not self._thread.is_alive():  # else the disk stands still under it; it ends with this process
+        if not self._thread.is_alive():  # else the disk hangs; it ends with this process
             self._store.close()
 
     @property
@@ -202,10 +202,10 @@ class Index:
         return extent_of(self._store, self.paths)
 
     def line(self, seq: int) -> bytes:
-        """A row as it stands in its file.
+        """A row, byte for byte as in its file.
 
         Raises:
-            NotFound: there is none, or the file is another one by now.
+            NotFound: there is no such row, or the file was replaced.
         """
         if self.extent().version < 0:
             raise NotFound(f"there is no row {row_name(seq)} yet")
@@ -218,13 +218,13 @@ class Index:
         try:
             with opened(path) as fd:
                 if os.fstat(fd).st_ino != inode[0]:
-                    raise NotFound(f"{path} was replaced; its rows are read anew, ask again")
+                    raise NotFound(f"{path} was replaced; its rows are read again; repeat the request")
                 return os.pread(fd, found[1], found[0]).strip()
         except OSError as error:
             raise NotFound(f"{path}: cannot be read: {error.strerror}") from None
 
     def lines(self, seqs: Sequence[int], most_bytes: int) -> Iterator[tuple[int, bytes]]:
-        """These rows (ascending) as they stand in their files; neighbours are read together.
+        """These rows (ascending), byte for byte as in their files; neighbours are read together.
 
         Raises:
             NotFound: a file cannot be read.
@@ -271,7 +271,7 @@ class Index:
         except BaseException as error:
             try:
                 if self._store.path is not None:
-                    self._leave()  # another process may go on, as soon as the error is told
+                    self._leave()  # another process may continue once the error is reported
             finally:
                 self.error = f"the index ended: {error!r}"
             raise
@@ -295,7 +295,7 @@ class Index:
         self._store.close()
 
     def _fall_back(self, error: sqlite3.Error) -> None:
-        """A broken index is made anew; one that cannot be kept lives in memory."""
+        """A broken index is rebuilt; one that cannot be stored is kept in memory."""
         self._leave()
         if self._store.path is not None and getattr(error, "sqlite_errorcode", None) in BROKEN:
             self._store.remove()

@@ -33,7 +33,7 @@ INDEXES = (
     "CREATE INDEX IF NOT EXISTS rows_of_task ON rows (task_key)",
 )
 TABLES = ("rows", "texts", "groups", "parts", "bad_lines", "fields")
-NOT_BEGUN = ("no such table", "unable to open")  # what SQLite says of an index that nobody has begun to write
+NOT_BEGUN = ("no such table", "unable to open")  # SQLite's message for an index that no process has begun to write
 
 
 def row_name(seq: int) -> str:
@@ -84,7 +84,7 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def said(path: Path | str) -> str:
-    """A name may have bytes that are no text."""
+    """A name may have bytes that are not text."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -121,7 +121,7 @@ COMMIT;
 
 
 class Store:
-    """One database. note: why it is not kept, for people; None: it is. writable: nobody else writes it now."""
+    """One database. note: why it is not stored, for users; None: it is. writable: no other process writes it now."""
 
     def __init__(self, path: Path | None, note: str | None = None) -> None:
         self.path = path
@@ -168,7 +168,7 @@ class Store:
         return True
 
     def is_lost(self) -> bool:
-        """Whether somebody deleted the file that this process writes."""
+        """Whether the file that this process writes was deleted."""
         return self.path is not None and self._lock_fd is not None and _identity(self.path) != self._file
 
     @contextlib.contextmanager
@@ -235,7 +235,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Indexes that nobody opened for long: their files may be gone."""
+    """Indexes that were not opened for long: their files may be gone."""
     for path in folder.glob("*.sqlite"):
         with contextlib.suppress(OSError):  # another viewer does the same
             if time.time() - path.stat().st_mtime > KEPT_S:
@@ -256,7 +256,7 @@ def _connected(name: str) -> sqlite3.Connection:
 
 
 class Part(NamedTuple):
-    """How far a file is indexed. head, tail: the bytes at its beginning and before `bytes`. bad: lines that are no rollouts."""
+    """How far a file is indexed. head, tail: the bytes at its beginning and before `bytes`. bad: lines that are not rollouts."""
 
     device: int = 0
     inode: int = 0
@@ -272,7 +272,7 @@ class Part(NamedTuple):
 class Extent(NamedTuple):
     """How much of a run is indexed, and how much there is.
 
-    version: another one after every change; -1: nobody has begun to write it. epoch: another one when the rows are not
+    version: another one after every change; -1: no process has begun to write it. epoch: another one when the rows are not
     those of before and some more. read: the bytes that the files had when all of them was indexed; -1: that never was.
     """
 

@@ -1,4 +1,4 @@
-"""What does the index keep of one line? A record of scalars: enough to list, sort, filter and count, and where the line stands."""
+"""The index record of one line: scalars to list, sort, filter and count, and the position of the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ngym.grading.answers import last_text
 from ngym.schema import Json
 
 SHOWN_CHARS = 160  # of a prompt and of an answer
-FIELD_CHARS = 200  # a longer text is no field to filter by
+FIELD_CHARS = 200  # a longer text is not a field to filter by
 MOST_FIELDS = 40
 OURS = "_ng_train"  # where a trainer says how many batches the weights had learned
 KNOWN = frozenset(
@@ -128,7 +128,7 @@ def parsed(text: bytes) -> Json:
     """The line as an object; of its token segments only that there are some, because they are most of its bytes.
 
     Raises:
-        NoRollout: it is no JSON object.
+        NoRollout: it is not a JSON object.
     """
     return whole(without_segments(text.removeprefix(BOM)))
 
@@ -137,7 +137,7 @@ def whole(text: bytes) -> Json:
     """The line as an object.
 
     Raises:
-        NoRollout: it is no JSON object.
+        NoRollout: it is not a JSON object.
     """
     try:
         row = orjson.loads(text)
@@ -184,12 +184,12 @@ def _segments_end(text: bytes, place: int) -> int | None:
 
 
 def _is_numbers(text: bytes, start: int, end: int) -> bool:
-    """As far as can be told at the speed of a copy: what a crash leaves and a string are no numbers; digits are not looked at."""
+    """A check at the speed of a copy: rejects strings and the remains of a crash; digits are not checked."""
     return text.find(b"\0", start, end) < 0 and text.count(b'"', start, end) == 2 * len(_PARTS)
 
 
 def _leniently(text: bytes) -> Any:
-    """JSON with half of a surrogate pair in it, which other programs write; NoRollout for what is none at all."""
+    """JSON with half of a surrogate pair in it, which other programs write; NoRollout for a text that is not JSON."""
     try:
         row = json.loads(text, parse_constant=_no_constant)
         return orjson.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
@@ -198,7 +198,7 @@ def _leniently(text: bytes) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _object(row: Json, name: str) -> Json:

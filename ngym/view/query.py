@@ -3,9 +3,9 @@
 query      = term {" " term}                                            all must hold
 term       = ["-"] (word | quoted | name ":" value {"," value} | name comparison number)
 comparison = "<" | "<=" | ">" | ">=" | "=" | "!="
-value      = word | quoted; `null` is what is not known, `*` in a word stands for anything
+value      = word | quoted; `null` is an unknown value, `*` in a word matches anything
 
-Letters match in either case. A text that stands only in keys of the JSON is not there: every row has a `reward`. Token
+Letters match in either case. A text that occurs only in keys of the JSON does not match: every row has a `reward`. Token
 segments are not looked through.
 """
 
@@ -142,7 +142,7 @@ def order(text: str, fields: Collection[str] = ()) -> tuple[str, tuple[Any, ...]
 
 
 def _terms(text: str) -> list[str]:
-    """Parted at spaces that stand in no quotes."""
+    """The parts between spaces outside of quotes."""
     found, term, quoted, escaped = [], "", False, False
     for character in text:
         if character.isspace() and not quoted:
@@ -376,7 +376,7 @@ class _Text:
 
 
 def _stands_in(line: bytes, needle: bytes) -> bool:
-    """Whether it stands anywhere but in a key, or in the middle of an escape."""
+    """Whether it occurs outside of keys and not in the middle of an escape."""
     place = line.find(needle)
     while place >= 0:
         if not _in_escape(line, place) and not _in_key(line, place + len(needle)):
@@ -394,7 +394,7 @@ def _in_escape(line: bytes, place: int) -> bool:
 
 
 def _backslashes(line: bytes, end: int) -> int:
-    """How many stand directly before this place."""
+    """The number of backslashes directly before this position."""
     start = end
     while start > 0 and line[start - 1] == 0x5C:
         start -= 1
@@ -402,7 +402,7 @@ def _backslashes(line: bytes, end: int) -> int:
 
 
 def _in_key(line: bytes, place: int) -> bool:
-    """Whether the string that goes on here is a key: its end is followed by a colon."""
+    """Whether the string that continues here is a key: a colon follows its end."""
     while True:
         end = line.find(b'"', place)
         if end < 0:

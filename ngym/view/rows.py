@@ -1,4 +1,4 @@
-"""Which rows are on this page? Filtered, sorted and searched; an order that was asked for is kept, so that scrolling costs nothing."""
+"""The rows of a page: filtered, sorted and searched. A requested order is cached, so scrolling costs nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ TASK_COLUMNS = {
 
 
 class Page(NamedTuple):
-    """A part of a table. total: of all its rows that are known to belong there. scanned: below 1 where a search goes on."""
+    """A part of a table. total: the known number of its rows. scanned: below 1 while a search continues."""
 
     rows: list[Json]
     total: int
@@ -184,7 +184,7 @@ class Rows:
             return self._kept((table, q, sort, extent.version), lambda: make(q, sort, extent))
 
     def _kept(self, key: tuple[str, str, str, int], make: Callable[[], _Order]) -> _Order:
-        """An order that was made before, or is made now; a search that goes on is not kept."""
+        """A cached or new order; an unfinished search is not cached."""
         found = self._orders.get(key) or make()
         if found.scanned >= 1:
             self._orders[key] = found

@@ -1,4 +1,4 @@
-"""What was opened? Rollout files and training runs: those that were named, and those in the folders that were named."""
+"""The opened runs: the named rollout files and training runs, and those in the named folders."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _in(path: Path) -> Iterator[tuple[str, Path]]:
             return
         output = _output(path.resolve())
         if not _has_rollouts(output):
-            raise UsageError(f"{path}: its first line is no rollout; {REMEDY}")
+            raise UsageError(f"{path}: its first line is not a rollout; {REMEDY}")
         yield "rollouts", output
     else:
         raise UsageError(f"{path}: there is no such file or folder{near_file(path)}")
@@ -251,7 +251,7 @@ def _is_rollout(line: bytes) -> bool:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return True  # corrupt, torn or long; the index tells
+        return True  # corrupt, torn or long; the index reports it
     return isinstance(row, dict) and ("response" in row or "failure" in row)
 
 
@@ -270,7 +270,7 @@ def _names(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def _is_growing(paths: Iterable[Path]) -> bool:
-    """Whether somebody writes one of them: holds its lock, as our collector does, or has written to it just now."""
+    """Whether a process writes one of them: holds its lock, as our collector does, or has just written to it."""
     held = _locked_inodes()
     for path in paths:
         try:
@@ -283,7 +283,7 @@ def _is_growing(paths: Iterable[Path]) -> bool:
 
 
 def _locked_inodes() -> frozenset[int]:
-    """Those with an flock for writing, as the kernel tells it (Linux only); nobody is kept from locking."""
+    """Files with an flock for writing, according to the kernel (Linux only); this does not block other processes."""
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -48,7 +48,7 @@ class Job(NamedTuple):
 
 @dataclass
 class Batch:
-    """What stands there; lines are counted from the block's first. end: of the last line, the start of a torn one.
+    """The rows of a block; lines are counted from its first. end: of the last line, the start of an incomplete one.
 
     rows, texts: the two parts of each record, with its line before the texts; as they go into the index's tables.
     """
@@ -188,7 +188,7 @@ if __name__ == "__main__":
 
 
 def scanned(path: str, start: int, size: int) -> Iterator[Batch]:
-    """What stands in the bytes from `start` to `size`, in order.
+    """The rows in the bytes from `start` to `size`, in order.
 
     Raises:
         OSError: the file cannot be read. NgymError: a helper has ended.
@@ -240,7 +240,7 @@ class _Helper:
             fcntl.fcntl(self._out.fileno(), SET_PIPE_SIZE, PIPE_BYTES)
 
     def give(self, job: Job) -> None:
-        with suppress(BrokenPipeError):  # `take` tells
+        with suppress(BrokenPipeError):  # `take` reports it
             self._in.write(orjson.dumps(job._asdict()) + b"\n")
             self._in.flush()
 

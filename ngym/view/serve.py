@@ -1,4 +1,4 @@
-"""Where does the viewer listen, who may open it, and how does it end? One server in this process until Ctrl-C."""
+"""The viewer's server: its address, its token, and its end. It runs in this process until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def door(host: str, port: int | None) -> Door:
         port: 0: any free one; None: the usual one, or the next that is free.
 
     Raises:
-        UsageError: the port is taken, or the host is none of this machine's; a token that could be guessed.
+        UsageError: the port is in use, the host does not belong to this machine, or the token could be guessed.
     """
     token = token_from(RUN_TOKEN) or (None if is_loopback(host) else new_token())
     ports = range(PORT, PORT + TRIED_PORTS) if port is None else [port]
@@ -83,7 +83,7 @@ def is_loopback(host: str) -> bool:
 def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) -> None:
     """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
     lock = Lock([entrance.token]) if entrance.token else None
-    # A token is no cookie, so a page of another name has none to send along.
+    # A token is not a cookie, so a page of another name has none to send along.
     hosts = None if lock else frozenset(hosts_of([entrance.address]))
     app = application(shown, hosts=hosts, lock=lock, title=title)
     asyncio.run(_served(app, entrance.socket, ready))
@@ -117,7 +117,7 @@ async def _served(app: ASGIApp, listener: socket.socket, ready: Callable[[], Non
 
 
 def open_browser(url: str) -> None:
-    """If somebody sits in front of it."""
+    """If a user sits in front of it."""
     display = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if display and sys.stdout.isatty():
         webbrowser.open(url)

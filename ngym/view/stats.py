@@ -105,7 +105,7 @@ def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
         if seconds is not None:
             own.seconds.append(seconds)
         if reward is not None:
-            unit = -(1 << 64) - seq if task is None else task  # a rollout that names no task is one of its own
+            unit = -(1 << 64) - seq if task is None else task  # a rollout that names no task is a separate task
             whole.add(unit, reward)
             own.rewards.add(unit, reward)
             if tokens is not None:
@@ -135,7 +135,7 @@ def _told(rows: Sequence[Sequence[Any]], parts: dict[str, float]) -> Json:
 def _histogram(rewards: Sequence[float]) -> Json:
     """Bins of equal width; the last has its upper edge, too. Rewards from 0 to 1 are shown over all of that.
 
-    The edges are short decimals, and rewards are counted by them as they are told: a filter between two edges lets through
+    The edges are short decimals, and rewards are counted by the rounded edges: a filter between two edges matches
     what the bin counts.
     """
     if not rewards:

@@ -1,6 +1,6 @@
-"""Which tokens did the policy sample, and how sure was it? A rollout's segments token by token, with texts where a tokenizer is there.
+"""A rollout's segments token by token, with log-probabilities, and with texts if there is a tokenizer.
 
-A tokenizer's pieces need not be whole characters. The text of a character stands at the piece that completes it; the
+A tokenizer's pieces need not be whole characters. The text of a character is at the piece that completes it; the
 pieces before it have an empty text, and every such piece says its bytes.
 """
 
@@ -26,7 +26,7 @@ _BLANK = "\u2581"  # how SentencePiece writes a space
 
 
 def shown(line: bytes, advantage: float | None, tokenizer: Path | None) -> Json:
-    """The segments of a row, as /tokens tells them.
+    """The segments of a row, as /tokens returns them.
 
     Args:
         line: the row. advantage: of the rollout, and so of its segments.
@@ -113,7 +113,7 @@ def _spell(tokens: list[Json], pieces: list[bytes]) -> None:
 
 @lru_cache(maxsize=8)
 def _pieces(file: Path) -> Callable[[int], bytes]:
-    """What each token id stands for.
+    """The text of each token id.
 
     Raises:
         UsageError: there is no such tokenizer, or no library to read it.

@@ -1,4 +1,4 @@
-"""What does a training run's folder tell? Its metrics as they grow, its recipe, and where its rollouts are.
+"""The contents of a training run's folder: its growing metrics, its recipe, and its rollouts.
 
 Everything is read when it is asked for; nothing is kept between two questions.
 """
@@ -26,7 +26,7 @@ ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
 READ = (METRICS, RECIPE, ROLLOUTS, HELD_OUT)  # of a run's folder
 PIECE_BYTES = 4 << 20  # of metrics in one answer
 TAIL_BYTES = 256 << 10  # in which the last values are looked for
-MARK_BYTES = 64  # before a cursor, by which a file that was cut is told from one that grew
+MARK_BYTES = 64  # before a cursor, which distinguish a file that was cut from one that grew
 PACKED_ENTRIES = 2000
 WAITED_S, WAITED_STEPS = 60.0, 5.0  # a run that logged nothing for so long, and for so many of its steps, has stopped
 BEGINNING = "0"
@@ -76,7 +76,7 @@ def training_run(id: str, place: Path, name: str | None = None) -> TrainingRun:
 
 
 def summary(run: TrainingRun) -> Json:
-    """What stands in a list of runs. steps: the last one that was logged. growing: whether more is to be expected.
+    """An entry of the list of runs. steps: the last one that was logged. growing: whether more is expected.
 
     Raises:
         UsageError: the metrics cannot be read.
@@ -100,11 +100,11 @@ def summary(run: TrainingRun) -> Json:
 def metrics(run: TrainingRun, after: str = BEGINNING) -> Json:
     """The whole lines behind a cursor, as columns with null where an entry has no number; at most a piece of the file.
 
-    `next` is the cursor to go on from, `more` whether there is something already. `reset`: the file is not the one that
+    `next` is the cursor to continue from, `more` whether there is already more. `reset`: the file is not the one that
     the cursor was given for, because the run was taken back to a checkpoint; these entries are those from its beginning.
 
     Raises:
-        UsageError: the file cannot be read, or the cursor is none.
+        UsageError: the file cannot be read, or the cursor is invalid.
     """
     try:
         with run.metrics.open("rb") as file:
@@ -127,7 +127,7 @@ def config(run: TrainingRun) -> Json:
     """The recipe as it was resolved, flat by dotted keys, and as it is written. Secrets are references in it (ng_train).
 
     Raises:
-        UsageError: it is no YAML.
+        UsageError: it is not YAML.
     """
     if run.recipe is None:
         return {"recipe": {}, "text": None}
@@ -190,7 +190,7 @@ def _columns(entries: Iterable[Json]) -> Json:
 
 
 def _entries(lines: bytes) -> Iterator[Json]:
-    """Those with a step; what is none is passed over: a page that shows the rest is of more use than an error."""
+    """The entries with a step; others are skipped: a page that shows the rest is more useful than an error."""
     for line in lines.splitlines():
         try:
             entry = orjson.loads(line)
@@ -201,7 +201,7 @@ def _entries(lines: bytes) -> Iterator[Json]:
 
 
 def _numbers(entry: Json) -> dict[str, float | None]:
-    """Its numbers, and null where the run had one that is none."""
+    """Its numbers; null for values that are not finite."""
     return {
         name: value
         for name, value in entry.items()
@@ -246,7 +246,7 @@ def _place(cursor: str) -> int:
 
 
 def _cursor(file: BinaryIO, place: int) -> str:
-    """A place in the file, and a check on what stands before it."""
+    """A position in the file, and a check on the bytes before it."""
     start = max(0, place - MARK_BYTES)
     file.seek(start)
     return f"{place}-{zlib.crc32(file.read(place - start)):08x}"

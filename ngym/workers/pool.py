@@ -89,7 +89,7 @@ class Zygote:
         """Exec a zygote and wait until it is warm.
 
         Raises:
-            ServiceError: the function's file cannot be loaded or warmed; its message is told.
+            ServiceError: the function's file cannot be loaded or warmed; the error has its message.
             ZygoteLost: it died, or was not ready within START_TIMEOUT_S.
         """
         zygote = cls(*_exec_zygote(), memory_bytes)
@@ -209,7 +209,7 @@ class Worker:
         return _outcome_of_death(await self.bury(), deadline_s, self._zygote.memory_bytes)
 
     def hang_up(self) -> None:
-        """Nobody waits for this call any more: end it as if the worker had died."""
+        """No caller waits for this call any more: end it as if the worker had died."""
         self._writer.transport.abort()
 
     async def bury(self) -> Death:
@@ -247,7 +247,7 @@ def _outcome_of_death(death: Death, deadline_s: float, memory_bytes: int) -> Out
 class WorkerPool:
     """Runs one function in worker processes. The function is found by file and name and takes and returns plain JSON.
 
-    Workers limit time and memory. They are no sandbox: files and network are open to what runs in them.
+    Workers limit time and memory. They are not a sandbox: files and network are open to what runs in them.
 
     Args:
         file: the module that has the function; relative imports of its siblings work.
@@ -295,12 +295,12 @@ class WorkerPool:
         slots = self._slots = self._slots or _Slots(self)
         slot = await slots.take()
         slot.wanted = True
-        # A task of its own: a caller that is cancelled must not leave a half-made worker or a half-read reply behind.
+        # A separate task: a caller that is cancelled must not leave a half-made worker or a half-read reply behind.
         task = asyncio.create_task(slots.run(slot, line, deadline_s))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not task.done():  # else the slot serves somebody else by now
+            if not task.done():  # else the slot already serves another call
                 slot.hang_up()
             raise
 
@@ -337,7 +337,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
-        self.wanted = False  # somebody waits for the call that is under way
+        self.wanted = False  # a caller waits for the running call
 
     def hang_up(self) -> None:
         self.wanted = False
@@ -385,7 +385,7 @@ class _Slots:
         if slot.worker is None:
             slot.worker = await (await self.zygote()).fork()
         if not slot.wanted:
-            return Outcome("crash", detail="nobody waits for this call any more", infra=True)
+            return Outcome("crash", detail="no caller waits for this call any more", infra=True)
         outcome = await slot.worker.call(line, deadline_s)
         worn = slot.worker.calls >= self._pool.recycle_after or outcome.kind == "memory"
         if worn or slot.worker.gone:

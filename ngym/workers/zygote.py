@@ -1,4 +1,4 @@
-"""Imports and warms one function, then forks a worker when it is told to; a worker answers calls until it is killed.
+"""Imports and warms one function, then forks a worker on request; a worker answers calls until it is killed.
 
 A fresh interpreter runs this file by its path, so that nothing of the server (threads, locks, event loop) is forked and
 nothing of it is imported. Control messages and calls are JSON lines; the server's side of both is `ngym.workers.pool`.
@@ -119,7 +119,7 @@ def _fork(control: socket.socket, connection: socket.socket, function: Function,
 
 
 def _bury(pid: int) -> dict[str, Any]:
-    """End a worker and reap it: its exit code, or minus the signal that ended it, be it ours or an earlier one."""
+    """End a worker and reap it: its exit code, or minus the signal that ended it (ours or an earlier one)."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)

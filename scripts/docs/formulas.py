@@ -1,6 +1,6 @@
 """Formulas as GitHub writes them, drawn by the browser itself: TeX becomes MathML when the site is built, and no script runs.
 
-A formula stands between two lines of `$$`.
+A formula is between two lines of `$$`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mathml(tex: str) -> Element:
 
 
 class _Block(BlockProcessor):
-    """`$$`, lines, `$$`; an empty line does not stand within."""
+    """`$$`, lines, `$$`; without an empty line."""
 
     def test(self, parent: Element, block: str) -> bool:
         return block.startswith(FENCE) and block.rstrip().endswith(FENCE) and len(block.strip()) > 2 * len(FENCE)

@@ -1,4 +1,4 @@
-"""What MkDocs does beyond itself: adds the reference pages, draws formulas as MathML, and mends links that leave docs/."""
+"""MkDocs hooks: add the reference pages, draw formulas as MathML, and correct links that leave docs/."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to files of the repository that are no pages: to where it is published, else just their words."""
+    """Links to files of the repository that are not pages: to the published repository, else only their text."""
     if page.file.generated_by:
         page.edit_url = None
     folder = (ROOT / "docs" / page.file.src_uri).parent

@@ -375,7 +375,7 @@ async def test_a_gym_server_whose_tools_are_none_is_named(tools: Any):
     options = {"agent": {"gym": "gym", "model": "model"}, "model": {}}
     async with house(options, gym=gym, model=scripted(says("done")), agent=load(SIMPLE_AGENT).app) as peers:
         with pytest.raises(
-            UpstreamError, match="gym answered /seed_session with tools that are no list of objects"
+            UpstreamError, match="gym answered /seed_session with tools that are not a list of objects"
         ) as caught:
             await peers["agent"].post("/run", ROW)
     assert (caught.value.failure, caught.value.retryable) == ("config", False)

@@ -133,7 +133,7 @@ async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_told(tmp_path: 
     assert set(found) == {"rows"}
     refused, twice = found["rows"]
     assert refused.startswith("train.jsonl:2: ") and "word" in refused
-    assert twice == "validation.jsonl:1: this task stands in train.jsonl, too"
+    assert twice == "validation.jsonl:1: this task is also in train.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_gold_case_that_calls_what_is_no_tool_is_told(tmp_path: Path) -> None:
     words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "mine", "--within", "60"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
-    assert "it calls 'miror', which is no tool here (did you mean 'mirror'?)" in result.output
+    assert "it calls 'miror', which is not a tool of this server (did you mean 'mirror'?)" in result.output
 
 
 def test_a_new_project_passes_and_a_gym_server_without_gold_is_named(tmp_path: Path) -> None:

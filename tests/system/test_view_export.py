@@ -160,7 +160,7 @@ def test_the_modules_of_the_page_can_be_joined_into_one() -> None:
             {"main.js": 'import { a } from "./a.js";\nconst b = a;\n', "a.js": "export const a = 1;\nconst b = 2;\n"},
             "share the top-level names b",
         ),
-        ({"main.js": "export default 3;\n"}, "no import or export that can be joined"),
+        ({"main.js": "export default 3;\n"}, "not an import or export that can be joined"),
         ({"main.js": 'const a = "</script>";\n'}, "would end its script"),
     ],
 )

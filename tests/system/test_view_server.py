@@ -185,7 +185,7 @@ def test_the_tokens_of_a_row_say_which_were_trained(shown: Viewer) -> None:
         ("/api/runs/r1/rows/..%2fsecret", 404, ""),
         ("/api/runs/r1/rows/0x1", 404, "rows are called"),
         ("/api/runs/r1/groups/99", 404, "there is no task 99"),
-        ("/api/runs/r1/groups/a", 400, "task='a' is no whole number"),
+        ("/api/runs/r1/groups/a", 400, "task='a' is not a whole number"),
         ("/api/runs/r1/rows?limit=5000", 400, "at most 1,000"),
         ("/api/runs/r1/rows?offset=-1", 400, "offset='-1'"),
         ("/api/runs/r1/rows?q=rewrd%3C1", 400, "did you mean 'reward'"),
@@ -331,8 +331,8 @@ def test_a_port_that_is_taken_is_told_and_the_usual_one_has_neighbours(folder: P
     ("name", "content", "said"),
     [
         ("nothing.jsonl", None, "there is no such file or folder"),
-        ("tasks.jsonl", b'{"responses_create_params": {"input": "x"}}\n', "its first line is no rollout"),
-        ("notes.txt", b"hello\n", "its first line is no rollout"),
+        ("tasks.jsonl", b'{"responses_create_params": {"input": "x"}}\n', "its first line is not a rollout"),
+        ("notes.txt", b"hello\n", "its first line is not a rollout"),
     ],
 )
 def test_what_cannot_be_shown_is_said_in_a_line(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:

@@ -124,7 +124,7 @@ class Offloaded:
 
 
 def imported() -> Any:
-    """deepspeed with less logging. Without a GPU it is told so; otherwise it would look for a compiler."""
+    """deepspeed with less logging. Without a GPU this is set explicitly; otherwise it would look for a compiler."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed

@@ -142,14 +142,14 @@ def load(engine: Any, network: nn.Module, folder: Path, steps: Mapping[str, floa
     """`scatter` what `write` wrote; every rank reads it, a tensor at a time.
 
     Raises:
-        StateMissing: as scatter does, or a file is none of ours.
+        StateMissing: as scatter does, or a file has another format.
     """
     where: dict[str, safe_open] = {}
     for path in sorted(folder.glob(_name("*"))):
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise StateMissing(f"{path} is no safetensors file, and nothing else is loaded: {error}") from None
+            raise StateMissing(f"{path} is not a safetensors file, and no other format is loaded: {error}") from None
         where |= dict.fromkeys(file.keys(), file)
     scatter(engine, network, where, lambda key: where[key].get_tensor(key), steps)
 

@@ -245,7 +245,8 @@ async def _seed(rollout: RolloutContext, row: bytes) -> Json:
     if not _are_tools(seeded.get("tools") or []):
         gym = rollout.options.gym
         raise ServiceError(
-            f"{gym} answered /seed_session with tools that are no list of objects, each with its name", failure="config"
+            f"{gym} answered /seed_session with tools that are not a list of objects, each with its name",
+            failure="config",
         )
     return seeded
 

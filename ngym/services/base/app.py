@@ -45,7 +45,7 @@ from ngym.services.base.options import ServiceContext, ServiceOptions
 
 log = logging.getLogger("ngym.services")
 UNREADABLE = ("64-bit range", "surrogates")  # from orjson's messages
-FAILURES = frozenset(get_args(FailureClass))  # a peer may use classes of its own
+FAILURES = frozenset(get_args(FailureClass))  # a peer may use its own classes
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
 _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 

@@ -81,7 +81,7 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
     try:
         value = _loaded(raw)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body of {path} is no JSON: {error}", status=400) from None
+        raise BadRequest(f"the body of {path} is not JSON: {error}", status=400) from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body of {path} must be a JSON object, not {type(value).__name__}")
     if is_deep(raw, value):

@@ -57,7 +57,7 @@ def aggregated(body: Json, compute_metrics: ComputeMetrics | None) -> Json:
     """The answer to a metrics request; its `by` names a field by whose values the scores are also grouped.
 
     Raises:
-        BadRequest: verify_responses is no list of rows, or has too many.
+        BadRequest: verify_responses is not a list of rows, or has too many.
     """
     rows, by = body.get("verify_responses") or [], body.get("by")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and _is_scored(row) for row in rows):

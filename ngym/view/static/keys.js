@@ -46,7 +46,7 @@ export function toggleHelp() {
     el("h2", null, "Keys"),
     list(keys),
     el("h2", null, "The filter"),
-    el("p", { class: "muted" }, "Terms stand side by side; a row must fit all of them."),
+    el("p", { class: "muted" }, "Separate terms by spaces; a row must match all of them."),
     list(terms),
     button("Close", () => dialog.close()),
   );

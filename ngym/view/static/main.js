@@ -169,7 +169,7 @@ function tokenForm(context) {
         "form",
         { on: { submit: send } },
         el("h2", null, "This ng_view asks for its token"),
-        el("p", { class: "muted" }, "It stands in the address that ng_view printed when it started."),
+        el("p", { class: "muted" }, "The token is in the address that ng_view printed at its start."),
         input,
         el("button", { type: "submit", class: "button is-main" }, "Open"),
       ),

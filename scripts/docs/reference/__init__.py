@@ -1,4 +1,4 @@
-"""Which reference pages are there, and what do they say? Everything on them is read from the code that it is about."""
+"""The reference pages. Everything on them is read from the code."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def text(specimen: Specimen) -> str:
         words(said(Settings)) + "\n",
         keys_table(list(keys(Settings, f"{SETTINGS_KEY}."))),
         "## A stanza {#stanza}\n",
-        "What every service has, whatever it is; its own options stand beside these.\n",
+        "The options of every service. The service's own options follow.\n",
         keys_table(stanza),
     ]
     for kind in FOLDERS:

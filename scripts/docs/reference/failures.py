@@ -1,4 +1,4 @@
-"""What can go wrong, and how is it told? Failure classes, the tree of errors, and a real problem document."""
+"""The page of failures: their classes, the tree of errors, and a real problem document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTRO = """\
 A rollout that failed is a row of `*_failures.jsonl` and never a reward of 0. Its `failure.class` is one of these.
 """
 PROBLEM = """\
-Every answer that is no success is an RFC 9457 problem document, `application/problem+json`. `retryable` says whether the same request
+Every answer other than a success is an RFC 9457 problem document, `application/problem+json`. `retryable` says whether the same request
 may succeed later. The answer to that row, with status {status}:
 """
 RAISED = """\

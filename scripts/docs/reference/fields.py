@@ -1,4 +1,4 @@
-"""What can be written under a pydantic model, and what does each key mean? The model's own types, defaults and words."""
+"""The keys of a pydantic model, from its own types, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REQUIRED = "**required**"
 
 @dataclass(frozen=True)
 class Key:
-    """One key. name: dotted, under whatever it stands in."""
+    """One key. name: dotted, with the names of its parents."""
 
     name: str
     type: str
@@ -56,7 +56,7 @@ def said(model: type) -> str:
 
 
 def keys(model: type[BaseModel], prefix: str = "", without: Mapping[str, Any] | None = None) -> Iterator[Key]:
-    """Every key of a model, those of the models inside it too. without: name -> default, of what stands elsewhere."""
+    """Every key of a model, those of the models inside it too. without: name -> default, of keys that are listed elsewhere."""
     described = told(model)
     for name, field in model.model_fields.items():
         if without is not None and name in without and without[name] == default_of(field):
@@ -75,7 +75,7 @@ def keys(model: type[BaseModel], prefix: str = "", without: Mapping[str, Any] | 
 
 
 def _variant(model: type[BaseModel], prefix: str) -> Iterator[Key]:
-    """Those of one of several models that may stand there; the first word of each says which."""
+    """The keys of each of several possible models; the first word of each says which."""
     tag = next((get_args(f.annotation) for f in model.model_fields.values() if get_origin(f.annotation) is Literal), ())
     for key in keys(model, prefix):
         of = " or ".join(map(str, tag))
@@ -151,14 +151,14 @@ def _yaml(value: Any) -> str:
 
 
 def _inner(kind: Any) -> list[type[BaseModel]]:
-    """The models that stand in a type."""
+    """The models in a type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind]
     return [found for each in get_args(kind) for found in _inner(each)]
 
 
 def _many(kind: Any) -> bool:
-    """Whether it is a list or a map of what stands in it."""
+    """Whether it is a list or a map."""
     parts = [kind, *get_args(kind)] if get_origin(kind) in (Union, types.UnionType, Annotated) else [kind]
     return any(get_origin(part) in (list, tuple, Sequence, dict, Mapping) for part in parts)
 

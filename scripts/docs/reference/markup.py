@@ -1,4 +1,4 @@
-"""How does a value stand in Markdown? Tables, code, and words that must not be taken for markup."""
+"""Values as Markdown: tables, code, and escaped words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def code(text: str) -> str:
-    """A span of code that may stand in a table."""
+    """A span of code that is valid in a table."""
     shown = text.replace("\n", " ").replace("|", "\\|")
     return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
 

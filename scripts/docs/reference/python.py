@@ -116,7 +116,7 @@ def _parameter(each: inspect.Parameter) -> str:
 
 
 def _annotation(annotation: Any) -> str:
-    """As it stands in the source, without the names of modules."""
+    """As in the source, without the names of modules."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", text)
 

@@ -18,7 +18,7 @@ from ngym.services.base.options import ServiceOptions
 from .specimen import ROOT
 
 FOLDERS: dict[Kind, str] = {"gym_server": "gym_servers", "agent": "agents", "model": "models"}
-# Large packages, and those that only the Python of a service of its own has: to read a service's options needs none.
+# Large packages, and those that only a service's own Python has: reading a service's options needs none.
 ELSEWHERE = (
     "agents",
     "gymnasium",

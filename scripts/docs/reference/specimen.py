@@ -53,9 +53,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Specimen:
-    """servers: what the head tells of each service. files: what the collection left, by name.
+    """servers: the head's record of each service. files: what the collection left, by name.
 
-    openapi, metrics: by the service's name. problem: the answer to a row that is no task.
+    openapi, metrics: by the service's name. problem: the answer to a row that is not a task.
     """
 
     servers: list[Json]

@@ -26,15 +26,15 @@ SHOWN = {
     "Agent": ("counter_agent", ""),
     "Model server": (
         "policy",
-        "The three calls of a model also stand under `/rollouts/{rollout_id}`, where they are captured. A policy's server (`models/vllm`) has the routes of the\nweight push beside these, under `/weights`; each wants the admin token.",
+        "The three calls of a model are also available under `/rollouts/{rollout_id}`, where they are captured. A policy's server (`models/vllm`) has the routes of the\nweight push beside these, under `/weights`; each wants the admin token.",
     ),
 }
 COMMON = ("/", "/health", "/ready", "/metrics")
 INTRO = """\
 # Endpoints
 
-The routes of a running gym server, agent and model server, as their own `/openapi.json` tells them. Everything is JSON in UTF-8. An answer
-that is no success is a [problem document](failures.md#problem). What stands in a row: [rows and files](rows.md).
+The routes of a running gym server, agent and model server, from their own `/openapi.json`. Everything is JSON in UTF-8. An answer
+other than a success is a [problem document](failures.md#problem). [Rows and files](rows.md) describes the rows.
 """
 
 

@@ -188,7 +188,7 @@ class Pusher:
         self._threads.shutdown(cancel_futures=True)
 
     def _stage_and_commit(self, version: int, tensors: Mapping[str, Tensor], asked: set[Replica]) -> None:
-        """One attempt. asked: the replicas that were told to commit, in this attempt or an earlier one.
+        """One attempt. asked: the replicas that got the commit request, in this attempt or an earlier one.
 
         A replica that has committed is skipped: its answer may have been lost, or another replica has failed meanwhile.
         """
