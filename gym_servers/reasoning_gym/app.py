@@ -27,9 +27,7 @@ OPENING, CLOSING = "<answer>", "</answer>"
 
 
 class Options(ServiceOptions):
-    reward: Literal["correct", "score"] = (
-        "correct"  # 1 or 0; or the library's score, which includes points for any attempt
-    )
+    reward: Literal["correct", "score"] = "correct"  # 1 or 0; score: the library's, with points for any attempt
     deadline_s: float = Field(default=10.0, gt=0)  # CPU seconds to generate a task and score an answer
 
 
