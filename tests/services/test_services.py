@@ -335,7 +335,7 @@ async def test_arguments_of_megabytes_are_the_tools_affair():
     nested = '{"amount": ' + "[" * 100_000 + "]" * 100_000 + "}"
     async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
-    assert row["reward"] == 0.0 and "no JSON" in row["response"]["output"][1]["output"]
+    assert row["reward"] == 0.0 and "not JSON" in row["response"]["output"][1]["output"]
     nested = '{"amount": ' + "[" * 300 + "]" * 300 + "}"  # orjson reads it, and does not write it
     async with simple_house(scripted(calls("add", nested), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
