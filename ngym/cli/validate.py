@@ -53,8 +53,8 @@ def main(
 ) -> None:
     """Check a config: its keys, the references between services, and every service's options.
 
-    With --environment, also test a gym server without a model: the answers of data/NAME/gold.jsonl get their rewards,
-    corrupted ones less, the same answer twice the same, 64 sessions at once as each alone; and every row is a task.
+    With --environment, also test a gym server without a model. The answers of data/NAME/gold.jsonl get their rewards,
+    and damaged ones less. Repeated answers and 64 parallel sessions get the same results. Every row is a valid task.
 
     \b
     Examples: ng_validate

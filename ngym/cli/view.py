@@ -46,7 +46,7 @@ FILE = click.Path(path_type=Path)
     "--rows",
     type=click.IntRange(0, 5000),
     metavar="N",
-    help=f"Rollouts in full of each run, for --export.  [default: {ROWS}]",
+    help=f"Complete rollouts of each run in the report, for --export.  [default: {ROWS}]",
 )
 @click.option("--filter", "q", metavar="FILTER", help="Only matching rollouts, for --export.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address and the runs as one JSON object.")

@@ -1,4 +1,4 @@
-"""agents/multi_turn and agents/remote: users with a script and users that a model plays; an agent that is somebody else's."""
+"""agents/multi_turn and agents/remote: users with a script and users that a model plays; a remote agent."""
 
 import importlib.util
 import sys
@@ -44,7 +44,7 @@ async def talk(row, *, replies=ADDING, user_replies=(), **options):
 
 
 def a_second_scripted_model():
-    """The same program again, as a module of its own: in one process, an application is one service."""
+    """The same program again, as a separate module: in one process, an application is one service."""
     name, file = "_scripted_person", ROOT / "models" / "scripted" / "app.py"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
@@ -123,7 +123,7 @@ def somebody_elses(do):
 
 
 async def their_work(task):
-    """Samples once where it is told to, calls a tool of the gym, claims a reward."""
+    """Samples once if the row says so, calls a tool of the gym, claims a reward."""
     ng = task["ng"]
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
         request = {"model": "policy", "input": task["responses_create_params"]["input"]}

@@ -1,4 +1,4 @@
-"""One contract for every back end: whatever stands behind a model server, its clients see the same."""
+"""One contract for every back end: whatever is behind a model server, its clients see the same."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ANSWER = "You said: hello there. Fine ☕, isn't it?"
 
 @dataclass(frozen=True)
 class BackEnd:
-    """A model server's folder, what stands behind it, and its stanza.
+    """A model server's folder, what is behind it, and its stanza.
 
     stub: of a checkpoint's folder; None: the back end loads that itself.
-    tokens: whether it gives them. owned: and goes on from those that were seen.
+    tokens: whether it gives them. owned: and continues from those that were seen.
     """
 
     folder: str

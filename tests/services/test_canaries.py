@@ -95,7 +95,7 @@ async def test_no_planted_secret_is_found_in_logs_rows_errors_or_answers(tmp_pat
                 reply = await client.post(lips + path, json=row)
                 found[path] = canaries_in(reply.text + str(reply.headers))
         for written in tmp_path.rglob("*"):
-            # the config is where they were written; the run's own tokens are in head.json, which nobody else may read
+            # the config is where they were written; the run's own tokens are in head.json, which no one else may read
             if written.is_file() and written != file and written.name != "head.json":
                 found[str(written)] = canaries_in(written.read_text(errors="replace"))
     assert not {place: canaries for place, canaries in found.items() if canaries}

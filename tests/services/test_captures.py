@@ -73,7 +73,7 @@ async def by_chat(url: str, stream: bool) -> None:
             calls = [
                 {
                     "id": call.id,
-                    "type": "function",  # written anew, with other spaces
+                    "type": "function",  # written again, with other spaces
                     "function": {"name": call.function.name, "arguments": '{"days": [1, 2], "city": "Oslo"}'},
                 }
                 for call in message.tool_calls or ()

@@ -1,4 +1,4 @@
-"""The HTTP client, against servers that say byte for byte what they are told to."""
+"""The HTTP client, against servers that answer byte for byte what a test gives them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_used
     async with server(says(OK)) as (client, url, writers):
         assert await get(client, url) == b"ok"
         await writers[0].wait_closed()
-        await asyncio.sleep(0.2)  # in which the kernel tells the client, and the client reads it
+        await asyncio.sleep(0.2)  # in which the kernel informs the client, and the client reads it
         assert await get(client, url) == b"ok"
         assert len(writers) == 2
 
@@ -232,7 +232,7 @@ async def test_what_a_server_says_unasked_ends_its_connection():
 
 
 async def test_any_number_of_requests_wait_for_their_answers_together():
-    """A bound on connections would stand still here: nobody is answered before all have asked."""
+    """A bound on connections would hang here: no one is answered before all have asked."""
     count = 3 * MAX_CONNECTING
     asked = asyncio.Barrier(count)
 

@@ -528,7 +528,7 @@ async def test_what_a_restarted_service_lost_spends_no_attempts() -> None:
 
 
 async def test_the_restarts_of_a_locked_run_are_known_too() -> None:
-    """Its head and its services tell nothing to whoever shows no token."""
+    """Its head and its services answer nothing without the token."""
     shown: set[tuple[str, str | None]] = set()
 
     async def answer(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""ng_collect_rollouts on a machine that fails: no room, no permission, a broken disk, signals, a clock that jumps, rows that are none."""
+"""ng_collect_rollouts on a machine that fails: no room, no permission, a broken disk, signals, a clock that jumps, invalid rows."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Full:
         self.disk = Path(f"/proc/self/fd/{self._held}")
         assert self.process.stdout is not None
         said = b""
-        while b"No space left on device" not in said:  # as told to whoever watches
+        while b"No space left on device" not in said:  # as the user sees it
             said = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
             assert said, "it ended"
 
@@ -268,7 +268,7 @@ async def test_a_clock_that_jumps_by_an_hour_and_by_a_day_changes_nothing(tasks:
     assert not (tmp_path / "out_failures.jsonl").exists()
 
 
-# Rows that are none
+# Invalid rows
 
 
 def bad_rows() -> Iterator[tuple[bytes, str]]:

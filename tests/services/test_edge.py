@@ -1,4 +1,4 @@
-"""What stands between a request and its handler."""
+"""What is between a request and its handler."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def serving(name: str, **options: Any):
 
 
 def serving_with_its_model(name: str):
-    """For one that asks a model, `policy`: a scripted one stands in for it, as in ng_validate."""
+    """For one that asks a model, `policy`: a scripted one replaces it, as in ng_validate."""
     replies = ROOT / "data" / name / "model.jsonl"
     if not replies.is_file():
         return serving(name)

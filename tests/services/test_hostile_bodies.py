@@ -1,4 +1,4 @@
-"""Whatever is posted to whichever route: the answer is no 5xx but a deliberate 503, it comes, and what is refused is told why."""
+"""Whatever is posted to whichever route: an answer comes, it is not a 5xx other than a deliberate 503, and a refusal has its reason."""
 
 from __future__ import annotations
 

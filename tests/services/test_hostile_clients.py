@@ -1,4 +1,4 @@
-"""Clients that send slowly, too much, nonsense, or go away: each costs a bounded share, and nobody else notices."""
+"""Clients that send slowly, too much, nonsense, or go away: each costs a bounded share, and no one else notices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UPLOAD = 12
 
 
 class Hasty(Server):
-    """A server whose seconds are short, so that nobody has to wait for them."""
+    """A server whose seconds are short, so that no one has to wait for them."""
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(0)
@@ -102,7 +102,7 @@ async def told(reader: asyncio.StreamReader) -> bytes:
 
 
 async def said_to(at: Shop, *parts: bytes) -> bytes:
-    """What the server says to somebody who sends this and then waits."""
+    """What the server says to someone who sends this and then waits."""
     reader, writer = await asyncio.open_connection(*at.address)
     try:
         for part in parts:
@@ -237,7 +237,7 @@ async def test_seconds_of_refused_bodies_are_not_added_up_over_a_connections_req
 async def test_a_refusal_after_pipelined_requests_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     slow = b"POST /slow HTTP/1.1\r\nhost: shop\r\ncontent-length: 2\r\n\r\n{}"
     async with shop() as at:
-        log = logging.getLogger("uvicorn.error")  # which tells its own handlers only
+        log = logging.getLogger("uvicorn.error")  # which informs only its own handlers
         log.setLevel(logging.ERROR)
         log.addHandler(caplog.handler)
         _, writer = await asyncio.open_connection(*at.address)
@@ -329,7 +329,7 @@ class Nothing(BaseModel):
 
 
 class Underway:
-    """What goes on in the services of a rollout: who has begun, and who was cancelled."""
+    """What happens in the services of a rollout: who has begun, and who was cancelled."""
 
     def __init__(self) -> None:
         self.begun: set[str] = set()
@@ -423,7 +423,7 @@ async def test_what_blocks_the_event_loop_is_counted_and_named(caplog: pytest.Lo
     registry = CollectorRegistry()
     with Watchdog(registry) as watchdog:
         async with asyncio.timeout(PATIENCE_S):
-            while "blocks_it" not in caplog.text:  # where the machine itself stood still, nobody could look
+            while "blocks_it" not in caplog.text:  # where the machine itself hung, no one could look
                 await asyncio.sleep(0.2)
                 blocks_it()
                 await asyncio.sleep(0.2)

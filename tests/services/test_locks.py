@@ -49,7 +49,7 @@ def shown(**headers: str) -> list[tuple[bytes, bytes]]:
 
 
 async def routes_of(client: httpx.AsyncClient, url: str) -> dict[str, tuple[str, ...]]:
-    """Path -> its methods, as the service itself tells those who may ask."""
+    """Path -> its methods, as the service itself reports them with a token."""
     schema = (await client.get(f"{url}/openapi.json", headers={"authorization": f"Bearer {TOKEN}"})).json()
     return {path: tuple(methods) for path, methods in schema["paths"].items()}
 

@@ -29,7 +29,7 @@ ROW = {"responses_create_params": {"input": "Do it."}, "expected_answer": "done"
 
 
 def service():
-    """Anew: its tools are those of the server that it was started with."""
+    """Again: its tools are those of the server that it was started with."""
     for name in [name for name in sys.modules if name.startswith("_ngym_mcp_")]:
         del sys.modules[name]
     return load(ROOT / "gym_servers" / "mcp" / "app.py")

@@ -61,7 +61,7 @@ def refusal(status: int, message: str, code: str | None = None, **headers: str) 
 
 
 class Endpoint:
-    """A stub of somebody's server: answers by path, one after the other, the last one for ever; keeps what it was sent."""
+    """A stub of a remote server: answers by path, one after the other, the last one for ever; keeps what it was sent."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {path: answer if isinstance(answer, list) else [answer] for path, answer in answers.items()}
@@ -312,7 +312,7 @@ async def test_token_ids_are_asked_for_and_passed_on():
         answer = (await ask(client)).json()
         without = await ask(client)
     assert [answer["output"][0][name] for name in TOKEN_FIELDS] == [[1, 2], [7, 8], [-0.25, -0.5]]
-    assert answer["output"][0]["content"][0]["logprobs"] == []  # nobody asked for them in the text
+    assert answer["output"][0]["content"][0]["logprobs"] == []  # no one asked for them in the text
     asked = {name: endpoint.body[name] for name in ("return_token_ids", "logprobs", "top_logprobs")}
     assert asked == {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
     assert endpoint.paths == ["v1/chat/completions"] * 2

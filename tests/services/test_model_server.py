@@ -376,7 +376,7 @@ async def test_a_client_that_reads_slowly_holds_up_nobody():
         client_of(app) as client,
         client.stream("POST", "/v1/responses", json={"input": "much", "stream": True}) as slow,
     ):
-        assert slow.status_code == 200  # and nobody reads it
+        assert slow.status_code == 200  # and no one reads it
         for _ in range(20):
             quick = await client.post("/v1/responses", json={"input": "x", "stream": True})
             assert "response.completed" in quick.text

@@ -134,7 +134,7 @@ async def test_an_answer_that_sglang_aborts_may_be_asked_for_again(folder: Path)
 
 async def test_an_answer_that_is_read_after_a_push_does_not_take_its_version_back(folder: Path):
     class Early(Sglang):
-        """Its answers are of the first weights. They stand still after their first part."""
+        """Its answers are of the first weights. They hang after their first part."""
 
         def __init__(self, folder: Path) -> None:
             super().__init__(folder)

@@ -1,4 +1,4 @@
-"""What goes wrong only at a bad moment: just as a call ends, while somebody stands still, while two begin at once."""
+"""What goes wrong only at a bad moment: just as a call ends, while someone hangs, while two begin at once."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_program_that_is_cancelled_as_it_ends_does_not_end_the_next_one(
 
 
 def cancelled_as_it_ends(task: asyncio.Task[Any], free: asyncio.Queue[Any], turns: int) -> None:
-    """So many turns of the loop after what it used is free again, which is before its caller goes on."""
+    """So many turns of the loop after what it used is free again, which is before its caller continues."""
     put = free.put_nowait
 
     async def cancel() -> None:

@@ -31,7 +31,7 @@ ROW = {"responses_create_params": {"input": []}, "reset": {"seed": 3}}  # 17 are
 
 @contextmanager
 def environment(python: Path, name: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that somebody else would run."""
+    """A server that someone else would run."""
     file = ROOT / FOLDER / "examples" / f"{name}.py"
     process = subprocess.Popen([python, file, "--port", str(port)])
     try:

@@ -1,4 +1,4 @@
-"""How many rollouts are begun at once: turns in the agent, the window in the collector, and that neither ever stands still."""
+"""How many rollouts are begun at once: turns in the agent, the window in the collector, and that neither ever hangs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_an_agent_that_has_nobody_waiting_gets_all_that_the_concurrency_al
     window = Window(10 * FIRST)
     async with asyncio.timeout(DEADLINE_S):
         for _ in range(10 * FIRST):
-            await window.enter()  # and nobody ever comes back
+            await window.enter()  # and no one ever comes back
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await window.enter()
@@ -117,7 +117,7 @@ async def test_one_that_waits_for_room_goes_on_when_one_leaves():
 
 
 async def test_rollouts_that_wait_for_one_another_are_all_in_flight_together():
-    """The model answers nobody before all have asked: a bound anywhere between collector and model would stand still."""
+    """The model answers no one before all have asked: a bound anywhere between collector and model would hang."""
     count = 4 * FIRST
     asked = asyncio.Barrier(count)
 

@@ -1,4 +1,4 @@
-"""Several replicas of one service: who is asked, who stands in for one that is down, and who is left alone for a while."""
+"""Several replicas of one service: who is asked, which one replaces one that is down, and who is left alone for a while."""
 
 import asyncio
 from collections import Counter
@@ -48,7 +48,7 @@ def test_a_replica_that_failed_is_left_alone_and_its_conversations_move():
     assert replicas.of(conversation, URLS) == away
     for url in URLS:
         replicas.failed(url)
-    assert replicas.any(URLS) in URLS  # somebody has to be asked
+    assert replicas.any(URLS) in URLS  # someone has to be asked
 
 
 async def test_another_replica_answers_for_one_that_is_down_or_cannot_serve():

@@ -382,7 +382,7 @@ async def test_a_gym_server_whose_tools_are_none_is_named(tools: Any):
 
 
 async def test_a_tool_that_is_broken_is_no_fault_of_the_agents():
-    """A gym server of another make: its 500 is a page, without a failure class."""
+    """A gym server without ngym: its 500 is a page, without a failure class."""
     gym = service_app("gym_server", options=ServiceOptions)
 
     async def begins(request: Request):
@@ -517,7 +517,7 @@ async def test_an_error_of_the_model_server_is_a_model_error_with_its_words():
 
 
 def refusing(status: int, error: Any) -> FastAPI:
-    """An endpoint of somebody else's, that says no as OpenAI does."""
+    """A remote endpoint that refuses as OpenAI does."""
 
     async def refuse(request: Request):
         return Response(orjson.dumps({"error": error}), status, media_type="application/json")

@@ -130,7 +130,7 @@ async def test_which_statuses_of_a_peer_are_told_on(status: int, kept: int) -> N
 
 
 class Slow:
-    """A service whose work takes until it is told."""
+    """A service whose work takes until it is cancelled."""
 
     def __init__(self) -> None:
         self.begun = 0

@@ -24,7 +24,7 @@ def rows(path: Path) -> list[Row]:
 
 
 def sums(questions: list[str]) -> set[tuple[str, ...]]:
-    """The two numbers of each question and its phrasing, whoever has whatever."""
+    """The two numbers of each question and its phrasing, for any names."""
 
     def phrasing(question: str) -> str:
         item = re.search(r"How many (\w+)", question)

@@ -1,4 +1,4 @@
-"""Does a run speak https from end to end, and believe nobody whom it should not?"""
+"""Does a run speak https from end to end, and believe no one whom it should not?"""
 
 from __future__ import annotations
 

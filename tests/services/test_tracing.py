@@ -113,7 +113,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """One that could not be scored; its contents are told."""
+    """One that could not be scored; its contents are reported."""
     with receiver() as received:
         folder = tmp_path_factory.mktemp("broken")
         return Traced(collected(folder, received.url, gym="gym_servers/broken", contents="true"), received)

@@ -172,7 +172,7 @@ async def test_the_event_loop_is_never_blocked(pool):
 
 
 class Gate:
-    """For calls that go on until the gate is opened."""
+    """For calls that continue until the gate is opened."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder / "gate")
@@ -208,7 +208,7 @@ async def test_a_worker_that_dies_between_calls_is_replaced(function_file):
         worker = (await pool.run("pids")).value[0]
         os.kill(worker, signal.SIGKILL)
         await until(lambda: not running([psutil.Process(worker)]))
-        await asyncio.sleep(0.02)  # once round the event loop, which hears of it
+        await asyncio.sleep(0.02)  # one turn of the event loop, which then sees it
         outcome = await pool.run("pids")
     finally:
         await pool.aclose()

@@ -1,4 +1,4 @@
-"""Services that die in the middle of a live run, with the real vLLM: it goes on, and nothing that failed becomes a reward. Long."""
+"""Services that die in the middle of a live run, with the real vLLM: it continues, and nothing that failed becomes a reward. Long."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
     @property
     def ours(self) -> tuple[str, tuple[str, ...]] | None:
-        """The name of our command and its arguments, whoever launches it."""
+        """The name of our command and its arguments, for any launcher."""
         for place, word in enumerate(self.words):
             if word.startswith("ng_") and word.removeprefix("ng_") in COMMANDS:
                 return word.removeprefix("ng_"), self.words[place + 1 :]

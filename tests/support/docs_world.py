@@ -78,7 +78,7 @@ def environment() -> dict[str, str]:
 
 
 def copied(world: Path, folder: Path) -> Path:
-    """A folder of its own for a page; what it writes is seen by no other page."""
+    """A separate folder for a page; what it writes is seen by no other page."""
     shutil.copytree(world, folder, symlinks=True)
     return folder
 

@@ -1,4 +1,4 @@
-"""What stands in the documentation: its pages, their snippets, links and anchors, each with its line.
+"""The contents of the documentation: its pages, their snippets, links and anchors, each with its line.
 
 A snippet is run as a reader would run it, unless a comment above it says what else holds:
 
@@ -27,7 +27,7 @@ CODE = re.compile(r"(`+)(?:(?!\1).)+\1")
 
 @dataclass(frozen=True)
 class Snippet:
-    """language: what stands behind the fence. remarks: of the comment above it, by kind. section: counts headings of level 2."""
+    """language: what is behind the fence. remarks: of the comment above it, by kind. section: counts headings of level 2."""
 
     page: Path
     line: int

@@ -1,6 +1,6 @@
 """What may one ask of a route, and what may one not? Cases drawn from a service's OpenAPI document, asked and checked.
 
-A module of its own, so that processes can be started that do it.
+A separate module, so that processes can be started that do it.
 """
 
 from __future__ import annotations

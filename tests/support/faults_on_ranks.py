@@ -1,4 +1,4 @@
-"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT STAGES...`: steps in which one rank alone meets a number that is none.
+"""A program for a launcher: `faults_on_ranks.py DATA OUTPUT STAGES...`: steps in which one rank alone meets a number that is not finite.
 
 At the end rank 1 is killed. Each rank writes OUTPUT/rank-<n>.json: of each ZeRO stage, the weights after each step and how it ended.
 """

@@ -1,4 +1,4 @@
-"""Bytes that a client may send as JSON though they are none, or that are more than a program expects."""
+"""Bytes that a client may send as JSON although they are invalid, or that are more than a program expects."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ngym.peers import Peers
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.runner import Watchdog
 
-BLOCKED_S = 1.0  # computed without a break: while it does, a service answers nobody
+BLOCKED_S = 1.0  # computed without a break: while it does, a service answers no one
 USUAL_WORK_S = 0.045  # what `_slowness` computes, on the machine for which that second was chosen
 
 

@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], object], patience_s: float = PATIENCE_S) 
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """`wait_until` for a test whose event loop has to go on."""
+    """`wait_until` for a test whose event loop has to continue."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"not so within {PATIENCE_S:.0f} s"
@@ -35,7 +35,7 @@ def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def descendants(process: psutil.Process, such_that: Callable[[psutil.Process], object]) -> list[psutil.Process]:
-    """Those of its descendants for which it holds. One that ends while it is looked at is none of them."""
+    """Those of its descendants for which it holds. One that ends while it is looked at is not one of them."""
     found = []
     for each in process.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -53,7 +53,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 where nobody listens. No program gets it by chance; one that asks for it by number may listen.
+    """A port of 127.0.0.1 where no one listens. No program gets it by chance; one that asks for it by number may listen.
 
     That program has to set SO_REUSEADDR, as servers do.
     """

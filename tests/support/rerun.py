@@ -57,7 +57,7 @@ def _passed_alone(session: pytest.Session, terminal: pytest.TerminalReporter) ->
 
 
 def _run(config: pytest.Config, nodeid: str) -> bool:
-    """Whether a test passes in a process of its own."""
+    """Whether a test passes in a separate process."""
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--no-rerun", "-q", "-m", "", nodeid]
     try:
         ended = subprocess.run(

@@ -104,7 +104,7 @@ async def head(
 
 @contextmanager
 def instant_agent() -> Iterator[str]:
-    """The benchmark's agent, in a process of its own: every /run is answered at once."""
+    """The benchmark's agent, in a separate process: every /run is answered at once."""
     with subprocess.Popen([sys.executable, str(STUB_AGENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

@@ -29,7 +29,7 @@ class Stub:
 
     restarts_after: at this /run it forgets what was pushed, as a server that died and came back. Rollout 0 of every fifth
     task is unscored, rollout 1 of every seventh fails. equal_share: of eight tasks, so many are rewarded with 0.5 always.
-    slow_commit_s: from when new weights are served to when the pusher is told.
+    slow_commit_s: from when new weights are served to when the pusher gets the answer.
     """
 
     def __init__(

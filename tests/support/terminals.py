@@ -1,4 +1,4 @@
-"""A terminal whose screen can be read: a pseudo-terminal with pyte behind it; on request one that wraps its lines anew on a resize."""
+"""A terminal whose screen can be read: a pseudo-terminal with pyte behind it; on request one that wraps its lines again on a resize."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINED_S = 4 * PATIENCE_S  # on an overloaded machine: what is waited for may b
 class Terminal:
     """`stream` is what a program writes to; `lines` is what its reader sees, without blanks at the ends.
 
-    rewraps: on a resize, lines that no longer fit go on in the next one, as in VTE, kitty or tmux; else they are cut, as in xterm.
+    rewraps: on a resize, lines that no longer fit continue in the next one, as in VTE, kitty or tmux; else they are cut, as in xterm.
     """
 
     def __init__(self, columns: int = 80, rows: int = 24, rewraps: bool = False) -> None:
@@ -48,7 +48,7 @@ class Terminal:
         while not self._closed and select.select([self.master], [], [], 0)[0]:
             try:
                 data = os.read(self.master, 1 << 16)
-            except OSError:  # nobody has its other end any more
+            except OSError:  # no one has its other end any more
                 return
             self.raw += data
             self._feed.feed(data)

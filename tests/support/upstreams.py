@@ -1,4 +1,4 @@
-"""Somebody else's servers on real sockets, in their own protocols, with one mind behind them: what the back ends are tested on.
+"""Remote servers on real sockets, in their own protocols, with one mind behind them: what the back ends are tested on.
 
 What they say follows from the conversation alone, so that every API, and every way through us, must tell the same.
 """
@@ -69,7 +69,7 @@ def mind(turns: list[Turn], tools: bool, limit: int | None) -> Said:
 
 
 class Stub:
-    """A server of one protocol. `seen`: what it was sent; `left`: how many answers nobody waited for.
+    """A server of one protocol. `seen`: what it was sent; `left`: how many answers no one waited for.
 
     bend: where set, chance puts something wrong somewhere into each answer.
     """

@@ -1,4 +1,4 @@
-"""models/vllm as a process of its own, and the tiny checkpoint that it serves in tests."""
+"""models/vllm as a separate process, and the tiny checkpoint that it serves in tests."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def endless(server: Server) -> Iterator[Iterator[str]]:
     """An answer is being generated for as long as the block lasts, however fast the machine is. Yields its further lines."""
     body = {"input": "hi", "max_output_tokens": ENDLESS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=PATIENCE_S) as reply:
-        lines = reply.iter_lines()  # when nobody holds it any more, the connection is closed
+        lines = reply.iter_lines()  # when no one holds it any more, the connection is closed
         while next(lines) != "event: response.output_text.delta":
             pass
         yield lines

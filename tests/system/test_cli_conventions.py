@@ -92,7 +92,7 @@ def test_a_help_has_exit_codes_and_examples_that_can_be_given(name: str, main: c
 
 
 def _examples(main: click.Command) -> Iterator[tuple[str, list[str]]]:
-    """The lines after `Examples:`, without what stands in brackets at their end, and without a launcher."""
+    """The lines after `Examples:`, without what is in brackets at their end, and without a launcher."""
     block = (main.help or "").split("Examples:")[1]
     for line in block.split("\n\n")[0].strip().splitlines():
         words = shlex.split(re.sub(r"\s{2,}\(.*\)$", "", line.strip()))
@@ -385,7 +385,7 @@ def test_a_step_of_a_walk_hears_of_what_the_walk_alone_was_told(
     tmp_path: Path, number: int, code: int, waits_s: tuple[float, ...]
 ) -> None:
     with walking(tmp_path, stops_for_s=0.5) as process:
-        for wait_s in waits_s:  # of a Ctrl-C the walk takes the first for one of a terminal, which tells all
+        for wait_s in waits_s:  # of a Ctrl-C the walk takes the first for one of a terminal, which reaches all
             process.send_signal(number)
             if select.select([process.stdout], [], [], wait_s)[0]:
                 break  # the step says that it stops

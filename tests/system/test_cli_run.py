@@ -161,7 +161,7 @@ def test_a_second_ctrl_c_kills_at_once(run: Callable[..., Running], folder: Path
     ng_run.process.send_signal(signal.SIGINT)
     ng_run.until(lambda event: event["event"] == "stopping")
     ng_run.process.send_signal(signal.SIGINT)
-    lived_s = 0.0  # while the machine stands still, it lives no longer
+    lived_s = 0.0  # while the machine hangs, it lives no longer
     while running([stubborn]):
         time.sleep(0.01)
         lived_s += 0.01

@@ -1,4 +1,4 @@
-"""What people see while a run, a collection or a training goes on: read from the screens of real pseudo-terminals."""
+"""What people see while a run, a collection or a training continues: read from the screens of real pseudo-terminals."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def state(label: str, status: str = "ready", **fields: object) -> State:
 
 
 def drawn(lines: Sequence[Text], size: Size) -> list[str]:
-    """AssertionError where a picture could not stand as it is."""
+    """AssertionError where a picture would change."""
     assert len(lines) <= size.height or size.height == 1
     return [line.plain for line in lines]
 

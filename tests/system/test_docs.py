@@ -168,7 +168,7 @@ def test_every_metric_of_the_trainer_is_described() -> None:
 
 
 def _dicts(folder: Path) -> Iterator[set[str]]:
-    """The names in each dict that stands in these sources."""
+    """The names in each dict in these sources."""
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Dict):

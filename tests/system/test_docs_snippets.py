@@ -74,7 +74,7 @@ def said(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 
 def _run(page: Path, project: Path, folder: Path) -> list[str]:
-    """Its commands, files and Python, from top to bottom, in a folder of its own; a `cd` holds to the end of its section."""
+    """Its commands, files and Python, from top to bottom, in a separate folder; a `cd` holds to the end of its section."""
     mine = [snippet for snippet in ALL if snippet.page == page and "not run" not in snippet.remarks]
     if not any(snippet.language in ("sh", "python") for snippet in mine):
         return []
@@ -127,7 +127,7 @@ def _expanded(words: tuple[str, ...], folder: Path) -> list[str]:
 
 
 def _block(snippet: Snippet, folder: Path) -> tuple[str, str]:
-    """Where it stands, and its text, after what it is given; line numbers are those of the page."""
+    """Its position, and its text, after what it is given; line numbers are those of the page."""
     given = snippet.remarks.get("given", "")
     above = "\n" * (snippet.line - 1 - given.count("\n"))
     return str(snippet.page), addressed(f"{above}{given}\n{snippet.text}", folder)

@@ -591,7 +591,7 @@ def test_the_official_client_speaks_to_it(policy: Server) -> None:
 def test_a_caller_who_hangs_up_frees_its_place(thinker: Server) -> None:
     before = metric(thinker, "generation_tokens_total")
     with endless(thinker):
-        wait_until(lambda: metric(thinker, "num_requests_running") == 1)  # it is told every few tokens
+        wait_until(lambda: metric(thinker, "num_requests_running") == 1)  # it reports every few tokens
     wait_until(lambda: not metric(thinker, "num_requests_running"))
     assert metric(thinker, "generation_tokens_total") - before < ENDLESS
 

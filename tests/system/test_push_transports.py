@@ -212,7 +212,7 @@ def test_half_a_push_of_an_adapter_leaves_the_old_one(server: Server, policy: Po
     with pytest.raises(push.PushFailed, match="401"):
         push.Pusher([server.url], "another token", transport="lora", adapter=push.AdapterShape(RANK, ALPHA)).prepare()
     with reserved_port() as nobody:
-        away = adapters(f"http://127.0.0.1:{nobody}", server, patience_s=1)  # of equal errors the first is told
+        away = adapters(f"http://127.0.0.1:{nobody}", server, patience_s=1)  # of equal errors the first is reported
         with pytest.raises(push.PushFailed, match="ConnectionRefusedError"):
             away.push(version + 1, policy.adapter(), proof)
         away.finish()
@@ -267,9 +267,9 @@ def test_a_transfer_is_refused_before_it_starts_when_it_is_not_this_models(
 
 
 def test_a_transfer_that_is_not_brought_to_its_end_ends_the_server(server: Server, policy: Policy, gloo: Any) -> None:
-    """The last test here: nothing that is loaded by halves may be served."""
+    """The last test here: nothing that is loaded partly may be served."""
     weights = policy.weights()
-    gloo.push(gloo.prepare() + 1, weights, policy.proof())  # so that somebody is connected
+    gloo.push(gloo.prepare() + 1, weights, policy.proof())  # so that someone is connected
     announced = [{"name": name, "shape": list(one.shape), "dtype": "F32"} for name, one in weights.items()]
     with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S) as http:
         body = {"version": gloo.prepare() + 1, "tensors": announced, "transfer": True}

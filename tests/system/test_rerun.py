@@ -30,7 +30,7 @@ def test_right(): pass
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A suite of its own with the plugin and the tests above; it is run in a process."""
+    """A separate suite with the plugin and the tests above; it is run in a process."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of a pytest that runs three tests
     pytester.makeconftest('pytest_plugins = ["rerun"]')
     pytester.makeini(f"[pytest]\npythonpath = {root / 'tests' / 'support'}")

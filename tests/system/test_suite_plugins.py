@@ -32,7 +32,7 @@ def test_no_pytest_below_takes_itself_for_a_worker():
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A suite of its own with the plugin; it is run in a process."""
+    """A separate suite with the plugin; it is run in a process."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of a pytest that runs three tests
     pytester.makeconftest('pytest_plugins = ["parallel"]')
     support = root / "tests" / "support"

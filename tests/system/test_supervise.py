@@ -36,7 +36,7 @@ async def verify(task: VerifyRequest) -> float:
 
 app = gym_server(verify=verify)
 """
-# Dies when it is told to by a file, as often as that file says.
+# Dies when a file says so, as often as that file says.
 SHAKY = (
     """
 import os, pathlib, sys
@@ -65,7 +65,7 @@ async def verify(task: VerifyRequest) -> float:
 
 app = gym_server(verify=verify, lifespan=lifespan)
 """
-# Workers that a careless service leaves behind: a child, one in a session of its own, a daemon.
+# Workers that a careless service leaves behind: a child, one in its own session, a daemon.
 WITH_WORKERS = """
 import subprocess, sys
 from contextlib import asynccontextmanager
@@ -229,7 +229,7 @@ async def test_after_the_end_no_worker_of_a_service_is_left(project: Project) ->
     project.write({"one": gym("workers")}, workers=WITH_WORKERS)
     async with project.supervisor() as stack:
         alive = processes_of([stack.states[0].pid])
-        assert len(alive) == 5  # the zygote, the service, a child, one in a session of its own, a daemon
+        assert len(alive) == 5  # the zygote, the service, a child, one in its own session, a daemon
     assert running(alive) == []
 
 

@@ -105,7 +105,7 @@ def attempt(task: int, index: int, reward: float, said: str | None = None, **own
 
 
 def hostile() -> Json:
-    """Markup, hidden characters and an image from elsewhere, wherever a text may stand."""
+    """Markup, hidden characters and an image from elsewhere, wherever a text may be."""
     row = attempt(0, 0, 0.5, EVIL, extracted_answer=EVIL, level=EVIL, **{EVIL: {EVIL: EVIL}})
     row["agent_ref"]["name"] = row["response"]["model"] = EVIL
     row["ng"] |= {"stop_reason": EVIL, "reward_components": {EVIL: 0.5}, "timings": {f"{EVIL}_s": 1.0, "total_s": 1.0}}
@@ -155,7 +155,7 @@ def unfold(page: Page) -> None:
 
 
 def eventually(page: Page, condition: Callable[[], object]) -> None:
-    """wait_until, while the browser goes on."""
+    """wait_until, while the browser continues."""
 
     def holds() -> object:
         page.wait_for_timeout(20)
@@ -196,7 +196,7 @@ def test_the_task_on_which_two_runs_differ_most_is_the_first_line(page: Page, sh
     playwright.expect(columns).to_have_count(2)
     playwright.expect(columns.first.locator("h2")).to_contain_text("yesterday")
     playwright.expect(columns.last.locator("h2")).to_contain_text("today")
-    go(page, shown, "#/compare/r1/r2/task/3/3")  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run tells why
+    go(page, shown, "#/compare/r1/r2/task/3/3")  # 0.25, 1, 1, 0.25 against 0.5: the best of the better run shows why
     playwright.expect(columns.first.locator("h2")).to_have_text("yesterday, rollout 1")
     playwright.expect(columns.last.locator("h2")).to_have_text("today, rollout 0")
 
@@ -246,7 +246,7 @@ def test_model_text_neither_runs_nor_hides_nor_fetches(page: Page, shown: Viewer
     go(page, shown, "#/r/r3/row/0")
     playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("⟨U+E0041⟩[31m ⟨U+202E⟩gnp.exe")
     said = page.evaluate("text => import('/static/safetext.js').then(({ safeLine }) => safeLine(text))", JOINED)
-    assert said == JOINED  # what joins what is seen is no hidden character
+    assert said == JOINED  # what joins what is seen is not a hidden character
 
 
 def test_an_odd_item_is_shown_as_it_stands_and_hides_no_other(page: Page, shown: Viewer) -> None:
@@ -261,7 +261,7 @@ def test_an_odd_item_is_shown_as_it_stands_and_hides_no_other(page: Page, shown:
 
 
 def test_a_server_that_is_away_is_told_and_what_it_owed_comes_when_it_is_back(browser: Any, shown: Viewer) -> None:
-    with browser.new_context() as context:  # the browser itself tells the console of what fails
+    with browser.new_context() as context:  # the browser itself logs failures to the console
         page = context.new_page()
         go(page, shown, "#/r/r1")
         playwright.expect(first_row(page)).to_be_visible()
@@ -395,7 +395,7 @@ def test_what_is_pressed_while_the_file_grows_is_clicked(page: Page, tmp_path: P
         with file.open("ab") as more:
             more.writelines(orjson.dumps(attempt(task, index, 1.0)) + b"\n" for task in (1, 2) for index in range(3))
         playwright.expect(other.locator(".status-line")).to_contain_text("9 rollouts")
-        page.wait_for_timeout(3000)  # in which this one is drawn anew, too, if it is not held
+        page.wait_for_timeout(3000)  # in which this one is drawn again, too, if it is not held
         before = page.url
         page.mouse.up()
         page.wait_for_url(lambda url: url != before)

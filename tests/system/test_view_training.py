@@ -174,7 +174,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
             lines(20, gain=float(rate) / 10) + line(20, **{"eval__a__greedy": 0.5, HOSTILE: 1.0})
         )
         (folder / name / "recipe.yaml").write_text(RECIPE.replace("LR", rate))
-        later = time.time() + 3600  # it goes on growing for as long as these tests take
+        later = time.time() + 3600  # it continues growing for as long as these tests take
         os.utime(folder / name / "metrics.jsonl", (later, later))
     write(folder / "slow" / "rollouts.jsonl", [learned(count) for count in range(1, 3)])
     write(folder / "slow" / "eval_rollouts.jsonl", [learned(count) for count in (10, 20)])
@@ -266,7 +266,7 @@ def test_what_is_chosen_stands_in_the_address(dashboard: Callable[[str], Any]) -
     page.get_by_text("by time").click()
     page.get_by_text("log", exact=True).click()
     page.locator(".training-run").nth(1).click()
-    alone = page.evaluate("location.href")  # page.url is told later
+    alone = page.evaluate("location.href")  # page.url is reported later
     assert "x=time" in alone and "log=1" in alone
     page.goto("about:blank")
     page.goto(alone)

@@ -289,7 +289,7 @@ def test_a_server_sleeps_takes_weights_half_awake_and_goes_on_with_them(
     version = pusher.prepare() + 1
     with generating(server, 100) as answer:
         pusher.sleep()
-        said = answer.result(PATIENCE_S)  # though nobody wakes it
+        said = answer.result(PATIENCE_S)  # though no one wakes it
         assert len(tokens_of(said.json())[1]) == 100, "what was in flight ends first"
     assert server.get("/weights").json()["asleep"] == ["kv_cache", "weights"]
     assert server.get("/ready").status_code == 503 and "asleep" in server.get("/ready").json()["detail"]

@@ -184,7 +184,7 @@ def test_what_does_not_go_together_is_refused(
 @pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("way", ["sequence_parallel", "tensor_parallel"])
 def test_heads_that_ranks_cannot_share_are_named(way: str) -> None:
-    """Before anything is computed, and before DeepSpeed hears of it."""
+    """Before anything is computed, and before DeepSpeed gets it."""
     tokenizer = AutoTokenizer.from_pretrained(shipped() / "data" / "tiny_policy" / "tokenizer")
     options = config.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     policy = model.load_policy(options, tokenizer, 0)

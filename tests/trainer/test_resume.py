@@ -1,4 +1,4 @@
-"""A run that is killed goes on with the same losses: from whole checkpoints, on other ranks, and without collecting again."""
+"""A run that is killed continues with the same losses: from whole checkpoints, on other ranks, and without collecting again."""
 
 from __future__ import annotations
 

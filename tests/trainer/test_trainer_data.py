@@ -86,7 +86,7 @@ def test_exactly_what_the_assistant_says_is_trained(demonstrations: Path, tokeni
         )
         kept = len(segment.token_ids)
         assert segment.token_ids == whole["input_ids"][:kept]
-        assert tokenizer.decode(whole["input_ids"][kept:]) == "\n"  # after the last turn nobody says anything
+        assert tokenizer.decode(whole["input_ids"][kept:]) == "\n"  # after the last turn no one says anything
         mask = [0] * kept
         for start, end in segment.spans:
             mask[start:end] = [1] * (end - start)

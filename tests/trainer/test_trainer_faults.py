@@ -1,4 +1,4 @@
-"""What happens to a trainer that is killed, lied to or given numbers that are none: it goes on from what is whole, or stops and says why."""
+"""What happens to a trainer that is killed, lied to or given invalid numbers: it continues from what is whole, or stops and says why."""
 
 from __future__ import annotations
 

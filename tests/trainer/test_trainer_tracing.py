@@ -1,4 +1,4 @@
-"""The trainer's own spans, as an OTLP/HTTP receiver is told them."""
+"""The trainer's own spans, as an OTLP/HTTP receiver gets them."""
 
 from __future__ import annotations
 

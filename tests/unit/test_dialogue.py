@@ -1,4 +1,4 @@
-"""ngym.dialogue: text from ids, reasoning and calls in text, however it comes; prompts that go on from what was seen."""
+"""ngym.dialogue: text from ids, reasoning and calls in text, however it comes; prompts that continue from what was seen."""
 
 import random
 from itertools import pairwise

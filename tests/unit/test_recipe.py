@@ -161,7 +161,7 @@ def test_what_a_live_run_would_not_look_at_is_refused() -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that stands in a recipe is, when only the model is named anew."""
+    """As one in a recipe is, when only the model is named again."""
     monkeypatch.chdir(root)
     words = ["sft.yaml", "model.from_scratch=null", "model.path=data/letters/tokenizer"]
     with pytest.raises(ConfigError, match=r"tiny_policy/tokenizer is not the tokenizer of .*letters/tokenizer .*=null"):

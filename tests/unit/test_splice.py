@@ -1,4 +1,4 @@
-"""A conversation goes on after the very ids that the engine has seen; where that cannot be told, it is rendered anew."""
+"""A conversation continues after the very ids that the engine has seen; where that is unknown, it is rendered again."""
 
 from __future__ import annotations
 

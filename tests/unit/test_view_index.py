@@ -342,7 +342,7 @@ def test_an_index_is_begun_when_others_have_seen_that_it_is_empty(tmp_path: Path
             assert extent_of(store, {}).version == -1
             assert store.path is not None and not store.path.stat().st_size  # who reads changes nothing
             beginning = thread.submit(store.may_write)
-            time.sleep(0.1)  # nobody else reads here: who begins keeps new readers out until the old ones have ended
+            time.sleep(0.1)  # no one else reads here: who begins keeps new readers out until the old ones have ended
             other.rollback()
         assert beginning.result()
     assert extent_of(store, {}).version >= 0

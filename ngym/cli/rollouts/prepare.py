@@ -41,7 +41,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[s
 
 @command("ng_prepare", epilog=EXIT_CODES)
 @click.argument("name", required=False, shell_complete=_names)
-@click.option("--list", "listed", is_flag=True, help="Show the known sets; nothing is fetched.")
+@click.option("--list", "listed", is_flag=True, help="List the known datasets; download nothing.")
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="DIR", help="The output folder.  [default: data/NAME]"
 )
@@ -63,7 +63,9 @@ def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[s
     "--hub", envvar="HF_ENDPOINT", show_envvar=True, default="https://huggingface.co", show_default=True, metavar="URL",
     help="The Hugging Face hub, or a mirror.",
 )  # fmt: skip
-@click.option("--hub-token", envvar="HF_TOKEN", show_envvar=True, metavar="TOKEN", help="For gated sets of the hub.")
+@click.option(
+    "--hub-token", envvar="HF_TOKEN", show_envvar=True, metavar="TOKEN", help="For gated datasets of the hub."
+)
 @click.option(
     "--github", default="https://raw.githubusercontent.com", show_default=True, metavar="URL",
     help="GitHub's files, or a mirror.",
@@ -84,7 +86,7 @@ def main(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Fetch a public set by NAME, convert it to rows, and check each on the environment's server.
+    """Download the public dataset NAME, convert it to rows, and check each row on the environment's server.
 
     Rows that the server refuses, and rows whose reference answer gets no reward, are left out and counted.
 

@@ -68,7 +68,7 @@ def main(
     as_json: bool,
     overrides: tuple[str, ...],
 ) -> None:
-    """Re-score stored rollouts after a change of a verifier. No model is asked, and no token changes.
+    """Re-score stored rollouts after a change of a verifier. No model is called, and no token changes.
 
     Environments that a judge scores need --models: the judge is asked again.
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "quickstart": ("ngym.cli.quickstart", "Make a tiny policy, score its rollouts, and train it."),
     "init": ("ngym.cli.init", "Create a folder with your own environment."),
     "list": ("ngym.cli.list", "Show every environment: domain, kind, rows, licence."),
-    "prepare": ("ngym.cli.rollouts.prepare", "Convert a public set to rows that its environment accepts."),
+    "prepare": ("ngym.cli.rollouts.prepare", "Download a public dataset and convert it to rows."),
     "validate": ("ngym.cli.validate", "Check a config; test its environments without a model."),
     "run": ("ngym.cli.run", "Start every service of the config and keep it running."),
     "status": ("ngym.cli.status", "Show the services of the run in this folder."),

@@ -1,4 +1,4 @@
-// How are rewards spread? Small SVG charts of one run: a histogram, a scatter, bars; a click on a part goes where it says.
+// Small SVG charts of one run: a histogram, a scatter, bars; a click on a part follows its link.
 import { el, svgEl } from "./dom.js";
 import { formatCount, formatNumber } from "./format.js";
 import { safeLine } from "./safetext.js";

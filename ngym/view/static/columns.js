@@ -1,4 +1,4 @@
-// Which columns has the table of rollouts? A small choice to begin with; the reader's own is kept.
+// The columns of the table of rollouts: a small default choice; the reader's own choice is kept.
 import { rewardColour } from "./charts.js";
 import { button, clear, el } from "./dom.js";
 import { DASH, formatCount, formatNumber, formatSeconds, formatSigned, isNumber } from "./format.js";

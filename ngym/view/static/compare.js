@@ -1,4 +1,4 @@
-// Which run is better, and on which tasks? Counts, the mean difference with its interval, and the tasks, largest difference first.
+// The comparison of two runs: counts, the mean difference with its interval, and the tasks, largest difference first.
 import { rewardMark } from "./columns.js";
 import { clear, el, link } from "./dom.js";
 import { DASH, formatCount, formatNumber, formatPercent, formatSigned, isNumber, plural } from "./format.js";

@@ -1,4 +1,4 @@
-// How does a rollout read? As a conversation: roles at the left, tool calls with their results, reasoning folded.
+// A rollout as a conversation: roles at the left, tool calls with their results, reasoning folded.
 import { el, folded, svgEl } from "./dom.js";
 import { plural } from "./format.js";
 import { parsedJson, turnsOf } from "./items.js";

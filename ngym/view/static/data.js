@@ -1,4 +1,4 @@
-// What is known? `api`: the server's answers as objects; in an exported report, what was packed into it.
+// The data of a page. `api`: the server's answers as objects; in an exported report, its packed data.
 import { packedApi } from "./packed.js";
 
 const TOKEN_KEY = "ngym.token";
@@ -17,7 +17,7 @@ export function isSilence(error) {
   return error?.status === 0;
 }
 
-/** What is packed into this file, or null where a server answers. */
+/** The data packed into this file, or null if a server answers. */
 function packed() {
   const element = document.getElementById("ngym-data");
   return element && JSON.parse(element.textContent);

@@ -1,4 +1,4 @@
-// In which words do two texts differ? Myers' O(ND) difference over words; past a bound, the middle is told as one difference.
+// The words in which two texts differ: Myers' O(ND) difference; past a limit, the middle is one difference.
 
 const WORDS = /\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu;
 const MOST_EDITS = 1000;

@@ -1,4 +1,4 @@
-// How is an element made? `el(tag, attributes, ...children)`; a string only ever becomes a text node.
+// Creates elements: `el(tag, attributes, ...children)`; a string always becomes a text node.
 
 const SVG_SPACE = "http://www.w3.org/2000/svg";
 const RELEASED_MS = 50;

@@ -1,4 +1,4 @@
-// Which figures stand beside the table? Those of the filtered rows, asked for anew when there is enough that is new.
+// The figures beside the table: those of the filtered rows, requested again when there is enough new data.
 import { isSilence } from "./data.js";
 import { clear, el, folded, released } from "./dom.js";
 import { formatCount, formatNumber, plural } from "./format.js";
@@ -69,7 +69,7 @@ export class Figures {
       if (error.name === "AbortError") return;
       this.#underway = false;
       this.#error = error;
-      clear(this.#column).append(el("p", { class: "note" }, error.status === 400 ? "" : safeLine(error.message))); // the filter box tells of a 400
+      clear(this.#column).append(el("p", { class: "note" }, error.status === 400 ? "" : safeLine(error.message))); // the filter box reports a 400
     }
   }
 

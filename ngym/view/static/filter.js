@@ -1,4 +1,4 @@
-// What does the reader look for? One box; it suggests names and values, and says what is wrong with a term.
+// The filter box: it suggests names and values, and reports what is wrong with a term.
 import { clear, el } from "./dom.js";
 import { toggleHelp } from "./keys.js";
 import { safeLine } from "./safetext.js";

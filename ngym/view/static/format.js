@@ -1,4 +1,4 @@
-// How does a number read? Unknown is a dash, never a 0.
+// Formats numbers. Unknown is a dash, never a 0.
 
 export const DASH = "–";
 const COUNTS = new Intl.NumberFormat("en-US");

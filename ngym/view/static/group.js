@@ -1,4 +1,4 @@
-// How do the rollouts of a task differ? Two to four of them side by side; words that the first has not are marked.
+// Two to four rollouts of a task side by side; words that the first does not have are marked.
 import { rewardMark, statusBadge } from "./columns.js";
 import { turnElement } from "./conversation.js";
 import { isSilence } from "./data.js";
@@ -167,7 +167,7 @@ function picker(context, groups, all, shown, select) {
   );
 }
 
-/** What was asked: the same for all. */
+/** The prompt: the same for all. */
 function promptOf(known) {
   const rollout = [...known.values()].find((one) => one.rollout)?.rollout;
   const asked = rollout ? turnsOf(rollout).findLast((turn) => turn.given && turn.kind === "message" && turn.role === "user") : null;
@@ -229,7 +229,7 @@ function columnBody(rollout, first) {
   );
 }
 
-/** A step that the first rollout has not at this place stands out. */
+/** A step that the first rollout does not have at this position is highlighted. */
 function marked(turn, other, compare) {
   const made = turnElement(turn);
   if (compare && turn.kind === "call" && (other?.kind !== "call" || textOf(other) !== textOf(turn))) made.classList.add("is-different");

@@ -1,4 +1,4 @@
-// Who said what in a rollout? A row's input and output as turns; tool calls stand with their results.
+// A row's input and output as turns; tool calls are shown with their results.
 
 const OWN_FIELDS = new Set(["responses_create_params", "response", "reward", "reward_components", "agent_ref", "ng", "failure", "attempt"]);
 const ROLES = new Set(["system", "developer", "user", "assistant", "tool"]);
@@ -55,7 +55,7 @@ export function parsedJson(text) {
   }
 }
 
-/** An odd item hides no other: it is one turn, as it stands. */
+/** An unknown item hides no other: it is one turn, unchanged. */
 function turnsOrItem(item) {
   try {
     return turnsOfItem(item);

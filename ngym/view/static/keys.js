@@ -1,4 +1,4 @@
-// Which key does what? A page names its keys; `?` shows them all. No key acts while one writes.
+// Keyboard shortcuts. A page names its keys; `?` shows them all. No key acts during typing.
 import { button, clear, el } from "./dom.js";
 
 const ALWAYS = [

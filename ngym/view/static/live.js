@@ -1,8 +1,8 @@
-// What grows? The list of runs, asked for every 2 s while one of them grows, seldom otherwise, and never in a hidden tab.
+// The list of runs, requested every 2 s while one of them grows, seldom otherwise, and never in a hidden tab.
 
 const EVERY_MS = 2000;
 const SELDOM_MS = 5000; // a finished file may be written to again
-const SILENT_MS = 15_000; // a server that says nothing for so long is told to be away
+const SILENT_MS = 15_000; // a server that is silent for so long is shown as unreachable
 const TORN_BYTES = 1_000_000; // a last line that is still being written is not read yet
 
 /** {state: {runs, title, error}, refresh(), onChange(f(state)) -> stop()}. `runs` is null until the first answer. */

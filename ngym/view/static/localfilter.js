@@ -1,4 +1,4 @@
-// Which rows of an exported report does a filter keep? The server's language; a text is looked for in a row's line, not in its rollout.
+// The filter of an exported report: the server's language, but a text is searched in a row's line, not in its rollout.
 
 const NUMBER_NAMES = new Set(
   "reward task rollout turns tool_calls tool_errors tokens output_tokens input_tokens seconds attempt policy_version learned".split(" "),
@@ -43,7 +43,7 @@ export function onePage(rows, { offset = 0, limit = 200 }) {
   return { total: rows.length, indexed: rows.length, rows: rows.slice(offset, offset + limit) };
 }
 
-/** Parted at spaces that stand in no quotes. */
+/** The parts between spaces outside of quotes. */
 function termsOf(q) {
   if (!/^(?:[^"]|"(?:[^"\\]|\\.)*")*$/s.test(q)) throw new Error("A quote in the filter does not end; close it, or leave it out.");
   return q.match(/(?:[^\s"]|"(?:[^"\\]|\\.)*")+/gs) ?? [];

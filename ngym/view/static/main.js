@@ -1,4 +1,4 @@
-// Which page is shown? The one of the address; the header above it stays.
+// Shows the page of the address; the header above it stays.
 import { comparedGroupsPage, groupPage } from "./group.js";
 import { comparePage } from "./compare.js";
 import { keepToken, openApi, takeToken } from "./data.js";
@@ -50,7 +50,7 @@ function start() {
   context.live.refresh();
 }
 
-/** The first answer decides where to begin; a refusal is told in place of a page. */
+/** The first answer decides where to begin; a refusal is shown in place of a page. */
 function first(context, { runs, error }) {
   if (error?.status === 401) return put(tokenForm(context));
   if (error && shown) return;

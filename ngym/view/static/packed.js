@@ -1,4 +1,4 @@
-// What does an exported report know? The same calls as the server's, answered from what was packed into the file.
+// The data of an exported report: the same calls as the server's, answered from the file.
 import { localFilter, localSort, looksForText, onePage } from "./localfilter.js";
 
 /** data: {runs, rows: {run: [row]}, full: {run: {row: rollout}}, stats: {run: ..}, compare: {"a,b": ..}, training}. */
@@ -37,7 +37,7 @@ export function packedApi(data) {
   };
 }
 
-/** A page; it says so where a text was looked for, which may stand in a part of the rollout that is not listed. */
+/** A page; it says so where a text was looked for, which may be in a part of the rollout that is not listed. */
 function listed(rows, query) {
   const note = looksForText(query.q) ? "texts are looked for in the lines of this report only" : null;
   return { ...onePage(localSort(rows, query.sort), query), note };

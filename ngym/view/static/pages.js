@@ -1,4 +1,4 @@
-// Which rows of a long list are here? Pages of 200 are fetched as they are looked at; old ones are shown until new ones come.
+// The rows of a long list: pages of 200 are fetched on demand; old ones are shown until new ones arrive.
 
 const PAGE_ROWS = 200;
 const KEPT_PAGES = 50;
@@ -34,7 +34,7 @@ export class Pages {
     for (const page of pages) if (!this.#pages.get(page)?.fresh && !this.#underway.has(page)) this.#load(page);
   }
 
-  /** The file has grown: what is here is shown until it has been fetched anew. */
+  /** The file has grown: the old rows are shown until the new ones are fetched. */
   refresh() {
     this.#version++;
     for (const page of this.#pages.values()) page.fresh = false;

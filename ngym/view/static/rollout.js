@@ -1,4 +1,4 @@
-// What happened in one rollout? Its conversation or its tokens, the verdict beside it, its group above it.
+// The page of one rollout: its conversation or its tokens, the verdict beside it, its group above it.
 import { conversation } from "./conversation.js";
 import { isSilence } from "./data.js";
 import { clear, el, link } from "./dom.js";
@@ -213,7 +213,7 @@ class RolloutPage {
   }
 }
 
-/** A group's rollouts as small marks; the one that is shown stands out. */
+/** A group's rollouts as small marks; the shown one is highlighted. */
 function groupStrip(rows, shown, hrefOfRow) {
   return el(
     "nav",

@@ -1,4 +1,4 @@
-// What is in a run? Its figures at the left; the rollouts, or the tasks, at the right; the address says filter and order.
+// The page of a run: figures at the left, rollouts or tasks at the right; the address contains filter and order.
 import { chosenKeys, columnChooser, rolloutColumns } from "./columns.js";
 import { clear, el } from "./dom.js";
 import { Figures } from "./figures.js";
@@ -103,7 +103,7 @@ class RunPage {
     ];
   }
 
-  /** true: the page could take the new address as it stands. */
+  /** true: the page could apply the new address without a reload. */
   update(route) {
     if (hrefOf(route.path) !== hrefOf(this.#path)) return false;
     const [q, sort] = [this.q, this.sort];

@@ -1,4 +1,4 @@
-// What can be clicked above the table of a run? Its parts, another run to compare it with, and the filters that one wants most.
+// The bar above the table of a run: its parts, another run to compare it with, and the most useful filters.
 import { button, el, link } from "./dom.js";
 import { go, hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";

@@ -1,4 +1,4 @@
-// Which runs are open? One line each; a single one is gone to at once.
+// The list of open runs, one line each; a single one is opened at once.
 import { clear, columnTable, el, link } from "./dom.js";
 import { formatBytes, formatCount, formatNumber, formatPercent } from "./format.js";
 import { isIndexing } from "./live.js";

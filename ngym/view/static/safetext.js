@@ -1,4 +1,4 @@
-// How is a model's text shown? As text, with every character that hides or reorders others made visible; long ones folded.
+// Shows a model's text as text, with every character that hides or reorders others made visible; long texts are folded.
 import { button, el } from "./dom.js";
 import { formatCount } from "./format.js";
 
@@ -99,7 +99,7 @@ function blocks(text) {
   return made;
 }
 
-/** Blocks end at a newline where there is one (the newline goes: the block's end stands for it). */
+/** Blocks end at a newline where there is one (the newline goes: the block's end represents it). */
 function blockEnd(text, start) {
   if (text.length - start <= BLOCK) return text.length;
   const newline = text.lastIndexOf("\n", start + BLOCK);

@@ -1,4 +1,4 @@
-// Where on an axis does a value stand, and which values are marked?
+// Axis scales: the position of a value, and the marked values.
 
 /** [lowest, highest], never of zero width; `margin` is added at both ends, as a share. */
 export function extent(values, margin = 0) {

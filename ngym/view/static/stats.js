@@ -1,4 +1,4 @@
-// How did the run go? Its figures in one column; whatever is clicked there becomes a filter or opens a rollout.
+// The figures of a run in one column; a click sets a filter or opens a rollout.
 import { bars, histogram, scatter } from "./charts.js";
 import { columnTable, el, folded } from "./dom.js";
 import { filterValue } from "./filter.js";

@@ -1,4 +1,4 @@
-// How are 100,000 rows shown? Only those in sight are elements; they are used again as one scrolls.
+// A table of 100,000 rows: only visible rows are elements; scrolling reuses them.
 import { isSilence } from "./data.js";
 import { clear, el, released } from "./dom.js";
 import { Pages } from "./pages.js";
@@ -57,7 +57,7 @@ export class Table {
     return this.#pages.total;
   }
 
-  /** Where the reader stands, to come back to. */
+  /** The reader's position, to return to. */
   get place() {
     return { top: this.element.scrollTop, selected: this.selected };
   }

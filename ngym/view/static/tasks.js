@@ -1,4 +1,4 @@
-// Which tasks are hard, and on which do their own rollouts disagree? One line a task.
+// The table of tasks, one line each: difficulty and disagreement of their rollouts.
 import { rewardMark } from "./columns.js";
 import { DASH, formatCount, formatNumber } from "./format.js";
 import { safeLine } from "./safetext.js";

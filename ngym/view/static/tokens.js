@@ -1,4 +1,4 @@
-// What did the policy sample, and how sure was it? Each token coloured by logprob, advantage or policy version; context is dimmed.
+// The tokens of a rollout, coloured by logprob, advantage or policy version; context is dimmed.
 import { button, clear, el } from "./dom.js";
 import { DASH, formatCount, formatNumber, formatSigned, isNumber, plural } from "./format.js";
 import { safeLine } from "./safetext.js";

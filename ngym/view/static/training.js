@@ -1,4 +1,4 @@
-// How do the runs go? Their curves while they grow, their last values, what their recipes differ in, and rollouts of a step.
+// The training page: live curves, last values, differences of the recipes, and rollouts of a step.
 import { clear, el, released } from "./dom.js";
 import { plural } from "./format.js";
 import { safeLine } from "./safetext.js";
@@ -87,7 +87,7 @@ class TrainingPage {
     this.board.show(this.#shown);
   }
 
-  /** Made anew only if it would say something else: what is marked with the mouse stays so. */
+  /** Rebuilt only if its text changes, so that a selection stays. */
   #showTable() {
     const { tab, picked, find } = this.settings;
     const runs = this.#shown;

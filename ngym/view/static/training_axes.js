@@ -1,4 +1,4 @@
-// Where does a value stand on a canvas, and what is written beside the axes?
+// Axes of a canvas: the position of a value, and the labels.
 import { formatCount, formatNumber } from "./format.js";
 import { extent, ticks } from "./scale.js";
 

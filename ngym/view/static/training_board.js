@@ -56,7 +56,7 @@ export class TrainingBoard {
     this.#schedule();
   }
 
-  /** Groups and charts anew; a chart that there was stays the same. */
+  /** Rebuilds groups and charts; an existing chart stays the same. */
   #arrange(names, runs) {
     const before = this.#charts;
     this.#charts = new Map();
@@ -158,7 +158,7 @@ function trainingSpan(runs, axis) {
   return some.length ? [Math.min(...some.map(([first]) => first)), Math.max(...some.map(([, last]) => last))] : [0, 1];
 }
 
-/** Where the picked step stands on the axis; by time as in the first run. */
+/** The position of the selected step on the axis; by time as in the first run. */
 function pickedPlace(runs, { picked, axis }) {
   const run = runs.find((one) => one.data.count);
   return picked === null || axis === "step" || !run ? picked : run.data.seconds[trainingRowAt(run.data.steps, picked, run.data.count)];

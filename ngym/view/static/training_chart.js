@@ -6,7 +6,7 @@ import { TRAINING_PAD, paintTrainingAxes, trainingNumber, trainingPlan } from ".
 const TRAINING_DRAG_PX = 6;
 
 /**
- * lines: TrainingLines or TrainingStack. title: what stands above. note: a node below it, or null.
+ * lines: TrainingLines or TrainingStack. title: the text above. note: a node below it, or null.
  * hooks: {onHover(chart, x|null, event), onPick(x), onZoom([from, to]), onResize(chart)}.
  */
 export class TrainingChart {

@@ -1,4 +1,4 @@
-// What does the reader choose? Which runs, which charts, and how they are drawn; kept in the address, so that it can be shared.
+// The controls: which runs, which charts, and how they are drawn; kept in the address, so that it can be shared.
 import { button, el, released } from "./dom.js";
 import { formatNumber } from "./format.js";
 import { hrefOf } from "./router.js";

@@ -1,4 +1,4 @@
-// What did a run log so far? Its metrics as typed columns, a row for each step, filled piece by piece as the file grows.
+// The metrics of a run as typed columns, a row for each step, filled piece by piece as the file grows.
 
 const TRAINING_ROWS = 256;
 

@@ -1,4 +1,4 @@
-// Which training runs are there, and what did they log? Read piece by piece, then again as long as somebody looks.
+// Reads the training runs and their metrics piece by piece, and again while the page is visible.
 import { TrainingRunData } from "./training_data.js";
 
 const TRAINING_EVERY_MS = 2000;

@@ -1,4 +1,4 @@
-// Which charts are there, and in which order? What tells whether a run learns comes first.
+// The charts and their order: those that show whether a run learns come first.
 
 // title, metrics in the order of their patterns, whether it is open at first
 const TRAINING_GROUPS = [

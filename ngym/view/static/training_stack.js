@@ -1,4 +1,4 @@
-// What takes the time of a step? The phases of one run, one upon the other; the mean of the steps that share a pixel.
+// The phases of a step, stacked; the mean of the steps that share a pixel.
 import { trainingNearestRow, trainingSmoothed } from "./training_data.js";
 import { seenRows } from "./training_lines.js";
 

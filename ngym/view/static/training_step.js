@@ -1,4 +1,4 @@
-// What was at this step? The box beside the pointer, and the bar of the step that was picked.
+// The values of a step: the box beside the pointer, and the bar of the selected step.
 import { button, clear, el } from "./dom.js";
 import { formatNumber } from "./format.js";
 import { safeLine } from "./safetext.js";

@@ -1,4 +1,4 @@
-// What else is there to know of the runs? Their last values, in what their recipes differ, and rollouts of a step.
+// The tables below the charts: last values, differences of the recipes, and rollouts of a step.
 import { el, folded, link } from "./dom.js";
 import { DASH, formatNumber, isNumber } from "./format.js";
 import { hrefOf } from "./router.js";
