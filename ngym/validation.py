@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -128,6 +128,20 @@ def others(config: Config, name: str) -> list[str]:
     """The services that a service's options name, such as a judge."""
     given = config.services[name].options.values()
     return [value for value in given if isinstance(value, str) and value in config.services]
+
+
+def needed(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
+    """The part of the config that must run for these gym servers to score.
+
+    Raises:
+        ConfigError: one of them asks a model, and `models` is false.
+    """
+    part = config.only(gyms)
+    for gym in sorted(gyms):
+        if not models and (asked := others(config, gym)):
+            where = config.services[gym].where
+            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; {remedy}")
+    return part
 
 
 def can_be_alone(config: Config, environment: Environment) -> bool:
