@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -80,7 +80,7 @@ class Environment(NamedTuple):
     data: Path
 
     def cases(self) -> list[Case]:
-        """UsageError, with file and line, for one that is none."""
+        """The cases. UsageError, with file and line, for an invalid one."""
         return [_case(line.row, f"{self.data / GOLD}:{line.number}") for line in _lines(self.data / GOLD)]
 
     def rows(self, file: str) -> list[Json]:
@@ -130,8 +130,22 @@ def others(config: Config, name: str) -> list[str]:
     return [value for value in given if isinstance(value, str) and value in config.services]
 
 
+def needed(config: Config, gyms: Collection[str], models: bool, remedy: str) -> Config:
+    """The part of the config that must run for these gym servers to score.
+
+    Raises:
+        ConfigError: one of them asks a model, and `models` is false.
+    """
+    part = config.only(gyms)
+    for gym in sorted(gyms):
+        if not models and (asked := others(config, gym)):
+            where = config.services[gym].where
+            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; {remedy}")
+    return part
+
+
 def can_be_alone(config: Config, environment: Environment) -> bool:
-    """Whether it asks nobody, or only models that its scripted one can stand in for."""
+    """Whether it calls no other service, or only models that its scripted one can replace."""
     asked = others(config, environment.name)
     scripted = (environment.data / MODEL).is_file()
     return not asked or (scripted and all(config.services[name].kind == "model" for name in asked))

@@ -1,7 +1,8 @@
 """Makes .venv hold exactly what locks/cpu.txt says and this project, editable; done already, it does nothing.
 
 Run by `make` with the Python that .venv is to have. Only the standard library is used, because nothing else is there yet.
-pip installs uv, and uv the rest, many times faster, from the sources that pip is configured for (ngym/supervise/package_indexes.py).
+pip installs uv, and uv the rest, many times faster, from the sources that pip is configured for
+(ngym/supervise/package_indexes.py).
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def main(
     stanza = config.stanza(name)
     if stanza.app is None:
         raise ConfigError(f"{stanza.where}: {name!r} has no app, only a url: it is an external service")
-    wanted = _own_port(stanza) if port is None else port
+    url_port = urlsplit(stanza.external_urls[0]).port if stanza.external else None
+    wanted = stanza.port or url_port or 0 if port is None else port
     address = host or config.settings.host
     token = _token(config, address)
     if dry_run:
@@ -111,11 +112,6 @@ def _token(config: Config, address: str) -> str | None:
             "the output of `openssl rand -hex 32`, for every service of the run and for their clients"
         )
     return token
-
-
-def _own_port(stanza: Stanza) -> int:
-    url_port = urlsplit(stanza.external_urls[0]).port if stanza.external else None
-    return stanza.port or url_port or 0
 
 
 def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> None:

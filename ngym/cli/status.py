@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,30 +194,20 @@ async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerat
 
 async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape]:
     """Metrics by service; services that report none are left out."""
-    from ngym.supervise.service_metrics import together
+    from ngym.supervise.service_metrics import scrape, together
 
     found: dict[str, Scrape] = {}
     all_urls = [server.get("urls") or [server["url"]] for server in servers]
     # The token belongs to the run: external services do not receive it.
     tokens = [token if server["app"] else None for server in servers]
     asked = [
-        asyncio.gather(*(_scrape(url, opener) for url in urls)) for urls, opener in zip(all_urls, tokens, strict=True)
+        asyncio.gather(*(scrape(url, opener, TIMEOUT_S) for url in urls))
+        for urls, opener in zip(all_urls, tokens, strict=True)
     ]
     for server, scrapes in zip(servers, await asyncio.gather(*asked), strict=True):
         if told := [scrape for scrape in scrapes if scrape is not None]:
             found[server["name"]] = together(told)
     return found
-
-
-async def _scrape(url: str, token: str | None) -> Scrape | None:
-    from ngym.supervise.probe import get
-    from ngym.supervise.service_metrics import read
-
-    try:
-        reply = await get(f"{url.rstrip('/')}/metrics", TIMEOUT_S, token)
-        return read(reply.body.decode(), time.monotonic()) if reply.status == 200 else None
-    except (OSError, ValueError):  # the service does not answer, or has other metrics
-        return None
 
 
 async def _ask(url: str, token: str | None) -> list[Server]:

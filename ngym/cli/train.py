@@ -90,10 +90,12 @@ def main(
             from ngym.trainer import train
 
             output = train.main(files, overrides, overwrite=overwrite, resume=resume)
-    if as_json and _is_first_rank():
+    if as_json:
         from ngym.trainer import summary
+        from ngym.trainer.recipe.recipe import read_launch
 
-        click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
+        if read_launch().rank == 0:
+            click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
 
 
 @contextmanager
@@ -108,9 +110,3 @@ def _all_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
-
-
-def _is_first_rank() -> bool:
-    from ngym.trainer.recipe.recipe import read_launch
-
-    return read_launch().rank == 0

@@ -101,7 +101,9 @@ async def _validate(
     config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float, say: Say
 ) -> Found:
     """names: environments to test; empty: all that have gold answers; None: no environment."""
-    mistakes = await _check_all(config, launcher)
+    # Each service's file is loaded in its own process, as ng_run does.
+    checks = [_check(config, stanza, launcher) for stanza in config.services.values() if stanza.app]
+    mistakes = [complaint for complaint in await asyncio.gather(*checks) if complaint]
     if mistakes:
         return Found(mistakes, [])
     say(f"{', '.join(map(str, config.files))}: {len(config.services)} services, all right")
@@ -110,12 +112,6 @@ async def _validate(
     from ngym.cli.environments import try_environments
 
     return Found([], await try_environments(config, launcher, names, within_s, say))
-
-
-async def _check_all(config: Config, launcher: Launcher) -> list[str]:
-    """Load each service's file in its own process, as ng_run does, and return the complaints."""
-    checks = [_check(config, stanza, launcher) for stanza in config.services.values() if stanza.app]
-    return [complaint for complaint in await asyncio.gather(*checks) if complaint]
 
 
 async def _check(config: Config, stanza: Stanza, launcher: Launcher) -> str:

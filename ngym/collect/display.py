@@ -67,8 +67,8 @@ class Meter:
         left = total - self.settled
         seconds = left / rollouts if complete and left and rollouts > 0 else None
         elapsed = time.monotonic() - self.started
-        facts, pauses = tuple(self._facts()), tuple(self._pauses())
-        return Standing(self.settled, total, elapsed, seconds, facts, pauses, complete)
+        pauses = tuple(f"paused: {harmless(reason)}; it continues by itself" for reason in self.reasons.values())
+        return Standing(self.settled, total, elapsed, seconds, tuple(self._facts()), pauses, complete)
 
     def _facts(self) -> list[str]:
         """Rewards, failures, rates, and what is in flight."""
@@ -80,9 +80,6 @@ class Meter:
             classes = ", ".join(f"{name} {count:,}" for name, count in failed.most_common(3))
             facts.append(f"failed attempts {share:.1f} % ({classes})")
         return [*facts, f"{rollouts:,.1f} rollouts/s", f"{tokens:,.0f} tokens/s", f"{self.in_flight():,} in flight"]
-
-    def _pauses(self) -> list[str]:
-        return [f"paused: {harmless(reason)}; it continues by itself" for reason in self.reasons.values()]
 
     def _rewards(self) -> list[str]:
         shown = []

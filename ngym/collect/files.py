@@ -270,7 +270,9 @@ class Files:
             due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
             keys = tuple(rollout.key for rollout in due)
             for rollout in due:
-                self._check_input()
+                if self._check is not None:
+                    self._check.raise_if_bad()
+                    self._count_input()
                 if self._sent is not None:
                     self._sent.add(rollout.row)
                 yield replace(rollout, group=keys)
@@ -380,12 +382,6 @@ class Files:
         self._check.begin_rest()
         self._record.input_digest = self._check.digest
         self._count_input()
-
-    def _check_input(self) -> None:
-        """UsageError if the rest of the input has a bad line."""
-        if self._check is not None:
-            self._check.raise_if_bad()
-            self._count_input()
 
     def _count_input(self) -> None:
         """Update the progress and the record with the results of the input check."""

@@ -106,7 +106,8 @@ def _lines(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
     errors = means.get("tool_errors")
     yield "tool calls", _number(means.get("tool_calls"), 2), f"{errors:.2f} of them errors" if errors else ""
     yield "seconds", _number(means.get("seconds"), 2), ""
-    yield "stopped by", "", _shares(tally.stops, tally.rollouts)
+    shares = (f"{name} {100 * count / tally.rollouts:.0f} %" for name, count in _ranked(tally.stops))
+    yield "stopped by", "", ", ".join(shares)
     yield from _own(tally)
     if tally.unscored:
         yield "unscored", f"{tally.unscored:,}", "left out of the means"
@@ -137,10 +138,6 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def _interval(interval: Interval | None) -> str:
     return "" if interval is None else f"95 % in [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def _shares(counts: Mapping[str, int], total: int) -> str:
-    return ", ".join(f"{name} {100 * count / total:.0f} %" for name, count in _ranked(counts))
 
 
 def _counts(counts: Mapping[str, int]) -> str:

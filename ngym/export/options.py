@@ -43,7 +43,9 @@ class Options:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        for name, value in (("--min-reward", self.min_reward), ("--margin", self.margin)):
+            if value is not None and not math.isfinite(value):
+                raise UsageError(f"{name} must be a number, not {value}")
         self._check_combinations()
         self._check_files()
 
@@ -69,11 +71,6 @@ class Options:
     def imitated(self) -> bool:
         """Whether a trainer imitates every exported row."""
         return self.format in ("demonstrations", "sharegpt")
-
-    def _check_numbers(self) -> None:
-        for name, value in (("--min-reward", self.min_reward), ("--margin", self.margin)):
-            if value is not None and not math.isfinite(value):
-                raise UsageError(f"{name} must be a number, not {value}")
 
     def _check_combinations(self) -> None:
         if self.best is not None and self.format not in WITH_BEST:

@@ -97,6 +97,7 @@ class Scan:
             if self.options.dedupe and self._seen(_identity(rollout)):
                 return Reason.DUPLICATE
             return Candidate(place, self._task(rollout), rollout.reward, True, b"", self._shapes.number(row))
+        whole = rollout.ending == "whole" or self.options.keep_truncated
         said = self._sayable(rollout)
         prompt = fingerprint(*said.prompt, *said.tools)
         if self.options.dedupe and self._seen(prompt + fingerprint(*said.completion)):
@@ -105,7 +106,7 @@ class Scan:
             place,
             self._task(rollout, prompt),
             rollout.reward,
-            self._exemplary(rollout),
+            exemplary=whole and rollout.reward >= self.options.threshold,
             words=fingerprint(*(message for message in said.completion if message["role"] == "assistant")),
             shape=self._shapes.number([said.prompt, said.completion, said.tools]),
         )
@@ -118,10 +119,6 @@ class Scan:
         elif self.options.format in ("preferences", "kto"):
             check_prompt(said)
         return said
-
-    def _exemplary(self, rollout: Rollout) -> bool:
-        whole = rollout.ending == "whole" or self.options.keep_truncated
-        return whole and rollout.reward >= self.options.threshold
 
     def _task(self, rollout: Rollout, prompt: bytes = b"") -> int:
         """The number of its group. Rollouts of one task with different prompts or tools are different groups."""

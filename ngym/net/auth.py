@@ -139,15 +139,11 @@ class Locked:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._may_pass(scope):
+        is_open = scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN
+        if scope["type"] == "lifespan" or is_open or self._lock.opens(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await refuse(send, Unauthorized(REFUSAL), self._service)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN:
-            return True
-        return self._lock.opens(scope["headers"])
 
 
 class Visitors:

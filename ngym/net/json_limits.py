@@ -54,11 +54,7 @@ def is_deep(raw: bytes, value: Any) -> bool:
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return False
     try:
-        orjson.dumps(reduce(_in_a_list, range(ORJSON_WRITES - MAX_DEPTH), value))
+        orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - MAX_DEPTH), value))
     except TypeError:
         return True
     return False
-
-
-def _in_a_list(value: Any, _: int) -> Any:
-    return [value]

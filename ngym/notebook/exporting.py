@@ -96,7 +96,7 @@ def export_rollouts(
         seed=seed,
         overwrite=overwrite,
     )
-    return Exported(options.output, export(options, _unshown), format, folder)
+    return Exported(options.output, export(options, show=lambda line: None), format, folder)
 
 
 def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:
@@ -113,7 +113,3 @@ def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:
 
 def _line(row: Json) -> bytes:
     return orjson.dumps({"_ng_task_index": 0, **row}) + b"\n"
-
-
-def _unshown(line: bytes) -> None:
-    return None

@@ -67,7 +67,7 @@ class InLines:
         self._stream = stream
         self._next = time.monotonic() + PLAIN_EVERY_S
         self._said = ""
-        self._now = _no_line
+        self._now: Callable[[], str] = lambda: ""
 
     def say(self, text: str) -> None:
         print(harmless(text), file=self._stream, flush=True)
@@ -83,10 +83,6 @@ class InLines:
         """Print the last state, if earlier ones were printed."""
         if self._said and self._said != (last := self._now()):
             self.say(last)
-
-
-def _no_line() -> str:
-    return ""
 
 
 class BelowTheCell:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from ngym.collect.session import Reached
-from ngym.config.service_config import Config
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.errors import ServiceError, UsageError
 from ngym.grading import reverify
 from ngym.grading.group_rewards import is_pending, judged
 from ngym.notebook.arguments import at_least_one, rows_of
@@ -22,8 +21,9 @@ from ngym.peers import Peers
 from ngym.runtime.event_loop import unless
 from ngym.schema import Json
 from ngym.stats.score_summary import parts_of
-from ngym.validation import others, says
+from ngym.validation import needed, says
 
+REMEDY = "start it with models=True"
 ASKED = ("responses_create_params", "response", "ng", "agent_ref", "reward", "reward_components")
 
 
@@ -142,8 +142,8 @@ class _Call:
         known = await self.place.known()
         config = self.place.config
         gyms = [self._gym(row, known.services, known.urls or known.services) for row in self._rows]
-        needed = _needed(config, set(gyms), self._models) if config is not None else None
-        async with self.place.reached(known, needed, self.watch) as reached:
+        services = needed(config, set(gyms), self._models, REMEDY) if config is not None else None
+        async with self.place.reached(known, services, self.watch) as reached:
             return await unless(reached.failure(), self._verified(gyms, reached))
 
     async def _verified(self, gyms: Sequence[str], reached: Reached) -> list[Verdict]:
@@ -198,16 +198,6 @@ def _rows(given: Any, answer: str | None) -> list[Json]:
             raise UsageError(f"row {number} has no response; pass the row of a rollout, or answer=")
         rows.append(row)
     return rows
-
-
-def _needed(config: Config, gyms: set[str], models: bool) -> Config:
-    """The part of the config that must run for these gym servers."""
-    needed = config.only(gyms)
-    for gym in sorted(gyms):
-        if not models and (asked := others(config, gym)):
-            where = config.services[gym].where
-            raise ConfigError(f"{where}: {gym!r} asks {', '.join(asked)} for its rewards; start it with models=True")
-    return needed
 
 
 def _task(row: Json) -> tuple[Any, Any]:

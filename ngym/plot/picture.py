@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from ngym.errors import UsageError
 from ngym.files.jsonl import write_whole
 from ngym.plot.runs import Series
-from ngym.plot.text import duration, number_text
+from ngym.plot.text import number_text
 from ngym.rollout import printable
+from ngym.runtime.live_region import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

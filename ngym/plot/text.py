@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from ngym.plot.runs import Axis, Series
 from ngym.rollout import printable
+from ngym.runtime.live_region import duration
 
 WIDTH, HEIGHT = 60, 12  # characters
 MARKS = "·#o+x*%@"
@@ -68,10 +69,3 @@ def number_text(value: float) -> str:
     if size >= 1000 or value == round(value):
         return f"{value:,.0f}"
     return f"{value:.3f}" if size < 100 else f"{value:.1f}"
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -195,7 +195,8 @@ class Upstream:
         self, held: AsyncExitStack, turn: Turn, site: Site, raw: bytes | None, streamed: bool, once: bool
     ) -> _Answer | ServiceError:
         """An answer, or a problem, which the caller raises unless it retries."""
-        timeout_s = self._timeout_s()
+        remaining = request_context.current.get().remaining_s()
+        timeout_s = self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
         try:
             headers = {**await self._headers(), **request_context.trace_headers()}
             if streamed:
@@ -221,10 +222,6 @@ class Upstream:
         if answer.status in REFUSED_FOR_RATE and told.retryable:
             turn.refused(wait_s(answer.headers))
         return told
-
-    def _timeout_s(self) -> float:
-        remaining = request_context.current.get().remaining_s()
-        return self._options.timeout_s if remaining is None else min(remaining, self._options.timeout_s)
 
     def _again(self, told: ServiceError, once: bool) -> bool:
         """Whether to retry. A refusal for the rate slows down all callers instead of using the retry budget."""

@@ -111,19 +111,16 @@ class Board:
         word = state.status if ready or state.status == "stopped" else f"{state.status} {duration(seconds)}"
         again = f"{state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
         seen = self._traffic.get(state.label)
+        rate = (f"{seen.requests_per_s:,.1f} req/s" if seen.requests_per_s else "idle") if seen and ready else ""
         errors = f"{seen.errors:,} error{'s' * (seen.errors != 1)}" if seen and seen.errors else ""
         return Row(
             harmless(state.label),
             word,
             STYLES.get(state.status, BUSY),
             state.url if ready and not state.detail else harmless(state.detail),
-            _rate(seen) if seen and ready else "",
+            rate,
             ", ".join(filter(None, (again, errors))),
         )
-
-
-def _rate(seen: Traffic) -> str:
-    return f"{seen.requests_per_s:,.1f} req/s" if seen.requests_per_s else "idle"
 
 
 def told(state: State) -> str:

@@ -240,7 +240,7 @@ async def look_for_ever(
     before: dict[str, Scrape] = {}
     while True:
         ours = [state for state in states() if state.app and state.status == "ready"]
-        found = await asyncio.gather(*(_scrape(state.url, token) for state in ours))
+        found = await asyncio.gather(*(scrape(state.url, token, TIMEOUT_S, WANTED) for state in ours))
         now = {state.label: scrape for state, scrape in zip(ours, found, strict=True) if scrape is not None}
         tell({label: _traffic(before[label], scrape) for label, scrape in now.items() if label in before})
         before = now
@@ -252,10 +252,13 @@ def _traffic(before: Scrape, now: Scrape) -> Traffic:
     return Traffic(seen.requests_per_s, sum(seen.errors.values()))
 
 
-async def _scrape(url: str, token: str | None) -> Scrape | None:
+async def scrape(url: str, token: str | None, timeout_s: float, wanted: tuple[str, ...] = ("",)) -> Scrape | None:
+    """The metrics of a service; None if it does not answer in time, or has other metrics. wanted: first words of lines."""
     try:
-        reply = await get(f"{url}/metrics", TIMEOUT_S, token)
-        lines = reply.body.decode().splitlines() if reply.status == 200 else []
-        return read("\n".join(line for line in lines if line.startswith(WANTED)) + "\n", time.monotonic())
+        reply = await get(f"{url.rstrip('/')}/metrics", timeout_s, token)
+        if reply.status != 200:
+            return None
+        lines = reply.body.decode().splitlines()
+        return read("\n".join(line for line in lines if line.startswith(wanted)) + "\n", time.monotonic())
     except (OSError, ValueError):  # it is busy, or a third-party service
         return None

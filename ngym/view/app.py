@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
-from ngym.net.auth import Lock, Visitors
+from ngym.net.auth import Lock, Visitors, refuse
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.compare import compare
@@ -50,6 +50,7 @@ KINDS = {
     ".png": "image/png",
 }
 DEFAULT_ROWS = 200
+SERVICE = "the viewer"
 Answer = TypeVar("Answer")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -82,19 +83,7 @@ class Guard:
         if problem is None:
             await self._app(scope, receive, guarded)
             return
-        body = orjson.dumps(
-            {
-                "type": problem.problem()["type"],
-                "title": problem.title,
-                "status": problem.status,
-                "detail": problem.detail,
-            }
-        )
-        headers = [(b"content-type", b"application/problem+json"), (b"content-length", str(len(body)).encode())]
-        if problem.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await guarded({"type": "http.response.start", "status": problem.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await refuse(guarded, problem, SERVICE)
 
     def _problem(self, scope: Scope) -> ServiceError | None:
         if self._visitors is not None and (problem := self._visitors.problem(scope)):
@@ -122,7 +111,7 @@ def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | Non
     """
     api = Api(shown, title)
     routes = [
-        Route("/", _page),
+        Route("/", _static),
         Route("/static/{name}", _static),
         Route("/api/runs", api.runs),
         Route("/api/runs/{id}/rows", api.rows),
@@ -214,12 +203,8 @@ class Api:
         return _json({**found, **files})
 
 
-async def _page(request: Request) -> Response:
-    return _file("index.html")
-
-
 async def _static(request: Request) -> Response:
-    return _file(request.path_params["name"])
+    return _file(request.path_params.get("name", "index.html"))
 
 
 def _file(name: str) -> Response:
@@ -271,5 +256,5 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 def _problem(error: ServiceError) -> Response:
-    body = {"type": error.problem()["type"], "title": error.title, "status": error.status, "detail": error.detail}
-    return Response(orjson.dumps(body), status_code=error.status, media_type="application/problem+json")
+    body = orjson.dumps(error.problem(SERVICE))
+    return Response(body, status_code=error.status, media_type="application/problem+json")

@@ -118,17 +118,11 @@ def compare(a: Rows, b: Rows, q: str, sort: str, offset: int, limit: int) -> Jso
         "unscored_b": _unscored([pair.b for pair in pairs]),
         "delta": fmean(deltas) if deltas else None,
         "interval": None if interval is None else [interval.low, interval.high],
-        "matched_by": _matched_by(common),
+        "matched_by": None if not common else "task_id" if any(isinstance(key, str) for key in common) else "task",
         "total": len(pairs),
         **({"searching": True, "scanned": searching} if searching < 1 else {}),
         "rows": [pair.as_json() for pair in _sorted(pairs, sort or DEFAULT_SORT)[offset : offset + limit]],
     }
-
-
-def _matched_by(common: list[str | int]) -> str | None:
-    if not common:
-        return None
-    return "task_id" if any(isinstance(key, str) for key in common) else "task"
 
 
 def _unscored(sides: list[Side | None]) -> float:

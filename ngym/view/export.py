@@ -6,10 +6,10 @@ import random
 import re
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,21 +223,13 @@ def _chosen(run: RolloutRun, q: str, count: int, contrasts: list[str]) -> list[s
     worst = _rows(run, f"{q} -reward:null", "reward,advantage", share)
     best = _rows(run, f"{q} -reward:null", "-reward,-advantage", share)
     differing = _ends(run, q, share)
-    turns = chain.from_iterable(
-        zip(*map(_endless, (worst, best, differing, contrasts, _evenly(run, q, count))), strict=False)
-    )
+    turns = chain.from_iterable(zip_longest(worst, best, differing, contrasts, _evenly(run, q, count)))
     allowed = set(run.rows.all(q))
     known = dict.fromkeys(failures)
     for row in islice(turns, 10 * count + 10):
         if row is not None and len(known) < max(count, len(failures)) and row_seq(row) in allowed:
             known.setdefault(row)
     return list(known)
-
-
-def _endless(rows: Iterable[str]) -> Iterator[str | None]:
-    yield from rows
-    while True:
-        yield None
 
 
 def _ends(run: RolloutRun, q: str, count: int) -> list[str]:

@@ -135,7 +135,10 @@ def order(text: str, fields: Collection[str] = ()) -> tuple[str, tuple[Any, ...]
         found = _expression(name, fields)
         if found is None and name in SORTED_ONLY:
             found = SORTED_ONLY[name], []
-        expression, values = found or _no_key(name, fields)
+        if found is None:
+            near = _near(name, [*NUMBERS, *WORDS, *SORTED_ONLY, *fields])
+            raise WrongFilter(f"nothing to sort by is called {_shown(name)}{near}")
+        expression, values = found
         keys.append(f"{expression} IS NULL, {expression} {'DESC' if name != key else 'ASC'}")
         parameters += [*values, *values]
     return ", ".join([*keys, "r.seq"]), tuple(parameters)
@@ -263,12 +266,6 @@ def _maybe_number(value: str) -> float | int | None:
 def _unknown(term: str, name: str, fields: Collection[str]) -> str:
     near = _near(name, [*NUMBERS, *WORDS, *fields])
     return f"no field {_shown(name)}{near} in {_shown(term)}; to look for the text itself, put it in quotes"
-
-
-def _no_key(name: str, fields: Collection[str]) -> tuple[str, list[Any]]:
-    raise WrongFilter(
-        f"nothing to sort by is called {_shown(name)}{_near(name, [*NUMBERS, *WORDS, *SORTED_ONLY, *fields])}"
-    )
 
 
 def _near(name: str, names: Collection[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp
 
 from ngym.errors import UsageError
-from ngym.net.auth import RUN_TOKEN, Lock, hosts_of, new_token, token_from
+from ngym.net.auth import RUN_TOKEN, Lock, hosts_of, is_loopback, new_token, token_from
 from ngym.view.app import application
 from ngym.view.runs import Opened
 
@@ -69,15 +68,6 @@ def door(host: str, port: int | None) -> Door:
                 break
     remedy = OTHER_PORT if problem.errno in OF_THE_PORT else OTHER_HOST
     raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) -> None:

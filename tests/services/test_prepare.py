@@ -23,10 +23,7 @@ from ngym.cli.rollouts.prepare import main
 from ngym.config.environment_card import facts_in
 from ngym.errors import ConfigError, UsageError
 from ngym.files.jsonl import checked
-from ngym.prepare import Unfit
-from ngym.prepare.download import DownloadFailed, fetch, joined, records
-from ngym.prepare.rows import accepted, converted, distinct
-from ngym.prepare.sets import find_sets
+from ngym.prepare import DownloadFailed, Unfit, accepted, converted, distinct, fetch, find_sets, joined, records
 
 SETS = find_sets([ROOT])
 

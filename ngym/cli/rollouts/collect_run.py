@@ -362,7 +362,9 @@ class Session:
     @asynccontextmanager
     async def _startup(self) -> AsyncIterator[None]:
         if self.options.as_json:
-            self._on_state = self._say_state
+            self._on_state = lambda state: self._echo(
+                harmless(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip())
+            )
             yield
             return
         from ngym.supervise.display import display as startup_display
@@ -413,9 +415,6 @@ class Session:
             self._echo(f"{store.unwritten}; --resume writes it")
         for line in files(store.paths, console.width - 2 if console.is_terminal else None):
             self._echo(f"  {line}")
-
-    def _say_state(self, state: State) -> None:
-        self._echo(harmless(f"{state.label:<24} {state.status:<10} {state.detail}".rstrip()))
 
     def _echo(self, text: str, nl: bool = True) -> None:
         click.echo(text, self.stream, nl=nl)

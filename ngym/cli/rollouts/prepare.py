@@ -19,9 +19,7 @@ from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
     from ngym.config.service_config import Config, Stanza
-    from ngym.prepare import File, PublicSet
-    from ngym.prepare.rows import Converted
-    from ngym.prepare.sets import Split
+    from ngym.prepare import Converted, File, PublicSet, Split
     from ngym.supervise.launcher import Launcher
 
 DEFAULT = Path("global_config.yaml")
@@ -34,7 +32,7 @@ Exit codes: 0    train.jsonl, validation.jsonl and manifest.json are written
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
-    from ngym.prepare.sets import find_sets
+    from ngym.prepare import find_sets
 
     return [name for name in find_sets((Path.cwd(), shipped())) if name.startswith(begun)]
 
@@ -98,8 +96,7 @@ def main(
     if listed or name is None:
         show_sets(as_json)
         return
-    from ngym.prepare.rows import MANIFEST, check_free
-    from ngym.prepare.sets import find_sets, named
+    from ngym.prepare import MANIFEST, check_free, find_sets, named
     from ngym.supervise.launcher import Launcher
 
     chosen = named(find_sets((Path.cwd(), shipped())), name)
@@ -147,7 +144,7 @@ SEEN = (
 
 
 def show_sets(as_json: bool) -> None:
-    from ngym.prepare.sets import find_sets
+    from ngym.prepare import find_sets
 
     sets = find_sets((Path.cwd(), shipped())).values()
     if as_json:
@@ -187,7 +184,7 @@ def _at(chosen: PublicSet, revision: str) -> PublicSet:
 
 
 def _download(chosen: PublicSet, mirrors: Mirrors, say: Callable[[str], None]) -> dict[File, Path]:
-    from ngym.prepare.download import fetch
+    from ngym.prepare import fetch
 
     paths = mirrors.paths(chosen)
     for file, path in paths.items():
@@ -208,8 +205,7 @@ async def _prepare(
     say: Callable[[str], None],
 ) -> None:
     from ngym.cli.environments import started
-    from ngym.prepare.download import digest
-    from ngym.prepare.rows import accepted, converted, distinct, some, write
+    from ngym.prepare import accepted, converted, digest, distinct, some, write
 
     config, stanza = _environment(chosen, configs)
     left_out: Counter[str] = Counter()
@@ -254,7 +250,7 @@ def _report(
     left_out: Counter[str],
     say: Callable[[str], None],
 ) -> None:
-    from ngym.prepare.rows import some
+    from ngym.prepare import some
 
     told = ", ".join(f"{len(rows[split]):,} for {what}" for split, what in _WHAT.items())
     say(f"{folder}: {told} ({chosen.licence}); manifest.json records the sources")

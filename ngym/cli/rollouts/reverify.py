@@ -113,11 +113,14 @@ class Needs(NamedTuple):
 
 
 def _needs(config: Config, source: Path, models: bool) -> Needs:
+    from ngym.validation import needed
+
     rows = Counter(row["agent_ref"]["name"] for row in _rows(source))
     if not rows:
         raise UsageError(f"{source}: no rows in it")
     gyms = {agent: _gym(config, agent, source) for agent in rows}
-    return Needs(config, gyms, rows, _services(config, set(gyms.values()), models))
+    remedy = "--models starts it, and asks it again"
+    return Needs(config, gyms, rows, needed(config, set(gyms.values()), models, remedy).services)
 
 
 def _show(needs: Needs, output: Path, as_json: bool) -> None:
@@ -148,21 +151,6 @@ async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path
         with suppress(FileNotFoundError):
             aside.unlink()
     return told
-
-
-def _services(config: Config, gyms: set[str], models: bool) -> Collection[str]:
-    """The services that must run for these gym servers."""
-    from ngym.validation import others
-
-    if models:
-        return config.only(gyms).services
-    for gym in sorted(gyms):
-        if asked := others(config, gym):
-            raise ConfigError(
-                f"{config.services[gym].where}: {gym!r} asks {', '.join(asked)} for its rewards; --models starts it, "
-                "and asks it again"
-            )
-    return gyms
 
 
 def _rows(source: Path) -> Iterator[Json]:

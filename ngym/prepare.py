@@ -1,0 +1,479 @@
+"""Converts public sets to rows for `ng_prepare`: downloads files at a pinned revision, reads records, converts and
+checks them.
+
+A set is declared next to its environment's data, in `data/NAME/prepare.py`, as a `PublicSet` in `SETS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http.client import HTTPException, HTTPResponse
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlsplit
+from urllib.request import Request, urlopen
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ngym.did_you_mean import did_you_mean
+from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
+from ngym.files.jsonl import checked, write_whole
+from ngym.peers import Peer
+from ngym.schema import Json
+
+Split = Literal["train", "validation"]
+FILE = "prepare.py"
+
+
+class Unfit(Exception):
+    """A record cannot be converted. The message says why, with the same text for equal reasons: they are counted."""
+
+
+class Made(NamedTuple):
+    """A row, and the set's reference answer (Responses items), if any, which the verifier must give the full reward.
+
+    split: if the record defines it.
+    """
+
+    row: Json
+    answer: list[Json] | None = None
+    split: Split | None = None
+
+
+class File(BaseModel):
+    """A file of a set. sha256: None if no public record of it was found; then only the revision identifies the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+
+class Part(BaseModel):
+    """Files whose records belong together, by their `id` or line by line. split: None: a tenth is held out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    files: tuple[File, ...] = Field(min_length=1)
+    split: Split | None = None
+
+
+class PublicSet(BaseModel):
+    """title: the set's common name, as in the README of the environment, with the same licence.
+
+    rows: of the source, None if unknown. note: a hint for users, such as that it is a benchmark.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    title: str
+    environment: str  # folder of its gym server
+    host: Literal["hugging_face", "github"]
+    repo: str
+    revision: str = Field(pattern=r"^[0-9a-f]{40}$")
+    licence: str
+    rows: int | None
+    note: str = ""
+    parts: tuple[Part, ...] = Field(min_length=1)
+    convert: Callable[[Json], Made]
+
+    def url(self, file: File, hub: str, github: str) -> str:
+        """hub, github: the URLs of the two hosts, without a trailing slash."""
+        if self.host == "github":
+            return f"{github}/{self.repo}/{self.revision}/{quote(file.path)}"
+        return f"{hub}/datasets/{self.repo}/resolve/{self.revision}/{quote(file.path)}"
+
+    def at(self, revision: str) -> PublicSet:
+        """The set at another revision, whose digests and number of rows are unknown."""
+        parts = tuple(
+            Part(files=tuple(File(path=file.path) for file in part.files), split=part.split) for part in self.parts
+        )
+        return self.model_copy(update={"revision": revision, "parts": parts, "rows": None})
+
+
+def saying(text: str) -> list[Json]:
+    """An answer of text."""
+    return [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+
+
+def calling(calls: Iterable[tuple[str, Json]]) -> list[Json]:
+    """An answer that calls tools."""
+    return [
+        {"type": "function_call", "call_id": f"c{number}", "name": name, "arguments": json.dumps(arguments)}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+
+
+def find_sets(roots: Iterable[Path]) -> dict[str, PublicSet]:
+    """The sets that `data/*/prepare.py` under these folders declare, by name; an earlier folder wins."""
+    found: dict[str, PublicSet] = {}
+    for root in roots:
+        for file in sorted(root.glob(f"data/*/{FILE}")):
+            for each in _declared(file.resolve()):
+                found.setdefault(each.name, each)
+    return found
+
+
+def _declared(file: Path) -> tuple[PublicSet, ...]:
+    name = f"_ngym_prepare_{file.parent.name}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: not a Python file")
+    module: Any = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError, ValidationError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    if not hasattr(module, "SETS"):
+        raise ConfigError(f"{file}: declares no `SETS = (PublicSet(...), ...)`")
+    return tuple(module.SETS)
+
+
+def named(sets: dict[str, PublicSet], name: str) -> PublicSet:
+    """The set of this name, or a UsageError with the nearest name."""
+    if name not in sets:
+        raise UsageError(f"no public set is called {name!r}{did_you_mean(name, sets)}; ng_prepare --list shows them")
+    return sets[name]
+
+
+MAX_FIELD_CHARS = 1 << 24  # per field of a CSV file
+BATCH_ROWS = 1_000
+MAX_BYTES = 1 << 30  # per file
+CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 60.0  # for a connection, and for each piece
+AGAIN = "run the command again, it continues where it stopped"
+
+
+def joined(paths: Sequence[Path]) -> Iterator[Json]:
+    """The merged records of files that belong together: by `id` if they have one, else line by line.
+
+    Raises:
+        UsageError: a file does not have the format of its name, or the files do not match.
+    """
+    first, *others = paths
+    if not others:
+        yield from records(first)
+        return
+    rest = [list(records(path)) for path in others]
+    by_id = [{row["id"]: row for row in rows if "id" in row} for rows in rest]
+    number = -1
+    for number, record in enumerate(records(first)):
+        merged = dict(record)
+        for path, rows, known in zip(others, rest, by_id, strict=True):
+            other = known.get(record["id"]) if "id" in record else rows[number] if number < len(rows) else None
+            if other is None:
+                raise UsageError(f"{path}: has nothing for record {number + 1} of {first.name}")
+            merged |= other
+        yield merged
+    for path, rows in zip(others, rest, strict=True):
+        if len(rows) != number + 1:
+            raise UsageError(f"{path}: has {len(rows)} records, and {first.name} has {number + 1}")
+
+
+def records(path: Path) -> Iterator[Json]:
+    """The records of a file, in the format of its suffix. Each line of a text file is `{name of the file: line}`."""
+    match path.suffix:
+        case ".jsonl" | ".json":
+            yield from _json(path)
+        case ".csv":
+            csv.field_size_limit(MAX_FIELD_CHARS)
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                yield from csv.DictReader(file)
+        case ".parquet":
+            yield from _parquet(path)
+        case ".txt":
+            with path.open(encoding="utf-8-sig", newline="\n") as file:
+                for line in file:
+                    yield {path.name: line.rstrip("\r\n")}
+        case other:
+            raise UsageError(f"{path}: no reader for {other or 'a file without an ending'}")
+
+
+def _json(path: Path) -> Iterator[Json]:
+    with path.open("rb") as file:
+        is_array = file.read(64).lstrip()[:1] == b"["
+    if not is_array:
+        yield from (line.row for line in checked(path, lambda row: None))
+        return
+    try:
+        yield from orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[Json]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise UsageError(f"{path.name} is a Parquet file: pip install 'ngym[prepare]' ({error})") from None
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(BATCH_ROWS):
+            yield from batch.to_pylist()
+    except arrow.ArrowException as error:
+        raise UsageError(f"{path}: not a Parquet file that can be read: {error}") from None
+
+
+class DownloadFailed(NgymError):
+    """The download failed; the message has a remedy."""
+
+
+def fetch(url: str, target: Path, sha256: str | None = None, token: str | None = None) -> None:
+    """Download a file, unless it exists.
+
+    Args:
+        sha256: the expected digest; None accepts any.
+        token: a bearer token for the host of `url` only; it is not sent to a redirect's host.
+
+    Raises:
+        DownloadFailed: the file is not available, is too large, or has another digest.
+        UsageError: the file cannot be written.
+    """
+    if target.is_file() and sha256 in (None, digest(target)):
+        return
+    part = target.with_name(f"{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _stream(url, part, target, token)
+        if sha256 is not None and (got := digest(part)) != sha256:
+            part.unlink()
+            raise DownloadFailed(
+                f"{url}: its sha256 is {got} and must be {sha256}: the download is damaged, or this is no longer the "
+                "same file; run the command again, and if that does not help, choose another --revision"
+            )
+        part.replace(target)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written ({error.strerror}); choose another --cache") from None
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stream(url: str, part: Path, target: Path, token: str | None) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    request = Request(url, headers={"User-Agent": "ngym", **({"Range": f"bytes={have}-"} if have else {})})
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urlopen(request, timeout=TIMEOUT_S) as reply, part.open("ab" if reply.status == 206 else "wb") as file:
+            _copy(reply, file, url)
+    except HTTPError as error:
+        if error.code != 416 or not have:
+            raise DownloadFailed(_refused(error.code, url)) from None
+        part.unlink()  # it is complete, or belongs to another file
+        _stream(url, part, target, token)
+    except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        raise DownloadFailed(
+            f"{urlsplit(url).netloc} cannot be reached ({reason}); {AGAIN}. Without internet access, "
+            f"set HF_ENDPOINT to a mirror, or put the file of {url} at {target}"
+        ) from None
+
+
+def _copy(reply: HTTPResponse, file: BinaryIO, url: str) -> None:
+    wanted = int(reply.headers.get("Content-Length") or -1)
+    copied = 0
+    while chunk := reply.read(CHUNK_BYTES):
+        copied += len(chunk)
+        file.write(chunk)
+        if file.tell() > MAX_BYTES:
+            raise DownloadFailed(f"{url}: larger than the limit of {MAX_BYTES >> 20} MiB")
+    if wanted not in (-1, copied):
+        raise DownloadFailed(f"{url}: broke off after {copied:,} of {wanted:,} bytes; {AGAIN}")
+
+
+def _refused(status: int, url: str) -> str:
+    told = f"{url}: HTTP {status}"
+    if status in (401, 403):
+        page = url.partition("/resolve/")[0]
+        return f"{told}: gated, private or missing. Accept its terms at {page}, and set HF_TOKEN to your token"
+    if status == 404:
+        return f"{told}: no such file at this revision; choose another with --revision"
+    return f"{told}; try again later, it continues where it stopped"
+
+
+HELD_OUT = 10  # one in 10 rows is for validation, if the set does not define a split
+MANIFEST = "manifest.json"
+SPLITS: tuple[Split, ...] = ("validation", "train")  # a row in both is for validation
+AT_ONCE = 16
+SLICE = 1_000  # rows per batch of checks
+FULL = 1.0 - 1e-6
+SHOWN_CHARS = 160
+
+
+class Converted(NamedTuple):
+    """A row with its split and the set's reference answer."""
+
+    split: Split
+    made: Made
+
+
+def converted(
+    chosen: PublicSet, paths: Mapping[File, Path], agent: str, limit: int | None, left_out: Counter[str]
+) -> Iterator[Converted]:
+    """The rows of all parts, at most `limit` of each split; records without a row are counted in `left_out`, by reason.
+
+    Raises:
+        UsageError: a file or a record does not have the format that the converter reads.
+    """
+    counts: Counter[Split] = Counter()
+
+    def full(split: Split | None) -> bool:
+        return limit is not None and all(counts[each] >= limit for each in ([split] if split else SPLITS))
+
+    for part in chosen.parts:
+        for number, record in enumerate(joined([paths[file] for file in part.files]), 1):
+            if full(part.split):
+                break
+            try:
+                made = chosen.convert(record)
+            except Unfit as error:
+                left_out[str(error)] += 1
+                continue
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{paths[part.files[0]]}: record {number} does not have the format that data/{chosen.environment}"
+                    f"/prepare.py reads ({type(error).__name__}: {error}); is it another --revision?"
+                ) from error
+            agent_ref = {"type": "responses_api_agents", "name": agent}
+            row = {"responses_create_params": made.row["responses_create_params"], "agent_ref": agent_ref, **made.row}
+            split = made.split or part.split or _share(row)
+            if not full(split):
+                counts[split] += 1
+                yield Converted(split, made._replace(row=row))
+
+
+def distinct(rows: Iterable[Converted], left_out: Counter[str]) -> dict[Split, list[Converted]]:
+    """The rows by split, each question once; no question of validation is in training."""
+    by_split: dict[Split, list[Converted]] = {"train": [], "validation": []}
+    for each in rows:
+        by_split[each.split].append(each)
+    seen: set[bytes] = set()
+    for split in SPLITS:
+        kept = []
+        for each in by_split[split]:
+            key = hashlib.sha256(_question(each.made.row)).digest()
+            if key in seen:
+                left_out["a duplicate question"] += 1
+            else:
+                seen.add(key)
+                kept.append(each)
+        by_split[split] = kept
+    return by_split
+
+
+def write(
+    folder: Path, chosen: PublicSet, rows: Mapping[Split, list[Converted]], left_out: Counter[str], files: list[Json]
+) -> None:
+    """Write train.jsonl, validation.jsonl, and last the manifest; the same set gives the same bytes.
+
+    Raises:
+        UsageError: the folder has rows from elsewhere.
+    """
+    check_free(folder, chosen.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        lines = [orjson.dumps(each.made.row, option=orjson.OPT_APPEND_NEWLINE) for each in rows[split]]
+        write_whole(folder / f"{split}.jsonl", b"".join(lines))
+    manifest = {
+        "set": chosen.name,
+        "title": chosen.title,
+        "environment": chosen.environment,
+        "source": f"{chosen.host}:{chosen.repo}",
+        "revision": chosen.revision,
+        "licence": chosen.licence,
+        "note": chosen.note,
+        "files": files,
+        "converter": converter_of(chosen),
+        "ngym": version("ngym"),
+        "rows": {split: {"count": len(rows[split]), "sha256": digest(folder / f"{split}.jsonl")} for split in SPLITS},
+        "left_out": dict(sorted(left_out.items())),
+    }
+    write_whole(folder / MANIFEST, orjson.dumps(manifest, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def check_free(folder: Path, name: str) -> None:
+    """Raise a UsageError if writing would replace rows that ng_prepare did not write for this set."""
+    manifest = folder / MANIFEST
+    try:
+        own = orjson.loads(manifest.read_bytes()).get("set") == name if manifest.is_file() else False
+    except (orjson.JSONDecodeError, AttributeError):
+        own = False
+    taken = [file for split in SPLITS if (file := folder / f"{split}.jsonl").exists()]
+    if taken and not own:
+        raise UsageError(f"{taken[0]} exists and was not prepared from {name}; choose another --output")
+
+
+def converter_of(chosen: PublicSet) -> Json:
+    """The function that made the rows, and the sha256 of its file."""
+    file = Path(inspect.getfile(chosen.convert))
+    return {"function": f"data/{file.parent.name}/{file.name}:{chosen.convert.__name__}", "sha256": digest(file)}
+
+
+def some(reasons: Counter[str], count: int) -> list[str]:
+    """The most common reasons with their counts."""
+    return [f"{times:>7,}  {reason}" for reason, times in reasons.most_common(count)]
+
+
+def _share(row: Json) -> Split:
+    """The split of a row, by its question only, so that it does not depend on the order of the set."""
+    return "validation" if hashlib.sha256(_question(row)).digest()[0] % HELD_OUT == 0 else "train"
+
+
+def _question(row: Json) -> bytes:
+    """The request to the policy: the same text with other tools is another question."""
+    return orjson.dumps(row["responses_create_params"], option=orjson.OPT_SORT_KEYS)
+
+
+async def accepted(
+    peer: Peer, rows: Mapping[Split, list[Converted]], left_out: Counter[str]
+) -> dict[Split, list[Converted]]:
+    """The rows that the server accepts and whose reference answer gets the full reward; the others are counted.
+
+    A row without a reference answer must get a verdict on an empty one.
+    """
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def right(each: Converted) -> bool:
+        async with limit:
+            problem = await _problem(peer, each.made)
+        if problem:
+            left_out[problem[:SHOWN_CHARS]] += 1
+        return problem is None
+
+    kept: dict[Split, list[Converted]] = {}
+    for split, several in rows.items():
+        kept[split] = []
+        for start in range(0, len(several), SLICE):
+            some = several[start : start + SLICE]
+            verdicts = await asyncio.gather(*map(right, some))
+            kept[split] += [each for each, is_right in zip(some, verdicts, strict=True) if is_right]
+    return kept
+
+
+async def _problem(peer: Peer, made: Made) -> str | None:
+    session = peer.session()
+    request = {**made.row, "response": {"output": made.answer or saying("")}}
+    try:
+        await session.post("/seed_session", made.row)
+        verdict = await session.post("/verify", request)
+        await session.request("/session", None, method="DELETE")
+    except ServiceError as error:
+        return f"refused: {error.detail}"
+    reward = verdict["reward"]
+    if reward is None:
+        return f"cannot be verified: {verdict.get('outcome') or ''} {verdict.get('reason') or ''}".rstrip(" :")
+    if made.answer and reward < FULL:
+        return "its reference answer does not get the full reward"
+    return None
