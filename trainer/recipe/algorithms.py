@@ -22,14 +22,12 @@ classes. Does not import torch.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from ngym.config.import_path import imported_class
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ConfigError
-from ngym.services.base.loader import load_file
 
 from .base import Positive, Record
 from .objective import (
@@ -262,19 +260,7 @@ def options_class(name: str) -> type[AlgorithmOptions]:
             said = f"there is no algorithm {name!r}" if name else "it needs a name"
             raise ValueError(said + did_you_mean(name, ALGORITHMS))
         return ALGORITHMS[name]
-    place, _, attribute = name.rpartition(":")
-    try:
-        found = getattr(_module(place), attribute, None)
-    except (ConfigError, ImportError, OSError, SyntaxError) as error:
-        raise ValueError(f"{place} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, AlgorithmOptions)):
-        raise ValueError(f"{place} has no subclass of AlgorithmOptions called {attribute!r}")  # noqa: TRY004 - pydantic wants a ValueError
-    return found
-
-
-def _module(place: str) -> Any:
-    """A module, by its import path or file."""
-    return load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    return imported_class(name, AlgorithmOptions)
 
 
 def _parsed(value: object) -> object:

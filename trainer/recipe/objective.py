@@ -21,8 +21,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Estimator = Literal["group_std", "group_mean", "leave_one_out", "leave_one_out_std", "reward", "gae"]
-UNCOMPARED: tuple[Estimator, ...] = ("reward", "gae")
+from .extensions import Estimator
+
+UNCOMPARED = ("reward", "gae")
 """Estimators that do not compare rewards within a group."""
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -50,6 +51,11 @@ class Advantage(_Record):
     eps: NotNegative = 1e-6
     gamma: Discount = 1.0
     lam: Discount = 1.0
+
+    @property
+    def imported(self) -> bool:
+        """Whether the estimator is a function of the user's, named by its import path."""
+        return ":" in self.estimator
 
     @property
     def by_token(self) -> bool:

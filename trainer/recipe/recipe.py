@@ -12,11 +12,12 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from ngym.config.import_path import check_arguments, imported_class, refusal
 from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import Tree, load_tree, parse
 from ngym.did_you_mean import near_file, nearest
@@ -25,6 +26,7 @@ from ngym.telemetry.redact import redacted
 
 from .algorithms import AnyAlgorithm, PolicyGradientOptions, corrected
 from .base import ModelName, Positive, Record, Share, Word, existing, find
+from .extensions import MetricSink, SinkPath
 from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
 from .validation import refusals
 
@@ -56,12 +58,30 @@ class MlflowOptions(Record):
     name: str | None = None
 
 
+class SinkOptions(Record):
+    """A sink of your own."""
+
+    sink: SinkPath = Field(
+        description="Import path of a subclass of ngym.trainer.recipe.extensions.MetricSink: my_file.py:MySink."
+    )
+    options: dict[str, Any] = Field(default={}, description="Keyword arguments of its constructor.")
+
+    @model_validator(mode="after")
+    def _constructor_takes_them(self) -> Self:
+        try:
+            check_arguments(self.sink, imported_class(self.sink, MetricSink), self.options, own=("output", "recipe"))
+        except ValueError as error:
+            raise refusal("options", list(self.options), error) from None
+        return self
+
+
 class LoggingOptions(Record):
     """Where the metrics go in addition to metrics.jsonl. tensorboard: true is `tensorboard` in the output folder."""
 
     tensorboard: bool | Path = Field(default=False, union_mode="left_to_right")
     wandb: WandbOptions | None = None
     mlflow: MlflowOptions | None = None
+    sinks: tuple[SinkOptions, ...] = Field(default=(), description="Sinks of your own.")
 
     @field_validator("tensorboard")
     @classmethod

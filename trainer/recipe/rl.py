@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from .base import ExistingPath, Positive, Record, Share
+from .extensions import TRANSPORTS, Transport
 
 HELD_OUT = "validation.jsonl"
 
@@ -81,7 +82,7 @@ class RolloutOptions(Record):
     max_output_tokens: Positive | None = None
     concurrency: Positive = 256
     timeout_s: float = Field(default=600, gt=0)
-    transport: Literal["http", "filesystem", "lora", "nccl", "ipc"] = "http"
+    transport: Transport = "http"
     push_folder: Path | None = Field(default=None, validate_default=True)
     push_mode: Literal["keep", "wait", "abort"] = "keep"
     colocated: bool = False
@@ -89,10 +90,11 @@ class RolloutOptions(Record):
     @field_validator("push_folder")
     @classmethod
     def _of_the_filesystem(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if info.data.get("transport") == "filesystem" and value is None:
+        transport = info.data.get("transport")
+        if transport == "filesystem" and value is None:
             raise ValueError("the transport filesystem needs the folder that the policy's stanza calls weights_root")
-        if info.data.get("transport") != "filesystem" and value is not None:
-            raise ValueError("push_folder is only for the transport filesystem; remove one of the two")
+        if transport in TRANSPORTS.names and transport != "filesystem" and value is not None:
+            raise ValueError("a folder is only for the transport filesystem or one of your own; remove one of the two")
         return value
 
     @field_validator("environments")
