@@ -53,7 +53,7 @@ def main(
 ) -> None:
     """Check a config: its keys, the references between services, and every service's options.
 
-    With --environment, also test a gym server without a model: the answers of data/NAME/gold.jsonl get their rewards,
+    With --environment, also test a gym server without a model: the answers of its data/gold.jsonl get their rewards,
     corrupted ones less, the same answer twice the same, 64 sessions at once as each alone; and every row is a task.
 
     \b

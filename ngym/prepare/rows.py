@@ -60,8 +60,8 @@ def converted(
                 continue
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise UsageError(
-                    f"{paths[part.files[0]]}: record {number} does not have the format that data/{chosen.environment}"
-                    f"/prepare.py reads ({type(error).__name__}: {error}); is it another --revision?"
+                    f"{paths[part.files[0]]}: record {number} does not have the format that "
+                    f"gym_servers/{chosen.environment}/data/prepare.py reads ({type(error).__name__}: {error}); is it another --revision?"
                 ) from error
             agent_ref = {"type": "responses_api_agents", "name": agent}
             row = {"responses_create_params": made.row["responses_create_params"], "agent_ref": agent_ref, **made.row}
@@ -135,7 +135,8 @@ def check_free(folder: Path, name: str) -> None:
 def converter_of(chosen: PublicSet) -> Json:
     """The function that made the rows, and the sha256 of its file."""
     file = Path(inspect.getfile(chosen.convert))
-    return {"function": f"data/{file.parent.name}/{file.name}:{chosen.convert.__name__}", "sha256": digest(file)}
+    place = "/".join(file.parts[-4:] if file.parent.name == "data" else file.parts[-3:])
+    return {"function": f"{place}:{chosen.convert.__name__}", "sha256": digest(file)}
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:

@@ -98,11 +98,15 @@ def calling(calls: Iterable[tuple[str, Json]]) -> list[Json]:
 
 
 def find_sets(roots: Iterable[Path]) -> dict[str, PublicSet]:
-    """The sets that `data/*/prepare.py` under these folders declare, by name; an earlier folder wins."""
+    """The sets that prepare.py in the data of these folders' environments declare, by name; an earlier folder wins.
+
+    It is gym_servers/NAME/data/prepare.py or data/NAME/prepare.py, and one of them may be a link to the other.
+    """
     found: dict[str, PublicSet] = {}
     for root in roots:
-        for file in sorted(root.glob(f"data/*/{FILE}")):
-            for each in _declared(file.resolve()):
+        files = [*root.glob(f"gym_servers/*/data/{FILE}"), *root.glob(f"data/*/{FILE}")]
+        for file in sorted({file.resolve() for file in files}):
+            for each in _declared(file):
                 found.setdefault(each.name, each)
     return found
 

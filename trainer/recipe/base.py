@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ngym.config.shipped_files import PACKAGE, shipped
+from ngym.config.shipped_files import PACKAGE, shipped_path
 
 
 class Record(BaseModel):
@@ -23,7 +23,7 @@ Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a 
 
 def find(path: str) -> Path | None:
     """A file or folder in the working directory, else among the files that ship with ngym."""
-    return next((found for found in (Path(path), shipped() / path, PACKAGE / path) if found.exists()), None)
+    return next((found for found in (Path(path), shipped_path(path), PACKAGE / path) if found.exists()), None)
 
 
 def existing(path: str) -> str:

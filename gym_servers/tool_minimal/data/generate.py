@@ -16,7 +16,7 @@ from ngym.files.jsonl import write_whole
 from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
-server = load(HERE.parents[1] / "gym_servers" / "tool_minimal" / "app.py")
+server = load(HERE.parent / "app.py")
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES, GOLD = 160, 40, 5, 24
 INSTRUCTIONS = (

@@ -18,7 +18,7 @@ from ngym.files.jsonl import write_whole
 from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
-server = load(HERE.parents[1] / "gym_servers" / "games" / "app.py")
+server = load(HERE.parent / "app.py")
 SEED = 2026
 TRAIN, VALIDATION, GOLD = 40, 10, 3  # of each game
 INSTRUCTIONS = "You play a game, one move a turn. Think briefly, then say your move in the last line."
@@ -45,7 +45,8 @@ def winning(game: str, seed: int) -> list[str]:
     if game == "wordle":
         return [start.secret]
     if game == "sokoban":
-        return start.level.solution
+        solution: list[str] = start.level.solution
+        return solution
     if game == "minesweeper":
         return by_opening(start)
     if game == "2048":

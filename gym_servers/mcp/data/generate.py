@@ -16,7 +16,7 @@ import orjson
 from ngym.files.jsonl import write_whole
 
 HERE = Path(__file__).resolve().parent
-SHOP = HERE.parents[1] / "gym_servers" / "mcp" / "example_server.py"
+SHOP = HERE.parent / "example_server.py"
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES, GOLD = 120, 30, 5, 6
 

@@ -26,7 +26,7 @@ from ngym.files.jsonl import write_whole
 from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
-SERVER = HERE.parents[1] / "gym_servers" / "reasoning_gym"
+SERVER = HERE.parent
 server = load(SERVER / "app.py")
 checker = importlib.import_module(f"{server.__name__}.checker")
 TRAIN, VALIDATION, GOLD = 2026, 10_000_019, 77  # where seeds begin

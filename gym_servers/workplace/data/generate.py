@@ -19,7 +19,7 @@ from ngym.files.jsonl import write_whole
 from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
-server = load(HERE.parents[1] / "gym_servers" / "workplace" / "app.py")
+server = load(HERE.parent / "app.py")
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES, GOLD = 160, 40, 5, 16
 TODAY = date(2027, 3, 15)
@@ -47,11 +47,13 @@ def a_day(rng: random.Random, first: int = 1, last: int = 11) -> str:
 
 
 def somebody(rng: random.Random, office: Any) -> str:
-    return rng.choice([person for person in office.people if person != ME])
+    chosen: str = rng.choice([person for person in office.people if person != ME])
+    return chosen
 
 
 def name(office: Any, person: str) -> str:
-    return office.people[person]["name"]
+    said: str = office.people[person]["name"]
+    return said
 
 
 def move_meeting(rng: random.Random, office: Any) -> Job:

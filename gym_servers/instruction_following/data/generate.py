@@ -88,7 +88,8 @@ Maker = Callable[[random.Random, str, str], Draft]
 
 
 def last_word(text: str) -> str:
-    return re.findall(r"\w+", text)[-1]
+    words: list[str] = re.findall(r"\w+", text)
+    return words[-1]
 
 
 def keywords(rng: random.Random, text: str, topic: str) -> Draft:

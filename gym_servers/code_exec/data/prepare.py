@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from ngym.prepare import File, Made, Part, PublicSet, Unfit, saying
+from ngym.prepare import File, Made, Part, PublicSet, Split, Unfit, saying
 from ngym.schema import Json
 
 PROMPT = "{text}\n\nYour function has to pass this test, and others:\n{test}\n\nGive the code in one ```python block."
@@ -27,7 +27,7 @@ def mbpp(record: Json) -> Made:
         "function": names.pop(),
         "cases": [case for _, case in calls],
     }
-    split = "validation" if record["task_id"] in FOR_VALIDATION else "train"
+    split: Split = "validation" if record["task_id"] in FOR_VALIDATION else "train"
     return Made(row, saying(f"```python\n{record['code']}\n```"), split)
 
 

@@ -47,7 +47,8 @@ def shortest(name: str, seed: int) -> list[int]:
     """Breadth first over an environment with a table of transitions (`P`) that leaves nothing to chance."""
     env = gymnasium.make(name, **ENVIRONMENTS[name])
     start, _ = env.reset(seed=seed)
-    table, waiting, seen = env.unwrapped.P, deque([(int(start), [])]), {int(start)}
+    waiting: deque[tuple[int, list[int]]] = deque([(int(start), [])])
+    table, seen = env.unwrapped.P, {int(start)}
     best = max(reward for actions in table.values() for outcomes in actions.values() for _, _, reward, _ in outcomes)
     while waiting:
         state, path = waiting.popleft()

@@ -17,7 +17,7 @@ from ngym.files.jsonl import write_whole
 from ngym.services.base.loader import load
 
 HERE = Path(__file__).resolve().parent
-server = load(HERE.parents[1] / "gym_servers" / "retrieval" / "app.py")
+server = load(HERE.parent / "app.py")
 SEED = 2026
 TRAIN, VALIDATION, EXAMPLES, GOLD = 160, 40, 5, 16
 INSTRUCTIONS = (
