@@ -27,10 +27,11 @@ OPENING, CLOSING = "<answer>", "</answer>"
 
 
 class Options(ServiceOptions):
-    reward: Literal["correct", "score"] = (
-        "correct"  # 1 or 0; or the library's score, which includes points for any attempt
+    reward: Literal["correct", "score"] = Field(
+        default="correct",
+        description="correct: 1 or 0; score: the library's score, which includes points for any attempt.",
     )
-    deadline_s: float = Field(default=10.0, gt=0)  # CPU seconds to generate a task and score an answer
+    deadline_s: float = Field(default=10.0, gt=0, description="CPU seconds to generate a task and score an answer.")
 
 
 class Task(VerifyRequest):

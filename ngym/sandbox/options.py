@@ -24,7 +24,7 @@ class _Options(BaseModel):
 class Local(_Options):
     """Options of LocalSandbox. `auto` uses the strongest tier that works; a named tier is required."""
 
-    provider: Literal["local"] = "local"
+    provider: Literal["local"] = Field("local", description="Run programs on this machine.")
     tier: Literal["auto", "namespaces", "landlock", "seccomp"] = Field("auto", description="How programs are confined.")
     slots: int | None = Field(None, ge=1, description="Concurrent programs; null: one for each processor.")
     preload: tuple[str, ...] = Field(PRELOAD, description="Modules that are imported before a program begins.")
@@ -33,7 +33,7 @@ class Local(_Options):
 class Docker(_Options):
     """Options of DockerSandbox; `gvisor` is Docker with `--runtime runsc`."""
 
-    provider: Literal["docker", "gvisor"]
+    provider: Literal["docker", "gvisor"] = Field(description="Run programs in containers.")
     image: str = Field(IMAGE, description="The image; it needs Python.")
     slots: int = Field(4, ge=1, description="Concurrent containers.")
 
@@ -41,7 +41,7 @@ class Docker(_Options):
 class Remote(_Options):
     """Options of RemoteSandbox."""
 
-    provider: Literal["remote"]
+    provider: Literal["remote"] = Field(description="Run programs on another machine.")
     url: str | list[str] = Field(description="URL of gym_servers/sandbox; several share the load.")
 
 

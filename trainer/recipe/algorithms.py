@@ -55,7 +55,7 @@ class AlgorithmOptions(Record):
     """
 
     implementation: ClassVar[str]
-    name: str
+    name: str = Field(description="Which algorithm, or the import path of one: my_file.py:MyOptions.")
 
     @model_validator(mode="before")
     @classmethod
@@ -103,34 +103,27 @@ class DpoOptions(Preference, AlgorithmOptions):
 
 
 class SoftOverlong(Record):
-    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
+    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit."""
 
-    limit: sampled tokens of a rollout. buffer: tokens over which the penalty grows. weight: the penalty at the limit.
-    """
-
-    limit: Positive
-    buffer: Positive
-    weight: float = Field(default=1.0, gt=0)
+    limit: Positive = Field(description="Sampled tokens of a rollout.")
+    buffer: Positive = Field(description="Tokens over which the penalty grows.")
+    weight: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
 class Shaping(Record):
-    """DAPO's treatment of groups without a learning signal and of overlong rollouts.
+    """DAPO's treatment of groups without a learning signal and of overlong rollouts."""
 
-    skip_equal_groups: leave out groups whose rewards are all equal, instead of counting their tokens.
-    drop_truncated: truncated rollouts count in their group's statistics but are not trained.
-    """
-
-    skip_equal_groups: bool = True
-    drop_truncated: bool = False
+    skip_equal_groups: bool = Field(
+        default=True, description="Leave out groups whose rewards are all equal, instead of counting their tokens."
+    )
+    drop_truncated: bool = Field(
+        default=False, description="Truncated rollouts count in their group's statistics but are not trained."
+    )
     soft_overlong: SoftOverlong | None = None
 
 
 class PolicyGradientOptions(AlgorithmOptions):
-    """An algorithm that learns from scored rollouts. Its formulas are in docs/algorithms.md.
-
-    temperature: sampling temperature of the rollouts; the trainer's logits are divided by it.
-    max_mismatch: limit of token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
-    """
+    """An algorithm that learns from scored rollouts. Its formulas are in docs/algorithms.md."""
 
     implementation = "policy_gradient"
     advantage: Advantage = Advantage()
@@ -139,8 +132,15 @@ class PolicyGradientOptions(AlgorithmOptions):
     correction: Correction = Correction()
     critic: Critic | None = None
     shaping: Shaping = Shaping()
-    temperature: float = Field(default=1.0, gt=0)
-    max_mismatch: float = Field(default=1.05, gt=1)
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature of the rollouts; the trainer's logits are divided by it."
+    )
+    max_mismatch: float = Field(
+        default=1.05,
+        gt=1,
+        description="Limit of token_mult_prob_error of the first batch; raise it to learn from another policy's "
+        "rollouts.",
+    )
 
     @property
     def objective(self) -> Objective:

@@ -4,6 +4,7 @@ ngym's files.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -31,14 +32,14 @@ def existing(path: str) -> str:
     found = find(path)
     if found is None:
         raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
-    return str(found.resolve())
+    return os.path.abspath(found)
 
 
 def _local_or_hub(name: str) -> str:
     """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
     found = find(name)
     if found is not None:
-        return str(found.resolve())
+        return os.path.abspath(found)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(
             f"there is no folder {name} in {Path.cwd()}, and it is not an owner/name of the Hugging Face hub"
