@@ -195,7 +195,7 @@ async def test_a_judge_that_likes_a_place_gives_everybody_in_a_group_half():
     [
         ("all are fine", [WHOLE, POOR], "no verdict that is the numbers of all answers"),
         ("1", [WHOLE], "no other answer"),
-        ("1", [f"answer {number}" for number in range(17)], "ranks 16 at most"),
+        ("1", [f"answer {number}" for number in range(17)], "ranks at most 16"),
     ],
 )
 async def test_a_group_that_cannot_be_ranked_is_null_and_says_why(said, texts, reason):
