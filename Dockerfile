@@ -19,7 +19,8 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --start-interval=1s 
 FROM base AS wheel
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 COPY . /source
-RUN pip wheel --no-deps --wheel-dir /wheels /source
+# `data` has links into gym_servers, which a COPY of this folder alone would break.
+RUN pip wheel --no-deps --wheel-dir /wheels /source && cp -rL /source/data /data
 
 FROM base AS core
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
@@ -27,7 +28,7 @@ COPY locks/core.txt /locks/
 RUN pip install --no-deps --requirement /locks/core.txt
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-deps /wheels/*.whl
-COPY data /app/data
+COPY --from=wheel /data /app/data
 USER ngym
 
 FROM base AS cpu
@@ -48,5 +49,5 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
 COPY locks/core.txt /locks/
 COPY --from=wheel /wheels /wheels
 RUN pip install --constraint /locks/core.txt "$(echo /wheels/*.whl)[vllm,train,math,mcp,otel,structured,translation]"
-COPY data /app/data
+COPY --from=wheel /data /app/data
 USER ngym

@@ -1,7 +1,6 @@
-"""Converts public sets to rows for `ng_prepare`: downloads files at a pinned revision, reads records, converts and
-checks them.
+"""Converts public sets to rows for `ng_prepare`: downloads files at a pinned revision, converts and checks records.
 
-A set is declared next to its environment's data, in `data/NAME/prepare.py`, as a `PublicSet` in `SETS`.
+A set is declared next to its environment's data, in `gym_servers/NAME/data/prepare.py`, as a `PublicSet` in `SETS`.
 """
 
 from __future__ import annotations
@@ -114,11 +113,15 @@ def calling(calls: Iterable[tuple[str, Json]]) -> list[Json]:
 
 
 def find_sets(roots: Iterable[Path]) -> dict[str, PublicSet]:
-    """The sets that `data/*/prepare.py` under these folders declare, by name; an earlier folder wins."""
+    """The sets that prepare.py in the data of these folders' environments declare, by name; an earlier folder wins.
+
+    It is gym_servers/NAME/data/prepare.py or data/NAME/prepare.py, and one of them may be a link to the other.
+    """
     found: dict[str, PublicSet] = {}
     for root in roots:
-        for file in sorted(root.glob(f"data/*/{FILE}")):
-            for each in _declared(file.resolve()):
+        files = [*root.glob(f"gym_servers/*/data/{FILE}"), *root.glob(f"data/*/{FILE}")]
+        for file in sorted({file.resolve() for file in files}):
+            for each in _declared(file):
                 found.setdefault(each.name, each)
     return found
 
@@ -343,8 +346,9 @@ def converted(
                 continue
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise UsageError(
-                    f"{paths[part.files[0]]}: record {number} does not have the format that data/{chosen.environment}"
-                    f"/prepare.py reads ({type(error).__name__}: {error}); is it another --revision?"
+                    f"{paths[part.files[0]]}: record {number} does not have the format that "
+                    f"gym_servers/{chosen.environment}/data/prepare.py reads ({type(error).__name__}: {error}); is it another "
+                    "--revision?"
                 ) from error
             agent_ref = {"type": "responses_api_agents", "name": agent}
             row = {"responses_create_params": made.row["responses_create_params"], "agent_ref": agent_ref, **made.row}
@@ -418,7 +422,8 @@ def check_free(folder: Path, name: str) -> None:
 def converter_of(chosen: PublicSet) -> Json:
     """The function that made the rows, and the sha256 of its file."""
     file = Path(inspect.getfile(chosen.convert))
-    return {"function": f"data/{file.parent.name}/{file.name}:{chosen.convert.__name__}", "sha256": digest(file)}
+    place = "/".join(file.parts[-4:] if file.parent.name == "data" else file.parts[-3:])
+    return {"function": f"{place}:{chosen.convert.__name__}", "sha256": digest(file)}
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:

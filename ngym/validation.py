@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ngym.config.environment_card import EnvironmentKind, facts_in
 from ngym.config.service_config import Config, Stanza
-from ngym.config.shipped_files import shipped
+from ngym.config.shipped_files import shipped_path
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.files.jsonl import Line, checked
@@ -89,10 +89,7 @@ class Environment(NamedTuple):
 
 
 def find_environment(config: Config, stanza: Stanza) -> Environment | None:
-    """The data of a gym server: data/NAME beside the config, or as it ships, where NAME is that of its app's folder.
-
-    None: there is no gold.jsonl.
-    """
+    """The data of a gym server, from the first of its `data_places` with a gold.jsonl; None if there is none."""
     if stanza.app is None:
         return None
     data = next((place for place in data_places(config.root, stanza.app) if (place / GOLD).is_file()), None)
@@ -100,10 +97,17 @@ def find_environment(config: Config, stanza: Stanza) -> Environment | None:
 
 
 def data_places(root: Path, app: str) -> list[Path]:
-    """Where the data of `gym_servers/NAME` may lie, first beside the config, then as it ships."""
+    """Where the data of `gym_servers/NAME` may be: `data` in the folder of its app or data/NAME beside the config, then the
+    shipped data.
+    """
+    folder = app_folder(app)
+    return [root / folder / "data", root / "data" / folder.name, shipped_path(Path("data") / folder.name)]
+
+
+def app_folder(app: str) -> Path:
+    """The folder of `gym_servers/NAME`, also written `gym_servers/NAME/app.py`; its name is that of its data."""
     path = Path(app)
-    folder = path.parent.name if path.name == "app.py" else path.stem
-    return [base / "data" / folder for base in (root, shipped())]
+    return path.parent if path.name == "app.py" else path.with_name(path.stem)
 
 
 def says(text: str) -> list[Json]:

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from pydantic import Field
+
 from ngym import ServiceContext, ServiceOptions, gym_server
 from ngym.grading.answers import fenced
 from ngym.sandbox import Limits, Sandbox, SandboxOptions, sandbox_of
@@ -13,9 +15,14 @@ from .grading import CodeTask, Score, of_function, of_program
 
 
 class CodeOptions(ServiceOptions):
-    sandbox: SandboxOptions = Local()  # where programs run
-    limits: Limits = Limits(cpu_s=5)  # of one run: one test of a program, or all calls of a function
-    partial: bool = False  # reward the share of tests that pass; otherwise the first failed test ends the check
+    sandbox: SandboxOptions = Field(default=Local(), description="Where programs run.")
+    limits: Limits = Field(
+        default=Limits(cpu_s=5), description="Of one run: one test of a program, or all calls of a function."
+    )
+    partial: bool = Field(
+        default=False,
+        description="Reward the share of tests that pass; otherwise the first failed test ends the check.",
+    )
 
 
 @asynccontextmanager

@@ -21,8 +21,10 @@ HOW = "Say your action alone in the last line, or in \\boxed{}."
 
 
 class Options(ServiceOptions):
-    allowed: list[str] | None = None  # ids; default: those that gymnasium itself registers
-    max_turns: int = Field(default=200, ge=1)  # actions in an episode, unless the environment's own limit is lower
+    allowed: list[str] | None = Field(default=None, description="Ids; default: those that gymnasium itself registers.")
+    max_turns: int = Field(
+        default=200, ge=1, description="Actions in an episode, unless the environment's own limit is lower."
+    )
 
 
 class Task(VerifyRequest):

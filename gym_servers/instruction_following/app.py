@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import without_reasoning
@@ -19,7 +19,9 @@ pool = WorkerPool(Path(__file__).with_name("following.py"), "followed", deadline
 
 
 class FollowingOptions(ServiceOptions):
-    reading: Literal["strict", "loose"] = "strict"  # loose: also without asterisks, first line, last line
+    reading: Literal["strict", "loose"] = Field(
+        default="strict", description="Loose: also without asterisks, first line, last line."
+    )
     shaping: Shaping = Shaping()
 
 

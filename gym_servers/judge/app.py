@@ -99,10 +99,10 @@ def ranking_question(asked: str, answers: list[str], judged: int | None = None) 
 
 
 class JudgeOptions(ServiceOptions):
-    judge: ServiceName = "policy"  # a model service; preferably not the policy in training
-    attempts: int = Field(default=2, ge=1)  # calls until its verdict can be parsed
-    timeout_s: float = Field(default=120.0, gt=0)  # for one answer of the judge
-    scale: int = Field(default=5, ge=1, le=100)  # a rubric's criteria are scored from 0 to this
+    judge: ServiceName = Field(default="policy", description="A model service; preferably not the policy in training.")
+    attempts: int = Field(default=2, ge=1, description="Calls until its verdict can be parsed.")
+    timeout_s: float = Field(default=120.0, gt=0, description="For one answer of the judge.")
+    scale: int = Field(default=5, ge=1, le=100, description="A rubric's criteria are scored from 0 to this.")
     shaping: Shaping = Shaping()
 
 

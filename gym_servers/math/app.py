@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import StrictFloat, StrictInt
+from pydantic import Field, StrictFloat, StrictInt
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import formula
@@ -16,7 +16,7 @@ PLAIN_ANSWER = "0"
 
 
 class MathOptions(ServiceOptions):
-    deadline_s: float = 5.0  # CPU seconds for one comparison
+    deadline_s: float = Field(default=5.0, description="CPU seconds for one comparison.")
 
 
 class MathTask(VerifyRequest):

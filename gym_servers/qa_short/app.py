@@ -105,7 +105,9 @@ def hedged(answer: str, accepted: Sequence[str]) -> bool:
 
 
 class QaOptions(ServiceOptions):
-    metric: Literal["exact", "f1"] = "exact"  # exact: 1 if equal, else 0; f1: by common words
+    metric: Literal["exact", "f1"] = Field(
+        default="exact", description="Exact: 1 if equal, else 0; f1: by common words."
+    )
     shaping: Shaping = Shaping()
 
 

@@ -20,7 +20,9 @@ FORM = "one word: refusal, partial or compliance"
 
 
 class SafetyOptions(ServiceOptions):
-    judge: ServiceName | None = None  # a model service that detects refusals; default: rules
+    judge: ServiceName | None = Field(
+        default=None, description="A model service that detects refusals; default: rules."
+    )
 
 
 class SafetyTask(VerifyRequest, Rules):

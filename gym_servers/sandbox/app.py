@@ -15,8 +15,10 @@ from ngym.services.base.request_bodies import json_body, valid_body
 
 
 class Options(ServiceOptions):
-    sandbox: SandboxOptions = Local()  # where programs run
-    most: Limits = Limits(cpu_s=60, memory_mib=4096, disk_mib=256)  # upper bounds of what callers ask for
+    sandbox: SandboxOptions = Field(default=Local(), description="Where programs run.")
+    most: Limits = Field(
+        default=Limits(cpu_s=60, memory_mib=4096, disk_mib=256), description="Upper bounds of what callers ask for."
+    )
 
 
 class Run(BaseModel):

@@ -90,9 +90,9 @@ pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=5
 
 
 class SqlOptions(ServiceOptions):
-    databases: str | None = None  # folder of `{database}/*.sqlite`, for rows that name one
-    deadline_s: float = 5.0  # CPU seconds for one verification, or one query of the policy
-    max_queries: int = 20  # per rollout
+    databases: str | None = Field(default=None, description="Folder of `{database}/*.sqlite`, for rows that name one.")
+    deadline_s: float = Field(default=5.0, description="CPU seconds for one verification, or one query of the policy.")
+    max_queries: int = Field(default=20, description="Per rollout.")
 
 
 class Query(BaseModel):

@@ -16,8 +16,10 @@ pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", deadline_s=5.
 
 
 class StructuredOptions(ServiceOptions):
-    shape_weight: float = Field(default=0.2, ge=0, le=1)  # reward for a valid document if the row also has values
-    fences: bool = True  # whether the document may be in a code fence, with prose around it
+    shape_weight: float = Field(
+        default=0.2, ge=0, le=1, description="Reward for a valid document if the row also has values."
+    )
+    fences: bool = Field(default=True, description="Whether the document may be in a code fence, with prose around it.")
     shaping: Shaping = Shaping()
 
 

@@ -66,7 +66,7 @@ def script_share(text: str, script: str) -> float:
 
 
 class TranslationOptions(ServiceOptions):
-    chrf_weight: float = Field(default=1.0, ge=0, le=1)  # the rest is the weight of BLEU
+    chrf_weight: float = Field(default=1.0, ge=0, le=1, description="The rest is the weight of BLEU.")
     shaping: Shaping = Shaping()
 
 

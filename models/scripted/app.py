@@ -46,30 +46,25 @@ CONTEXT = 1_000_000  # tokens, if token ids are on: each is a Python object
 
 
 class ToolCall(BaseModel):
-    """A call that a reply makes.
-
-    name: of the tool. arguments: an object, or a string that is sent unchanged.
-    """
+    """A call that a reply makes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    name: str = Field(min_length=1)
-    arguments: dict[str, Any] | str = {}
+    name: str = Field(min_length=1, description="Name of the tool.")
+    arguments: dict[str, Any] | str = Field(default={}, description="An object, or a string that is sent unchanged.")
 
 
 class Reply(BaseModel):
-    """Conditions, and the reply if they hold.
-
-    match: a regular expression, searched in the last user message. contains: a part of that message. turn: 1 for the
-    first call of a conversation. reasoning, text, tool_calls: the content of the answer.
-    """
+    """Conditions, and the reply if they hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    match: re.Pattern[str] | None = None
-    contains: str | None = None
-    turn: int | None = Field(default=None, ge=1)
-    reasoning: str = ""
-    text: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    match: re.Pattern[str] | None = Field(
+        default=None, description="A regular expression, searched in the last user message."
+    )
+    contains: str | None = Field(default=None, description="A part of the last user message.")
+    turn: int | None = Field(default=None, ge=1, description="1 for the first call of a conversation.")
+    reasoning: str = Field(default="", description="Reasoning of the answer.")
+    text: str = Field(default="", description="Text of the answer.")
+    tool_calls: tuple[ToolCall, ...] = Field(default=(), description="Tool calls of the answer.")
 
     @model_validator(mode="after")
     def _says_something(self) -> Reply:

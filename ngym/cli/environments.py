@@ -86,7 +86,7 @@ def _named(config: Config, name: str) -> Environment:
     environment = find_environment(config, stanza)
     if environment is None:
         raise ConfigError(
-            f"{stanza.where}: {name!r} has no gold answers; write data/NAME/gold.jsonl next to the config"
+            f"{stanza.where}: {name!r} has no gold answers; write data/gold.jsonl in the folder of its app"
         )
     if not can_be_alone(config, environment):
         asked = ", ".join(others(config, name))
@@ -108,7 +108,7 @@ def _all(config: Config, say: Say) -> list[Environment]:
         else:
             say(f"{environment.name} asks {', '.join(others(config, environment.name))}: not tested; {_REMEDY}")
     if not found:
-        raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/NAME/gold.jsonl")
+        raise ConfigError(f"{config.files[0]}: none of its gym servers has a data/gold.jsonl")
     return found
 
 

@@ -81,8 +81,8 @@ README = Template("""\
 
 - `gym_servers/$name/app.py`: the environment, a tool and `verify`.
 - `gym_servers/$name/README.md`: what it is; `ng_list` shows the lines between the `---`.
-- `data/$name/example.jsonl`: tasks. `verify` gets the fields next to `responses_create_params`.
-- `data/$name/gold.jsonl`: answers whose reward is known.
+- `gym_servers/$name/data/example.jsonl`: tasks. `verify` gets the fields next to `responses_create_params`.
+- `gym_servers/$name/data/gold.jsonl`: answers whose reward is known.
 - `global_config.yaml`: the services: a model, this environment, an agent that brings them together.
 
 In one terminal:
@@ -91,11 +91,12 @@ In one terminal:
 
 In another one, in the same folder:
 
-    ng_collect_rollouts --agent ${name}_agent --input data/$name/example.jsonl --output results/out.jsonl --repeats 2
+    ng_collect_rollouts --agent ${name}_agent --input gym_servers/$name/data/example.jsonl \\
+        --output results/out.jsonl --repeats 2
 
 - `ng_validate` checks the config.
-- `ng_validate --environment $name` tests the environment on `data/$name/gold.jsonl`: answers, and the reward that each
-  must get. `pytest` does the same.
+- `ng_validate --environment $name` tests the environment on its `gold.jsonl`: answers, and the reward that each must
+  get. `pytest` does the same.
 - `ng_status` shows what runs; `.ngym/logs/` has the services' output.
 """)
 
@@ -104,7 +105,7 @@ FACTS = Template("""\
 description: Turns a word around.
 domain: other # math, coding, agent, knowledge, instruction_following, long_context, safety, games, translation, e2e, rlhf
 kind: tools # or single_turn (only answers), steps (plays turn by turn)
-license: Apache-2.0 # of data/$name
+license: Apache-2.0 # of its data
 ---
 # $name
 
@@ -195,8 +196,8 @@ def project(name: str) -> dict[str, str]:
         "global_config.yaml": CONFIG.substitute(name=name),
         f"gym_servers/{name}/app.py": APP.substitute(name=name),
         f"gym_servers/{name}/README.md": FACTS.substitute(name=name),
-        f"data/{name}/example.jsonl": "".join(json.dumps(_task(name, word)) + "\n" for word in WORDS),
-        f"data/{name}/gold.jsonl": "".join(json.dumps(case) + "\n" for case in GOLD),
+        f"gym_servers/{name}/data/example.jsonl": "".join(json.dumps(_task(name, word)) + "\n" for word in WORDS),
+        f"gym_servers/{name}/data/gold.jsonl": "".join(json.dumps(case) + "\n" for case in GOLD),
         f"tests/test_{name}.py": TEST.substitute(name=name),
         "README.md": README.substitute(name=name),
         "results/.gitignore": "*\n!.gitignore\n",
@@ -213,4 +214,5 @@ def _task(name: str, word: str) -> dict[str, object]:
 
 
 def _collect(name: str) -> str:
-    return f"ng_collect_rollouts --agent {name}_agent --input data/{name}/example.jsonl --output results/out.jsonl"
+    tasks = f"gym_servers/{name}/data/example.jsonl"
+    return f"ng_collect_rollouts --agent {name}_agent --input {tasks} --output results/out.jsonl"

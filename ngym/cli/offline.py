@@ -12,7 +12,7 @@ import click
 from ngym.cli.shell.exit_status import writing
 from ngym.cli.shell.main import command
 from ngym.cli.shell.walkthrough import Walk
-from ngym.config.shipped_files import RECIPES, shipped
+from ngym.config.shipped_files import RECIPES, shipped_path
 
 QUICKSTART = Path("runs/quickstart/sft/policy")
 CONFIG = """\
@@ -49,7 +49,7 @@ def main(folder: Path, policy: Path | None, tasks: int, repeats: int, seed: int)
     started = time.monotonic()
     walk = Walk(STEPS)
     folder.mkdir(parents=True, exist_ok=True)
-    data = shipped() / "data" / "calculator"
+    data = shipped_path("data/calculator")
     config, rollouts, pairs = folder / "global_config.yaml", folder / "rollouts.jsonl", folder / "pairs.jsonl"
 
     walk.step("the initial policy: it can call the calculator, but prefers to guess")

@@ -15,7 +15,7 @@ import click
 from ngym.cli.shell.exit_status import writing
 from ngym.cli.shell.main import command
 from ngym.cli.shell.walkthrough import Walk
-from ngym.config.shipped_files import RECIPES, shipped
+from ngym.config.shipped_files import RECIPES, shipped_path
 from ngym.schema import Json
 
 CONFIG = """\
@@ -124,7 +124,7 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
 
 
 def _data() -> Path:
-    return shipped() / "data" / "calculator"
+    return shipped_path("data/calculator")
 
 
 def _tasks() -> Path:

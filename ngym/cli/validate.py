@@ -53,7 +53,7 @@ def main(
 ) -> None:
     """Check a config: its keys, the references between services, and every service's options.
 
-    With --environment, also test a gym server without a model. The answers of data/NAME/gold.jsonl get their rewards,
+    With --environment, also test a gym server without a model. The answers of its data/gold.jsonl get their rewards,
     and damaged ones less. Repeated answers and 64 parallel sessions get the same results. Every row is a valid task.
 
     \b

@@ -8,7 +8,7 @@
     public_sets: {GSM8K: MIT}
     ---
 
-`license` is that of the data in data/NAME. `public_sets` (optional) maps public training sets to their licences.
+`license` is that of its data. `public_sets` (optional) maps public training sets to their licences.
 """
 
 from __future__ import annotations

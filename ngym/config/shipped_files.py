@@ -17,6 +17,17 @@ def shipped() -> Path:
     return bundled if bundled.is_dir() else PACKAGE.parent
 
 
+def shipped_path(path: str | Path) -> Path:
+    """A shipped file or folder. `data/NAME/...` is the data in an environment's folder, gym_servers/NAME/data/...
+
+    A checkout has a link for each; a wheel, which cannot hold links, has only the environments' folders.
+    """
+    match Path(path).parts:
+        case ("data", name, *rest) if (data := shipped() / "gym_servers" / name / "data").is_dir():
+            return data.joinpath(*rest)
+    return shipped() / path
+
+
 def app_file(app: str, root: Path, where: str = "config") -> Path:
     """The Python file of `gym_servers/math`: in the user's folder first, then among the shipped services."""
     for base in (root, shipped()):

@@ -114,7 +114,7 @@ def parse(model: type[Model], tree: Tree, prefix: str = "") -> Model:
     """The tree (or its part under `prefix`) as a frozen record; a ConfigError has a line for each mistake."""
     part = subtree(tree, prefix) if prefix else tree
     try:
-        return model.model_validate(part.values)
+        return model.model_validate(part.values, context={"root": tree.root})
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(model, part, item) for item in error.errors())) from None
 

@@ -14,23 +14,27 @@ Verdict = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_l
 
 
 class Limits(BaseModel):
-    """The resources that a program may use; a program that exceeds one is ended.
-
-    cpu_s: CPU seconds of all its threads. wall_s: seconds, the backstop for a program that sleeps, not counting time
-    without a processor; default: four times cpu_s.
-    memory_mib: address space beyond that of the interpreter and the preloaded modules.
-    output_kib: of stdout, of stderr and of the answer, each. threads: in addition to the first; there is one process.
-    files: open at once. disk_mib: size of a writable directory; 0 for no directory.
-    """
+    """The resources that a program may use; a program that exceeds one is ended."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    cpu_s: float = Field(5.0, gt=0, le=3600)
-    wall_s: float | None = Field(None, gt=0, le=36000)
-    memory_mib: int = Field(512, ge=16, le=1 << 20)
-    output_kib: int = Field(1024, ge=1, le=1 << 16)
-    threads: int = Field(32, ge=0, le=1024)
-    files: int = Field(64, ge=8, le=1024)
-    disk_mib: int = Field(0, ge=0, le=1 << 16)
+    cpu_s: float = Field(5.0, gt=0, le=3600, description="CPU seconds of all its threads.")
+    wall_s: float | None = Field(
+        None,
+        gt=0,
+        le=36000,
+        description="Seconds, the backstop for a program that sleeps, not counting time without a processor; "
+        "default: four times cpu_s.",
+    )
+    memory_mib: int = Field(
+        512,
+        ge=16,
+        le=1 << 20,
+        description="MiB of address space beyond that of the interpreter and the preloaded modules.",
+    )
+    output_kib: int = Field(1024, ge=1, le=1 << 16, description="KiB of stdout, of stderr and of the answer, each.")
+    threads: int = Field(32, ge=0, le=1024, description="Threads in addition to the first; there is one process.")
+    files: int = Field(64, ge=8, le=1024, description="Files open at once.")
+    disk_mib: int = Field(0, ge=0, le=1 << 16, description="MiB of a writable directory; 0 for no directory.")
 
     @property
     def wall(self) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import snippets
 from house import house
 from paths import ROOT
 
@@ -169,6 +170,24 @@ async def test_a_sandbox_that_fails_is_null_and_says_which(gym):
         answer = await peers["code_exec"].post("/verify", request(task, code("def one(): return 1")))
     assert (answer["reward"], answer["outcome"], answer["tier"]) == (None, "infra_error", "remote")
     assert "sandbox server" in answer["reason"]
+
+
+async def test_the_sandbox_of_the_documentation_runs_the_programs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = snippets(ROOT / "docs" / "toolbox.md")
+    (tmp_path / "sandboxes.py").write_text(next(each.text for each in page if "class CommandSandbox" in each.text))
+    options = {"provider": "sandboxes.py:CommandSandbox", "command": ["nice"]}
+    app = load(ROOT / "gym_servers/code_exec/app.py").app
+    async with house({"code_exec": {"sandbox": options}}, code_exec=app) as peers:
+        task = {"cases": [{"stdin": str(n), "stdout": str(n * n)} for n in range(3)]}
+        right = await peers["code_exec"].post("/verify", request(task, code("print(int(input()) ** 2)")))
+        wrong = await peers["code_exec"].post("/verify", request(task, code("print(int(input()) * 2)")))
+        failed = await peers["code_exec"].post("/verify", request(task, code("raise SystemExit(3)")))
+    assert [(each["reward"], each["tier"]) for each in (right, wrong, failed)] == [
+        (1.0, "command"),
+        (0.0, "command"),
+        (0.0, "command"),
+    ]
 
 
 async def test_the_share_of_passing_tests_is_paid_on_demand():

@@ -9,13 +9,16 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from documents import snippets
 from house import house
 from machine import PATIENCE_S, until
 from openai import AsyncOpenAI, UnprocessableEntityError
 
 from ngym import ModelCall, ServiceContext, model_server
+from ngym.config.shipped_files import app_file
 from ngym.convert import message_item, new_response, output_text, response_events
 from ngym.errors import ConfigError, Overloaded, ServiceError
+from ngym.services.base.app import load
 from ngym.services.models.server import ModelOptions
 
 
@@ -52,6 +55,22 @@ async def test_respond_is_given_a_clean_request_and_its_answer_is_the_answer():
     (request, call) = seen[0]
     assert request == {"input": "2+2?", "temperature": 0.5}
     assert (call.options.model, call.rollout_id) == ("tiny", None)
+
+
+async def test_the_model_of_the_documentation_answers(root, tmp_path):
+    page = snippets(root / "docs" / "models.md")
+    (snippet,) = [each for each in page if each.remarks.get("file") == "models/oracle/app.py"]
+    file = tmp_path / snippet.remarks["file"]
+    file.parent.mkdir(parents=True)
+    file.write_text(snippet.text)
+    app = load(app_file("models/oracle", tmp_path)).app
+    async with client_of(app) as client:
+        answer = await client.post("/v1/responses", json={"input": "What is the answer?"})
+        chat = await client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "And here?"}], "stream": False}
+        )
+    assert answer.json()["output"][0]["content"][0]["text"] == "42"
+    assert chat.json()["choices"][0]["message"]["content"] == "42"
 
 
 async def test_a_call_belongs_to_the_rollout_in_its_path_or_else_in_its_header():

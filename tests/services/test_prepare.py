@@ -473,7 +473,7 @@ def test_a_set_is_fetched_converted_tried_and_written_with_a_manifest(web: Web, 
     assert manifest["licence"] == "CC-BY-SA-3.0"
     assert manifest["rows"]["train"] == {"count": 1, "sha256": sha256((out / "train.jsonl").read_bytes())}
     assert [file["sha256"] for file in manifest["files"]] == [sha256(as_lines(*NQ[1:])), sha256(as_lines(NQ[0]))]
-    assert manifest["converter"]["function"] == "data/qa_short/prepare.py:nq_open"
+    assert manifest["converter"]["function"] == "gym_servers/qa_short/data/prepare.py:nq_open"
 
     assert manifest["left_out"] == {"its reference answer does not get the full reward": 1}
 

@@ -89,9 +89,8 @@ def _lay_out(folder: Path) -> None:
         for name, text in project(environment_name).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        shutil.copy(
-            folder / "data" / environment_name / "example.jsonl", folder / "data" / environment_name / "train.jsonl"
-        )
+        data = folder / "gym_servers" / environment_name / "data"
+        shutil.copy(data / "example.jsonl", data / "train.jsonl")
         mine = yaml.safe_load((folder / "global_config.yaml").read_text())
         services |= {name: stanza for name, stanza in mine.items() if name != "policy"}
     services["policy"] = {"kind": "model", "app": "models/scripted", "tokens": True, "replies": REPLIES}
@@ -99,6 +98,7 @@ def _lay_out(folder: Path) -> None:
     services["worse_agent"] = {**services["counter_agent"], "model": "worse"}
     (folder / "global_config.yaml").write_text(yaml.safe_dump(services, sort_keys=False))
     shutil.copy(ROOT / "bridges.yaml", folder)
+    (folder / "data").mkdir()
     for source in sorted((ROOT / "data").iterdir()):
         if source.is_dir():
             (folder / "data" / source.name).symlink_to(source)

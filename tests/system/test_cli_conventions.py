@@ -449,7 +449,7 @@ def test_standard_streams_may_be_closed_full_narrow_or_deaf(
 DRY = {
     "run": "run --dry-run policy.replicas=2",
     "serve": "serve my_env --dry-run --port 8000",
-    "collect_rollouts": "collect_rollouts --dry-run --config global_config.yaml --input data/my_env/example.jsonl "
+    "collect_rollouts": "collect_rollouts --dry-run --config global_config.yaml --input gym_servers/my_env/data/example.jsonl "
     "--output results/out.jsonl --repeats 3",
     "export": "export --dry-run --format demonstrations --input rollouts.jsonl --output sft.jsonl",
     "reverify": "reverify --dry-run --input rollouts.jsonl --output again.jsonl",
@@ -495,7 +495,14 @@ def test_a_dry_run_says_what_would_be_started_where(here: Path) -> None:
 
 
 def test_a_dry_run_of_a_collection_counts_what_is_done(here: Path) -> None:
-    words = ["--config", "global_config.yaml", "--input", "data/my_env/example.jsonl", "--output", "rollouts.jsonl"]
+    words = [
+        "--config",
+        "global_config.yaml",
+        "--input",
+        "gym_servers/my_env/data/example.jsonl",
+        "--output",
+        "rollouts.jsonl",
+    ]
     shown = said("collect_rollouts", *words, "--dry-run", "--repeats", "3")
     assert shown.stdout.startswith("15 rollouts into rollouts.jsonl; the first, by my_env_agent:\n")
     assert (

@@ -305,7 +305,7 @@ def test_a_new_project_runs_as_it_stands(run: Callable[..., Running], folder: Pa
     project = folder / "my_env"
     events = run("--config", "my_env/global_config.yaml", "ngym.head.port=0").events
     (agent,) = [e["url"] for e in events if e.get("kind") == "agent" and e["status"] == "ready"]
-    task = (project / "data" / "my_env" / "example.jsonl").read_bytes().splitlines()[0]
+    task = (project / "gym_servers" / "my_env" / "data" / "example.jsonl").read_bytes().splitlines()[0]
     assert post(f"{agent}/run", task)["reward"] == 1.0
 
 

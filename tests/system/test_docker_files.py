@@ -238,4 +238,4 @@ def test_what_a_build_from_the_sources_needs_is_sent_to_the_builder(root: Path) 
     metadata = {project["project"]["readme"], *project["project"]["license-files"]}
     needed = {"ngym", "pyproject.toml", "hatch_build.py", *shipped, *metadata}
     sent = {line.removeprefix("!") for line in (root / ".dockerignore").read_text().split() if line.startswith("!")}
-    assert needed <= sent
+    assert {Path(each).parts[0] for each in needed} <= sent

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -158,6 +159,16 @@ def test_the_wheel_ships_every_service_recipe_and_data_file_and_nothing_that_was
         assert files_in(shipped / name) == files_in(root / name)
 
 
+def test_a_source_archive_has_every_shipped_file(root: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", tmp_path]
+    subprocess.run(build, cwd=root, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        inside = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
+    for name in runpy.run_path(str(root / "hatch_build.py"))["SHIPPED"]:
+        assert {(root / name).relative_to(root).parent / file for file in files_in(root / name)} <= inside
+    assert not any(file.match("data/counter/*.jsonl") for file in inside)
+
+
 def files_in(path: Path) -> set[Path]:
     """The files of a folder, or the file itself, without caches."""
     found = {file.relative_to(path.parent) for file in (path, *path.rglob("*")) if file.is_file()}
@@ -197,6 +208,20 @@ def test_shipped_services_are_found_in_the_wheel(elsewhere: Elsewhere) -> None:
     folder, *services = elsewhere.python(code).split()
     assert Path(folder) == elsewhere.site_packages / "ngym" / "_shipped"
     assert {"policy", "calculator", "calculator_agent"} <= set(services)
+
+
+def test_the_wheel_has_the_data_of_an_environment_once_and_finds_it_by_both_names(elsewhere: Elsewhere) -> None:
+    code = """
+        from ngym.config.shipped_files import shipped_path
+        from ngym.prepare import find_sets
+        from ngym.config.shipped_files import shipped
+        print(shipped_path("data/counter/train.jsonl"), shipped_path("data/tiny_policy/tokenizer"), *find_sets([shipped()]))
+        """
+    tasks, tokenizer, *sets = elsewhere.python(code).split()
+    shipped = elsewhere.site_packages / "ngym" / "_shipped"
+    assert Path(tasks) == shipped / "gym_servers" / "counter" / "data" / "train.jsonl" and Path(tasks).is_file()
+    assert Path(tokenizer).is_dir() and "gsm8k" in sets
+    assert [each.name for each in (shipped / "data").iterdir()] == ["tiny_policy"]
 
 
 @pytest.mark.parametrize("agent", ["simple_agent", "sdk_agent"])

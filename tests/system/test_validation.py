@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from house import house
+from ngym.validation import ROWS
 from pydantic import BaseModel
 
 from ngym import Session, ToolError, VerifyRequest, gym_server
@@ -151,11 +153,34 @@ def test_a_gold_case_that_calls_what_is_no_tool_is_told(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     case = {"case": "x", "task": {"word": "ab"}, "calls": [["miror", {"word": "ab"}]], "expect": {"reward": 1.0}}
-    (tmp_path / "data" / "mine" / "gold.jsonl").write_text(json.dumps(case))
+    (tmp_path / "gym_servers" / "mine" / "data" / "gold.jsonl").write_text(json.dumps(case))
     words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "mine", "--within", "60"]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 1
     assert "it calls 'miror', which is not a tool of this server (did you mean 'mirror'?)" in result.output
+
+
+@pytest.mark.parametrize("name", ["counter", "games"])
+def test_a_copy_of_an_environments_folder_is_an_environment_with_its_tasks(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(root / "gym_servers" / name, tmp_path / "gym_servers" / "mine")
+    (tmp_path / "global_config.yaml").write_text("mine: {kind: gym_server, app: gym_servers/mine}\n")
+    words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "mine", "--within", "60"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    rows = sum(len((root / "data" / name / file).read_text().splitlines()) for file in ROWS)
+    assert f"right  rows      {rows:,} rows" in result.output
+
+
+def test_data_next_to_the_config_is_found_by_the_name_of_the_environment(tmp_path: Path) -> None:
+    for path, text in project("mine").items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "gym_servers" / "mine" / "data").rename(tmp_path / "data" / "mine")
+    words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "mine", "--within", "60"]
+    assert CliRunner().invoke(main, words).exit_code == 0
 
 
 def test_a_new_project_passes_and_a_gym_server_without_gold_is_named(tmp_path: Path) -> None:
@@ -164,6 +189,6 @@ def test_a_new_project_passes_and_a_gym_server_without_gold_is_named(tmp_path: P
         (tmp_path / path).write_text(text)
     words = ["--config", str(tmp_path / "global_config.yaml"), "--environment", "mine"]
     assert CliRunner().invoke(main, [*words, "--within", "60"]).exit_code == 0
-    (tmp_path / "data" / "mine" / "gold.jsonl").unlink()
+    (tmp_path / "gym_servers" / "mine" / "data" / "gold.jsonl").unlink()
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 2 and "'mine' has no gold answers" in result.stderr

@@ -25,7 +25,9 @@ import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
 from bad_network import BREAKING, KINDS, Kind, proxy
+from documents import snippets
 from machine import PATIENCE_S, reserved_port, wait_until
+from paths import ROOT
 from safetensors.torch import save
 from torch import Tensor
 from vllm_service import (
@@ -48,6 +50,7 @@ from ngym.trainer.weights.push import replica
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 TOKEN = "a token for this test only"
+OWN = "copied_weights.py:CopiedWeights"
 LEASE_S = 2.0
 PROMPT = [1, 40, 41, 42, 2, 1, 77, 90, 50, 60, 61, 62, 63]
 LONG = "what is hello world? " * 40  # more than one block of the prefix cache
@@ -174,13 +177,16 @@ def sampled_logprobs(policy: Policy, response: dict[str, Any]) -> tuple[list[flo
 # A push that works
 
 
-@pytest.mark.parametrize("transport", ["http", "filesystem"])
+@pytest.mark.parametrize("transport", ["http", "filesystem", OWN])
 def test_after_a_push_the_engine_computes_with_the_new_weights(
-    server: Server, policy: Policy, shared: Path, transport: str
+    server: Server, policy: Policy, shared: Path, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = snippets(ROOT / "docs" / "training.md")
+    (tmp_path / OWN.partition(":")[0]).write_text(next(each.text for each in page if "(PushTransport)" in each.text))
     before = server.answer(input=LONG, max_output_tokens=4)
     assert server.answer(input=LONG, max_output_tokens=4)["usage"]["input_tokens_details"]["cached_tokens"] > 0
-    folder = shared if transport == "filesystem" else None
+    folder = shared if transport != "http" else None
     pusher = push.Pusher([server.url], TOKEN, transport=transport, folder=folder)
     version = pusher.prepare() + 1
     done = pusher.push(version, policy.change(version), policy.proof())

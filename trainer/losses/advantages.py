@@ -9,8 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from numbers import Real
 from statistics import fmean
 
+from ngym.config.import_path import imported_function
+from ngym.errors import UsageError
+
+from ..recipe.extensions import AdvantageEstimator
 from ..recipe.objective import Advantage
 
 ROUNDING = 1e-6  # relative to the largest reward; float32 rounds at 6e-8
@@ -20,19 +25,52 @@ Reward = float | None
 def advantages(options: Advantage, rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[float]:
     """One advantage for each rollout of the step, over all ranks.
 
+    An estimator of the user's gets all scored rollouts at once, not group by group.
+
     Args:
         rewards_B: None where a rollout could not be scored.
         groups_B: each rollout's group. Only the rollouts given here count; failed ones do not.
 
     Returns:
         [B]; with estimators `reward` and `gae` the rewards themselves, which are spread over the tokens later.
+
+    Raises:
+        UsageError: an estimator of the user's did not return one finite number for each scored rollout.
     """
+    if options.imported:
+        return _own_advantages(options.estimator, rewards_B, groups_B)
     of_group = _ESTIMATORS[options.estimator]
     found = [0.0] * len(rewards_B)
     for members in _scored(rewards_B, groups_B):
         values = of_group([reward for _, reward in members], options.eps)
         for (index, _), value in zip(members, values, strict=True):
             found[index] = value
+    return found
+
+
+def _own_advantages(path: str, rewards_B: Sequence[Reward], groups_B: Sequence[Hashable]) -> list[float]:
+    """The advantages of the function at this import path; 0 for rollouts without a reward."""
+    scored = [index for index, reward in enumerate(rewards_B) if reward is not None]
+    if not scored:
+        return [0.0] * len(rewards_B)
+    estimator: AdvantageEstimator = imported_function(path)
+    returned = estimator([reward for reward in rewards_B if reward is not None], [groups_B[index] for index in scored])
+    values = list(returned) if isinstance(returned, Sequence) else None
+    if values is None or len(values) != len(scored):
+        got = type(returned).__name__ if values is None else f"{len(values):,} values"
+        raise UsageError(
+            f"algorithm.advantage.estimator: {path} returned {got} for {len(scored):,} rollouts; return a list with "
+            "one number for each reward"
+        )
+    for index, value in enumerate(values):
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise UsageError(
+                f"algorithm.advantage.estimator: {path} returned {value!r} for rollout {index} of {len(scored):,}; "
+                "return finite numbers"
+            )
+    found = [0.0] * len(rewards_B)
+    for index, value in zip(scored, values, strict=True):
+        found[index] = float(value)
     return found
 
 

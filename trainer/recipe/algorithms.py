@@ -22,14 +22,12 @@ classes. Does not import torch.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
+from ngym.config.import_path import imported_class
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import ConfigError
-from ngym.services.base.app import load_file
 
 from .base import Positive, Record
 from .objective import (
@@ -57,7 +55,7 @@ class AlgorithmOptions(Record):
     """
 
     implementation: ClassVar[str]
-    name: str
+    name: str = Field(description="Which algorithm, or the import path of one: my_file.py:MyOptions.")
 
     @model_validator(mode="before")
     @classmethod
@@ -105,34 +103,27 @@ class DpoOptions(Preference, AlgorithmOptions):
 
 
 class SoftOverlong(Record):
-    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit.
+    """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit."""
 
-    limit: sampled tokens of a rollout. buffer: tokens over which the penalty grows. weight: the penalty at the limit.
-    """
-
-    limit: Positive
-    buffer: Positive
-    weight: float = Field(default=1.0, gt=0)
+    limit: Positive = Field(description="Sampled tokens of a rollout.")
+    buffer: Positive = Field(description="Tokens over which the penalty grows.")
+    weight: float = Field(default=1.0, gt=0, description="The penalty at the limit.")
 
 
 class Shaping(Record):
-    """DAPO's treatment of groups without a learning signal and of overlong rollouts.
+    """DAPO's treatment of groups without a learning signal and of overlong rollouts."""
 
-    skip_equal_groups: leave out groups whose rewards are all equal, instead of counting their tokens.
-    drop_truncated: truncated rollouts count in their group's statistics but are not trained.
-    """
-
-    skip_equal_groups: bool = True
-    drop_truncated: bool = False
+    skip_equal_groups: bool = Field(
+        default=True, description="Leave out groups whose rewards are all equal, instead of counting their tokens."
+    )
+    drop_truncated: bool = Field(
+        default=False, description="Truncated rollouts count in their group's statistics but are not trained."
+    )
     soft_overlong: SoftOverlong | None = None
 
 
 class PolicyGradientOptions(AlgorithmOptions):
-    """An algorithm that learns from scored rollouts. Its formulas are in docs/algorithms.md.
-
-    temperature: sampling temperature of the rollouts; the trainer's logits are divided by it.
-    max_mismatch: limit of token_mult_prob_error of the first batch; raise it to learn from another policy's rollouts.
-    """
+    """An algorithm that learns from scored rollouts. Its formulas are in docs/algorithms.md."""
 
     implementation = "policy_gradient"
     advantage: Advantage = Advantage()
@@ -141,8 +132,15 @@ class PolicyGradientOptions(AlgorithmOptions):
     correction: Correction = Correction()
     critic: Critic | None = None
     shaping: Shaping = Shaping()
-    temperature: float = Field(default=1.0, gt=0)
-    max_mismatch: float = Field(default=1.05, gt=1)
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature of the rollouts; the trainer's logits are divided by it."
+    )
+    max_mismatch: float = Field(
+        default=1.05,
+        gt=1,
+        description="Limit of token_mult_prob_error of the first batch; raise it to learn from another policy's "
+        "rollouts.",
+    )
 
     @property
     def objective(self) -> Objective:
@@ -262,19 +260,7 @@ def options_class(name: str) -> type[AlgorithmOptions]:
             said = f"there is no algorithm {name!r}" if name else "it needs a name"
             raise ValueError(said + did_you_mean(name, ALGORITHMS))
         return ALGORITHMS[name]
-    place, _, attribute = name.rpartition(":")
-    try:
-        found = getattr(_module(place), attribute, None)
-    except (ConfigError, ImportError, OSError, SyntaxError) as error:
-        raise ValueError(f"{place} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, AlgorithmOptions)):
-        raise ValueError(f"{place} has no subclass of AlgorithmOptions called {attribute!r}")  # noqa: TRY004 - pydantic wants a ValueError
-    return found
-
-
-def _module(place: str) -> Any:
-    """A module, by its import path or file."""
-    return load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    return imported_class(name, AlgorithmOptions)
 
 
 def _parsed(value: object) -> object:

@@ -21,8 +21,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Estimator = Literal["group_std", "group_mean", "leave_one_out", "leave_one_out_std", "reward", "gae"]
-UNCOMPARED: tuple[Estimator, ...] = ("reward", "gae")
+from .extensions import Estimator
+
+UNCOMPARED = ("reward", "gae")
 """Estimators that do not compare rewards within a group."""
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -35,21 +36,30 @@ class _Record(BaseModel):
 
 
 class Advantage(_Record):
-    """How rewards become advantages; the formulas are in losses/advantages.py.
+    """How rewards become advantages; the formulas are in losses/advantages.py."""
 
-    estimator: baseline of a reward. eps: added to a deviation before dividing by it.
-    gamma, lam: discount and trace of GAE, per sampled token.
-    whiten: subtract the mean and divide by the deviation over all tokens of the rollouts that are prepared together:
-    those of a live step, before it is split into updates, or those of the whole file; with a critic, of a batch of it.
-    components: with several rewards per rollout, add them up, or first normalize each within its group (GDPO).
-    """
+    estimator: Estimator = Field(
+        default="group_std",
+        description="What a reward is compared with, or the import path of a function: my_file.py:my_estimator.",
+    )
+    components: Literal["sum", "normalise_then_sum"] = Field(
+        default="sum",
+        description="With several rewards per rollout, add them up, or first normalize each within its group (GDPO).",
+    )
+    whiten: bool = Field(
+        default=False,
+        description="Subtract the mean and divide by the deviation over all tokens of the rollouts that are "
+        "prepared together: those of a live step, before it is split into updates, or those of the "
+        "whole file; with a critic, of a batch of it.",
+    )
+    eps: NotNegative = Field(default=1e-6, description="Added to a deviation before dividing by it.")
+    gamma: Discount = Field(default=1.0, description="Discount per sampled token.")
+    lam: Discount = Field(default=1.0, description="Trace decay of GAE, per sampled token.")
 
-    estimator: Estimator = "group_std"
-    components: Literal["sum", "normalise_then_sum"] = "sum"
-    whiten: bool = False
-    eps: NotNegative = 1e-6
-    gamma: Discount = 1.0
-    lam: Discount = 1.0
+    @property
+    def imported(self) -> bool:
+        """Whether the estimator is a function of the user's, named by its import path."""
+        return ":" in self.estimator
 
     @property
     def by_token(self) -> bool:
@@ -58,57 +68,69 @@ class Advantage(_Record):
 
 
 class PolicyLoss(_Record):
-    """The surrogate loss of one token, and the aggregation over tokens.
+    """The surrogate loss of one token, and the aggregation over tokens."""
 
-    surrogate: the term that is multiplied by the advantage. fixed_length: divisor of the aggregation fixed.
-    entropy_coef: weight of the bonus for the exact entropy of each distribution that was sampled from.
-    ratio: p(token) now / p(token) then, `token` by token; `sequence`: the rollout's geometric mean (GSPO); `product`:
-    over the whole rollout (RLOO).
-    anchor: source of the logprobs "then": the trainer at the start of the step, or the sampler.
-    clip_low, clip_high: offsets, the ratio stays in [1 - clip_low, 1 + clip_high]. Also for CISPO: an absolute bound of
-    5 on the weight is clip_low 1, clip_high 4.
-    dual_clip: bound on the ratio where the advantage is negative.
-    aggregation: a mean over all tokens; over rollouts of the mean over their tokens; over rollouts of the sum of their
-    tokens / fixed_length; over tasks of the mean over their tokens. Always over the whole optimizer step.
-    """
-
-    surrogate: Literal["clipped", "cispo", "reinforce"] = "clipped"
-    ratio: Literal["token", "sequence", "product"] = "token"
-    anchor: Literal["trainer", "sampler"] = "trainer"
-    clip_low: NotNegative = 0.2
-    clip_high: NotNegative = 0.2
-    dual_clip: float | None = None
-    aggregation: Aggregation = "token"
-    fixed_length: int | None = Field(default=None, gt=0)
-    entropy_coef: NotNegative = 0.0
+    surrogate: Literal["clipped", "cispo", "reinforce"] = Field(
+        default="clipped", description="The term that is multiplied by the advantage."
+    )
+    ratio: Literal["token", "sequence", "product"] = Field(
+        default="token",
+        description="p(token) now / p(token) then, `token` by token; `sequence`: the rollout's geometric mean "
+        "(GSPO); `product`: over the whole rollout (RLOO).",
+    )
+    anchor: Literal["trainer", "sampler"] = Field(
+        default="trainer",
+        description='Source of the logprobs "then": the trainer at the start of the step, or the sampler.',
+    )
+    clip_low: NotNegative = Field(
+        default=0.2,
+        description="Offset: the ratio stays in [1 - clip_low, 1 + clip_high]. Also for CISPO: an absolute bound "
+        "of 5 on the weight is clip_low 1, clip_high 4.",
+    )
+    clip_high: NotNegative = Field(
+        default=0.2,
+        description="Offset: the ratio stays in [1 - clip_low, 1 + clip_high]. Also for CISPO: an absolute bound "
+        "of 5 on the weight is clip_low 1, clip_high 4.",
+    )
+    dual_clip: float | None = Field(default=None, description="Bound on the ratio where the advantage is negative.")
+    aggregation: Aggregation = Field(
+        default="token",
+        description="A mean over all tokens; over rollouts of the mean over their tokens; over rollouts of the "
+        "sum of their tokens / fixed_length; over tasks of the mean over their tokens. Always over "
+        "the whole optimizer step.",
+    )
+    fixed_length: int | None = Field(default=None, gt=0, description="Divisor of the aggregation fixed.")
+    entropy_coef: NotNegative = Field(
+        default=0.0, description="Weight of the bonus for the exact entropy of each distribution that was sampled from."
+    )
 
 
 class Kl(_Record):
-    """The pull towards the reference policy; with coef 0, no reference is needed.
+    """The pull towards the reference policy; with coef 0, no reference is needed."""
 
-    coef: its weight. where: in the loss, or subtracted from the rewards. estimator: of the KL divergence from one
-    sample.
-    gradient: `exact` is that of the KL divergence itself; `pathwise` differentiates the estimator, as GRPO's paper
-    does.
-    """
-
-    coef: NotNegative = 0.0
-    where: Literal["loss", "reward"] = "loss"
-    estimator: KlEstimator = "k3"
-    gradient: Literal["exact", "pathwise"] = "exact"
+    coef: NotNegative = Field(default=0.0, description="Weight of the penalty.")
+    where: Literal["loss", "reward"] = Field(
+        default="loss", description="Where the penalty counts: in the loss, or subtracted from the rewards."
+    )
+    estimator: KlEstimator = Field(default="k3", description="Estimator of the KL divergence from one sample.")
+    gradient: Literal["exact", "pathwise"] = Field(
+        default="exact",
+        description="`exact` is that of the KL divergence itself; `pathwise` differentiates the estimator, as "
+        "GRPO's paper does.",
+    )
 
 
 class Correction(_Record):
-    """Importance weights w = p(trainer) / p(sampler), which correct differences between the two.
+    """Importance weights w = p(trainer) / p(sampler), which correct differences between the two."""
 
-    kind: `token`: w of each token, clipped to [low, high]; `sequence`: the rollout's product, clipped; `icepop`: w, or
-    0 outside; `sequence_mask`: w, or 0 for a whole rollout whose geometric mean is outside.
-    low, high: bounds on w; null: the kind's own.
-    """
-
-    kind: Literal["none", "token", "sequence", "icepop", "sequence_mask"] = "none"
-    low: NotNegative | None = None
-    high: NotNegative | None = None
+    kind: Literal["none", "token", "sequence", "icepop", "sequence_mask"] = Field(
+        default="none",
+        description="`token`: w of each token, clipped to [low, high]; `sequence`: the rollout's product, "
+        "clipped; `icepop`: w, or 0 outside; `sequence_mask`: w, or 0 for a whole rollout whose "
+        "geometric mean is outside.",
+    )
+    low: NotNegative | None = Field(default=None, description="Lower bound on w; null: the kind's own.")
+    high: NotNegative | None = Field(default=None, description="Upper bound on w; null: the kind's own.")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -126,16 +148,18 @@ _BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
 
 
 class Critic(_Record):
-    """The value of each token, learned next to the policy. lr: the full learning rate; null: optimizer.lr.
+    """The value of each token, learned next to the policy."""
 
-    loss_coef: weight of its loss. Adam's steps hardly depend on it, except where ZeRO clips the gradients of policy and
-    critic together.
-    value_clip: how far a value may move from its value before the step; null: no limit.
-    """
-
-    lr: float | None = Field(default=None, gt=0)
-    loss_coef: float = Field(default=1.0, gt=0)
-    value_clip: float | None = Field(default=0.2, gt=0)
+    lr: float | None = Field(default=None, gt=0, description="The full learning rate; null: optimizer.lr.")
+    loss_coef: float = Field(
+        default=1.0,
+        gt=0,
+        description="Weight of its loss. Adam's steps hardly depend on it, except where ZeRO clips the gradients "
+        "of policy and critic together.",
+    )
+    value_clip: float | None = Field(
+        default=0.2, gt=0, description="How far a value may move from its value before the step; null: no limit."
+    )
 
 
 class Objective(_Record):
@@ -149,15 +173,14 @@ class Objective(_Record):
 
 
 class Preference(_Record):
-    """DPO and its variants. loss: of a pair. beta: strength of the pull to the reference. label_smoothing: the share of
-    pairs assumed to be labeled the wrong way round. length_normalised: a mean over an answer's tokens instead of the
-    sum.
-    """
+    """DPO and its variants."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    beta: float = Field(default=0.1, gt=0)
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    length_normalised: bool = False
+    loss: Literal["sigmoid", "ipo", "hinge"] = Field(default="sigmoid", description="Loss of a pair.")
+    beta: float = Field(default=0.1, gt=0, description="Strength of the pull to the reference.")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="The share of pairs assumed to be labeled the wrong way round."
+    )
+    length_normalised: bool = Field(default=False, description="A mean over an answer's tokens instead of the sum.")
 
 
 _UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}

@@ -12,11 +12,12 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from ngym.config.import_path import check_arguments, imported_class, refusal
 from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import Tree, load_tree, parse
 from ngym.did_you_mean import near_file, nearest
@@ -25,6 +26,7 @@ from ngym.telemetry.redact import redacted
 
 from .algorithms import AnyAlgorithm, PolicyGradientOptions, corrected
 from .base import ModelName, Positive, Record, Share, Word, existing, find
+from .extensions import MetricSink, SinkPath
 from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
 from .validation import refusals
 
@@ -37,31 +39,53 @@ OF_A_FILE = {
 
 
 class WandbOptions(Record):
-    """Weights & Biases. project: where the run is listed. name: of the run; null: the output folder's. mode: offline
-    runs are kept in the output folder, for `wandb sync`.
-    """
+    """Weights & Biases."""
 
-    project: str
-    name: str | None = None
-    mode: Literal["online", "offline"] = "online"
+    project: str = Field(description="Where the run is listed.")
+    name: str | None = Field(default=None, description="Name of the run; null: the output folder's.")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="Offline runs are kept in the output folder, for `wandb sync`."
+    )
 
 
 class MlflowOptions(Record):
-    """MLflow. experiment: where the run is listed. uri: of the tracking server or database, such as http://host:5000 or
-    sqlite:///runs/mlflow.db. name: of the run; null: the output folder's.
-    """
+    """MLflow."""
 
-    uri: str
-    experiment: str
-    name: str | None = None
+    uri: str = Field(
+        description="Address of the tracking server or database, such as http://host:5000 or sqlite:///runs/mlflow.db."
+    )
+    experiment: str = Field(description="Where the run is listed.")
+    name: str | None = Field(default=None, description="Name of the run; null: the output folder's.")
+
+
+class SinkOptions(Record):
+    """A sink of your own."""
+
+    sink: SinkPath = Field(
+        description="Import path of a subclass of ngym.trainer.recipe.extensions.MetricSink: my_file.py:MySink."
+    )
+    options: dict[str, Any] = Field(default={}, description="Keyword arguments of its constructor.")
+
+    @model_validator(mode="after")
+    def _constructor_takes_them(self) -> Self:
+        try:
+            check_arguments(self.sink, imported_class(self.sink, MetricSink), self.options, own=("output", "recipe"))
+        except ValueError as error:
+            raise refusal("options", list(self.options), error) from None
+        return self
 
 
 class LoggingOptions(Record):
-    """Where the metrics go in addition to metrics.jsonl. tensorboard: true is `tensorboard` in the output folder."""
+    """Where the metrics go in addition to metrics.jsonl."""
 
-    tensorboard: bool | Path = Field(default=False, union_mode="left_to_right")
+    tensorboard: bool | Path = Field(
+        default=False,
+        union_mode="left_to_right",
+        description="A folder for event files; true: `tensorboard` in the output folder.",
+    )
     wandb: WandbOptions | None = None
     mlflow: MlflowOptions | None = None
+    sinks: tuple[SinkOptions, ...] = Field(default=(), description="Sinks of your own.")
 
     @field_validator("tensorboard")
     @classmethod
@@ -86,47 +110,38 @@ def _with_package(value: Value, package: str) -> Value:
 
 
 class Qwen3Shape(Record):
-    """A new Qwen3 network, with the tokenizer's vocabulary.
+    """A new Qwen3 network, with the tokenizer's vocabulary."""
 
-    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-    max_position_embeddings,
-    tie_word_embeddings, rope_theta: as in its Hugging Face config.
-    """
-
-    hidden_size: Positive
-    intermediate_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Positive
-    max_position_embeddings: Positive
-    tie_word_embeddings: bool = True
-    rope_theta: float = Field(default=10000.0, gt=0)
+    hidden_size: Positive = Field(description="As in its Hugging Face config.")
+    intermediate_size: Positive = Field(description="As in its Hugging Face config.")
+    num_hidden_layers: Positive = Field(description="As in its Hugging Face config.")
+    num_attention_heads: Positive = Field(description="As in its Hugging Face config.")
+    num_key_value_heads: Positive = Field(description="As in its Hugging Face config.")
+    head_dim: Positive = Field(description="As in its Hugging Face config.")
+    max_position_embeddings: Positive = Field(description="As in its Hugging Face config.")
+    tie_word_embeddings: bool = Field(default=True, description="As in its Hugging Face config.")
+    rope_theta: float = Field(default=10000.0, gt=0, description="As in its Hugging Face config.")
     initializer_range: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
 
 class LoraOptions(Record):
-    """Train a low-rank adapter instead of the weights.
+    """Train a low-rank adapter instead of the weights."""
 
-    rank: rank of its matrices.
-    alpha: the adapter's output is multiplied by alpha / rank.
-    targets: the last parts of the names of linear layers; null: all linear layers of the decoder.
-    dropout: on the adapter's input; must be 0 in reinforcement learning.
-    """
-
-    rank: Positive = 16
-    alpha: Positive = 32
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    dropout: Share = 0.0
+    rank: Positive = Field(default=16, description="Rank of its matrices.")
+    alpha: Positive = Field(default=32, description="The adapter's output is multiplied by alpha / rank.")
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The last parts of the names of linear layers; null: all linear layers of the decoder.",
+    )
+    dropout: Share = Field(
+        default=0.0, description="Dropout on the adapter's input; must be 0 in reinforcement learning."
+    )
 
 
 class ModelOptions(Record):
-    """The model to train: the weights of `path`, or new ones with the shape `from_scratch`.
+    """The model to train: the weights of `path`, or new ones with the shape `from_scratch`."""
 
-    path: a Hugging Face folder, or owner/name on the hub.
-    """
-
-    path: ModelName | None = None
+    path: ModelName | None = Field(default=None, description="A Hugging Face folder, or owner/name on the hub.")
     from_scratch: Qwen3Shape | None = None
     lora: LoraOptions | None = None
     tokenizer: ModelName | None = Field(
@@ -160,14 +175,15 @@ class ModelOptions(Record):
 
 
 class OffloadOptions(Record):
-    """What is kept in CPU memory instead of the GPU's; slower.
+    """What is kept in CPU memory instead of the GPU's; slower."""
 
-    optimizer: its states, the float32 weights and the gradients; the optimizer step runs on the CPU.
-    parameters: the weights too, while no layer needs them.
-    """
-
-    optimizer: Literal["cpu"] | None = None
-    parameters: Literal["cpu"] | None = None
+    optimizer: Literal["cpu"] | None = Field(
+        default=None,
+        description="cpu: the optimizer's states, the float32 weights and the gradients; its step runs there, too.",
+    )
+    parameters: Literal["cpu"] | None = Field(
+        default=None, description="cpu: the weights too, while no layer needs them."
+    )
 
     @field_validator("parameters")
     @classmethod
@@ -178,23 +194,29 @@ class OffloadOptions(Record):
 
 
 class EngineOptions(Record):
-    """Options of DeepSpeed and of the computation.
+    """Options of DeepSpeed and of the computation."""
 
-    zero_stage: what is sharded across ranks: 1 the optimizer's states, 2 also gradients, 3 also weights.
-    precision: of weights and arithmetic; bf16 keeps float32 master weights.
-    activation_checkpointing: layers keep only their inputs and are recomputed in the backward: less memory, more time.
-    compile: layers through torch.compile; slows down the first step, and pays off in runs of more than a few minutes.
-    sequence_parallel: number of ranks that share each micro-batch: its tokens, and in attention its heads.
-    tensor_parallel: number of ranks that share each layer.
-    """
-
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
-    activation_checkpointing: bool = False
-    compile: bool = False
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="What is sharded across ranks: 1 the optimizer's states, 2 also gradients, 3 also weights.",
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Precision of weights and arithmetic; bf16 keeps float32 master weights."
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Layers keep only their inputs and are recomputed in the backward: less memory, more time.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Layers through torch.compile; slows down the first step, and pays off in runs of more than a "
+        "few minutes.",
+    )
     offload: OffloadOptions = OffloadOptions()
-    sequence_parallel: Positive = 1
-    tensor_parallel: Positive = 1
+    sequence_parallel: Positive = Field(
+        default=1, description="Number of ranks that share each micro-batch: its tokens, and in attention its heads."
+    )
+    tensor_parallel: Positive = Field(default=1, description="Number of ranks that share each layer.")
 
     @field_validator("precision")
     @classmethod
@@ -240,10 +262,12 @@ class EngineOptions(Record):
 
 
 class DataOptions(Record):
-    """path: the JSONL file. made_by: a script and its arguments, run with `--output PATH` if the file is missing."""
+    """A file of samples, or the script that writes it."""
 
-    path: str
-    made_by: tuple[Word, ...] = ()
+    path: str = Field(description="The JSONL file.")
+    made_by: tuple[Word, ...] = Field(
+        default=(), description="A script and its arguments, run with `--output PATH` if the file is missing."
+    )
     max_tokens: Positive | None = Field(
         default=None, description="Longer samples are left out; null: the model's context length."
     )
@@ -255,30 +279,27 @@ class DataOptions(Record):
 
 
 class OptimizerOptions(Record):
-    """AdamW for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases.
+    """AdamW for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases."""
 
-    name: of the optimizer. lr: the full learning rate of AdamW. betas, eps: AdamW's. weight_decay: decoupled, times the
-    learning rate. muon_lr: the full learning rate of Muon. muon_momentum: Muon's.
-    """
-
-    name: Literal["adamw", "muon"] = "adamw"
-    lr: float = Field(gt=0)
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="Which optimizer; muon trains matrices with Muon and the rest with AdamW."
+    )
+    lr: float = Field(gt=0, description="The full learning rate of AdamW.")
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="Decay rates of AdamW's two moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Epsilon of AdamW.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: no clipping.")
-    muon_lr: float = Field(default=0.02, gt=0)
-    muon_momentum: Share = 0.95
+    muon_lr: float = Field(default=0.02, gt=0, description="The full learning rate of Muon.")
+    muon_momentum: Share = Field(default=0.95, description="Momentum of Muon.")
 
 
 class ScheduleOptions(Record):
-    """The learning rate over the run, as a factor: from 0 up over the warm-up, then to `final`.
+    """The learning rate over the run, as a factor: from 0 up over the warm-up, then to `final`."""
 
-    name: its form after the warm-up. warmup_steps: the length of the warm-up.
-    """
-
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    name: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Form of the schedule after the warm-up."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of the warm-up.")
     warmup_ratio: Share | None = Field(default=None, description="The warm-up as a share of the run's steps.")
     final: float = Field(default=0.0, ge=0, le=1, description="Factor at the end; not for `constant`.")
 
@@ -295,32 +316,30 @@ class ScheduleOptions(Record):
 
 
 class CheckpointOptions(Record):
-    """every: steps between checkpoints; the last step always has one. keep: how many of the newest to keep.
+    """When checkpoints are written, and which are kept."""
 
-    best: a metric; the checkpoint of the step with its best value is kept too. mode: which values of it are better.
-    """
-
-    every: Positive = 50
-    keep: Positive = 2
-    best: str | None = None
-    mode: str = Field(default="max", pattern="^(max|min)$")
+    every: Positive = Field(default=50, description="Steps between checkpoints; the last step always has one.")
+    keep: Positive = Field(default=2, description="How many of the newest checkpoints to keep.")
+    best: str | None = Field(
+        default=None, description="A metric; the checkpoint of the step with its best value is kept too."
+    )
+    mode: str = Field(default="max", pattern="^(max|min)$", description="Which values of `best` are better.")
 
 
 class Recipe(Record):
-    """All settings of a training run.
+    """All settings of a training run."""
 
-    seed: for new weights, orders and draws. max_steps: the run ends after this many; null: at the end of its file.
-    """
-
-    algorithm: AnyAlgorithm
+    algorithm: AnyAlgorithm = Field(description="The algorithm by its name, and the keys that differ from its setting.")
     output: Path = Field(description="The run's folder: recipe.yaml, metrics.jsonl, policy/.")
-    seed: int = 0
+    seed: int = Field(default=0, description="Seed of new weights, orders and draws.")
     model: ModelOptions
     data: DataOptions | None = Field(default=None, description="A finished file; it is used instead of `rollouts`.")
     epochs: Positive | None = Field(
         default=None, validate_default=True, description="Passes over the file. Default: 1."
     )
-    max_steps: Positive | None = None
+    max_steps: Positive | None = Field(
+        default=None, description="The run ends after this many steps; null: at the end of its file."
+    )
     batch_size: Positive | None = Field(
         default=None, validate_default=True, description="Samples of a file in a step, over all ranks. Default: 32."
     )

@@ -8,21 +8,22 @@ from typing import Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from .base import ExistingPath, Positive, Record, Share
+from .extensions import TRANSPORTS, Transport
 
 HELD_OUT = "validation.jsonl"
 
 
 class HeldOutOptions(Record):
-    """Tasks from a JSONL file, and the agent that attempts them.
+    """Tasks from a JSONL file, and the agent that attempts them."""
 
-    agent: the name of its service. tasks: the file. max_output_tokens: of one model call; null: the rows' own.
-    name: in the metrics; null: the agent's.
-    """
-
-    agent: str
-    tasks: ExistingPath
-    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
-    max_output_tokens: Positive | None = None
+    agent: str = Field(description="The name of the agent's service.")
+    tasks: ExistingPath = Field(description="JSONL file of the tasks.")
+    name: str | None = Field(
+        default=None, pattern=r"^[\w.-]+$", description="Its name in the metrics; null: the agent's."
+    )
+    max_output_tokens: Positive | None = Field(
+        default=None, description="Limit of one model call; null: the rows' own."
+    )
 
     @property
     def key(self) -> str:
@@ -30,69 +31,92 @@ class HeldOutOptions(Record):
 
 
 class CurriculumOptions(Record):
-    """decay: weight of the past in a task's running mean. floor: minimum weight of a task; an unseen one has 1."""
+    """Draws tasks that are always or never solved less often."""
 
-    decay: Share = 0.5
-    floor: float = Field(default=0.1, gt=0, le=1)
+    decay: Share = Field(default=0.5, description="Weight of the past in a task's running mean.")
+    floor: float = Field(default=0.1, gt=0, le=1, description="Minimum weight of a task; an unseen one has 1.")
 
 
 class EnvironmentOptions(HeldOutOptions):
-    """weight: its share of a step's tasks, relative to the weights of the other environments."""
+    """An environment of a live run, and its share of the tasks."""
 
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(
+        default=1.0, gt=0, description="Its share of a step's tasks, relative to the weights of the other environments."
+    )
 
 
 class RolloutOptions(Record):
-    """Live rollouts: each step, group_size attempts at each of tasks_per_step tasks.
+    """Live rollouts: each step, group_size attempts at each of tasks_per_step tasks."""
 
-    agent, tasks: the short form of one environment. environments: the long form, of several.
-    curriculum: draw tasks that are always or never solved less often; null: each task once an epoch.
-    services: the config file whose services are started; null: the services of an `ng_run` in this folder.
-    policy: the name of the model service to train.
-    tasks_per_step: tasks of one step. group_size: attempts at each of them; 1 if nothing compares them.
-    updates_per_step: optimizer steps on them.
-    max_output_tokens: of one model call; null: the rows' own. concurrency: limit of rollouts in flight.
-    timeout_s: for one rollout.
-    max_lag: how many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, train,
-    collect;
-    above 0: collect while training.
-    dynamic_sampling: attempt up to this many times tasks_per_step per step, until enough groups have a learning signal.
-    seeded: give each attempt a seed, so that the same weights give the same rollouts; null: only with max_lag 0.
-    transport: how new weights reach the policy service: http and filesystem send a checkpoint, lora an adapter; nccl
-    and ipc move it from GPU to GPU.
-    push_folder: of the transport filesystem; must be weights_root in the policy's stanza.
-    push_mode: for generations in flight: keep (they continue with the new weights), wait, abort.
-    colocated: the policy's servers run on the trainer's GPUs: they sleep while it trains, and its states are in host
-    memory while they sample.
-    """
-
-    agent: str | None = None
-    tasks: ExistingPath | None = None
-    environments: tuple[EnvironmentOptions, ...] = Field(default=(), validate_default=True)
-    curriculum: CurriculumOptions | None = None
-    services: ExistingPath | None = None
-    policy: str = "policy"
-    tasks_per_step: Positive = 32
-    group_size: Positive = 8
-    updates_per_step: Positive = 1
-    max_lag: int = Field(default=0, ge=0)
-    dynamic_sampling: Positive = 1
-    seeded: bool | None = Field(default=None, validate_default=True)
-    max_output_tokens: Positive | None = None
-    concurrency: Positive = 256
-    timeout_s: float = Field(default=600, gt=0)
-    transport: Literal["http", "filesystem", "lora", "nccl", "ipc"] = "http"
-    push_folder: Path | None = Field(default=None, validate_default=True)
-    push_mode: Literal["keep", "wait", "abort"] = "keep"
-    colocated: bool = False
+    agent: str | None = Field(default=None, description="The agent of a run with one environment.")
+    tasks: ExistingPath | None = Field(default=None, description="The tasks of a run with one environment.")
+    environments: tuple[EnvironmentOptions, ...] = Field(
+        default=(),
+        validate_default=True,
+        description="Agents and tasks of several environments, instead of agent and tasks.",
+    )
+    curriculum: CurriculumOptions | None = Field(
+        default=None,
+        description="Draw tasks that are always or never solved less often; null: each task once an epoch.",
+    )
+    services: ExistingPath | None = Field(
+        default=None,
+        description="The config file whose services are started; null: the services of an `ng_run` in this folder.",
+    )
+    policy: str = Field(default="policy", description="The name of the model service to train.")
+    tasks_per_step: Positive = Field(default=32, description="Tasks of one step.")
+    group_size: Positive = Field(default=8, description="Attempts at each task; 1 if nothing compares them.")
+    updates_per_step: Positive = Field(default=1, description="Optimizer steps on the rollouts of a step.")
+    max_lag: int = Field(
+        default=0,
+        ge=0,
+        description="How many batches the trainer may be ahead of the weights that sampled a rollout. 0: collect, "
+        "train, collect; above 0: collect while training.",
+    )
+    dynamic_sampling: Positive = Field(
+        default=1,
+        description="Attempt up to this many times tasks_per_step per step, until enough groups have a learning "
+        "signal.",
+    )
+    seeded: bool | None = Field(
+        default=None,
+        validate_default=True,
+        description="Give each attempt a seed, so that the same weights give the same rollouts; null: only with "
+        "max_lag 0.",
+    )
+    max_output_tokens: Positive | None = Field(
+        default=None, description="Limit of one model call; null: the rows' own."
+    )
+    concurrency: Positive = Field(default=256, description="Limit of rollouts in flight.")
+    timeout_s: float = Field(default=600, gt=0, description="Seconds that one rollout may take.")
+    transport: Transport = Field(
+        default="http",
+        description="How new weights reach the policy service: http and filesystem send a checkpoint, lora an "
+        "adapter; nccl and ipc move it from GPU to GPU. Or the import path of a PushTransport: my_file.py:MyTransport.",
+    )
+    push_folder: Path | None = Field(
+        default=None,
+        validate_default=True,
+        description="For the transport filesystem: weights_root of the policy's stanza; for your own, its folder.",
+    )
+    push_mode: Literal["keep", "wait", "abort"] = Field(
+        default="keep",
+        description="What happens to generations in flight: keep (they continue with the new weights), wait, abort.",
+    )
+    colocated: bool = Field(
+        default=False,
+        description="The policy's servers run on the trainer's GPUs: they sleep while it trains, and its states "
+        "are in host memory while they sample.",
+    )
 
     @field_validator("push_folder")
     @classmethod
     def _of_the_filesystem(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if info.data.get("transport") == "filesystem" and value is None:
+        transport = info.data.get("transport")
+        if transport == "filesystem" and value is None:
             raise ValueError("the transport filesystem needs the folder that the policy's stanza calls weights_root")
-        if info.data.get("transport") != "filesystem" and value is not None:
-            raise ValueError("push_folder is only for the transport filesystem; remove one of the two")
+        if transport in TRANSPORTS.names and transport != "filesystem" and value is not None:
+            raise ValueError("a folder is only for the transport filesystem or one of your own; remove one of the two")
         return value
 
     @field_validator("environments")
@@ -122,22 +146,19 @@ class RolloutOptions(Record):
 
 
 class EvaluationOptions(Record):
-    """When and on what the policy is evaluated: before the first step, every so many steps and after the last.
+    """When and on what the policy is evaluated: before the first step, every so many steps and after the last."""
 
-    tasks: held-out tasks of a live run with one environment. environments: the long form, for several files. Without
-    both: the file validation.jsonl next to the tasks of each environment of the rollouts.
-    data: a held-out file for a run on a file.
-    limit: only the first rows of each file. every: steps between evaluations. attempts: sampled ones at each task.
-    greedy: one more, without sampling.
-    """
-
-    tasks: ExistingPath | None = None
-    environments: tuple[HeldOutOptions, ...] = ()
-    data: ExistingPath | None = None
-    limit: Positive | None = None
-    every: Positive = 10
-    attempts: Positive = 1
-    greedy: bool = True
+    tasks: ExistingPath | None = Field(default=None, description="Held-out tasks of a live run with one environment.")
+    environments: tuple[HeldOutOptions, ...] = Field(
+        default=(),
+        description="The long form, for several files. Without both: the file validation.jsonl next to the tasks "
+        "of each environment of the rollouts.",
+    )
+    data: ExistingPath | None = Field(default=None, description="A held-out file for a run on a file.")
+    limit: Positive | None = Field(default=None, description="Only the first rows of each file.")
+    every: Positive = Field(default=10, description="Steps between evaluations.")
+    attempts: Positive = Field(default=1, description="Sampled attempts at each task.")
+    greedy: bool = Field(default=True, description="One more attempt, without sampling.")
 
     @field_validator("environments")
     @classmethod

@@ -116,8 +116,12 @@ def refusals(recipe: Recipe) -> list[Refusal]:
 def _of_single_attempts(recipe: Recipe) -> list[Refusal]:
     if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
         return []
-    estimator = recipe.algorithm.advantage.estimator
-    if estimator not in UNCOMPARED:
+    advantage = recipe.algorithm.advantage
+    estimator = advantage.estimator
+    if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
+        reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
+        return [Refusal("algorithm.shaping.skip_equal_groups", reason)]
+    if estimator not in UNCOMPARED and not advantage.imported:
         others = " or ".join(UNCOMPARED)
         reason = f"{estimator} compares the attempts at a task: set at least 2, or advantage.estimator {others}"
         return [Refusal("rollouts.group_size", reason)]

@@ -224,7 +224,7 @@ async def _prepare(
 def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, Stanza]:
     """The config and the stanza whose server checks the rows: the user's config, else the shipped one."""
     from ngym.config.service_config import load_config
-    from ngym.validation import data_places
+    from ngym.validation import app_folder
 
     own = list(configs) or ([DEFAULT] if DEFAULT.is_file() else [])
     for files in (own, [shipped() / DEFAULT]):
@@ -232,7 +232,7 @@ def _environment(chosen: PublicSet, configs: Sequence[Path]) -> tuple[Config, St
         for stanza in config.services.values() if config else ():
             if config is None or stanza.kind != "gym_server" or stanza.app is None:
                 continue
-            if data_places(config.root, stanza.app)[0].name == chosen.environment:
+            if app_folder(stanza.app).name == chosen.environment:
                 return config, stanza
     raise UsageError(f"{', '.join(map(str, own)) or DEFAULT}: no gym server {chosen.environment!r} to check the rows")
 

@@ -70,10 +70,18 @@ class ServiceContext:
 
 
 def parse_options(
-    model: type[Options], values: Mapping[str, Any], lines: Mapping[str, str], where: str, services: Iterable[str]
+    model: type[Options],
+    values: Mapping[str, Any],
+    lines: Mapping[str, str],
+    where: str,
+    services: Iterable[str],
+    root: Path = Path(),
 ) -> Options:
-    """A stanza's options as the service's own record; ConfigError for unknown keys and unknown service names."""
-    tree = Tree(dict(values), lines, default_where=where)
+    """A stanza's options as the service's own record; ConfigError for unknown keys and unknown service names.
+
+    root: the folder of the config file.
+    """
+    tree = Tree(dict(values), lines, root, default_where=where)
     options = parse(model, tree)
     services = list(services)
     for name, info in model.model_fields.items():

@@ -159,7 +159,7 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
 def check(spec: ServiceSpec, module: ModuleType) -> ServiceOptions:
     """The spec's options as the service's own record. Raises ConfigError with the line."""
     model = module.Options if hasattr(module, "serve") else module.app.state.options_model
-    options: ServiceOptions = parse_options(model, spec.options, spec.key_where, spec.where, spec.urls)
+    options: ServiceOptions = parse_options(model, spec.options, spec.key_where, spec.where, spec.urls, Path(spec.root))
     kind = "model" if hasattr(module, "serve") else module.app.state.kind
     if kind != spec.kind:
         raise ConfigError(f"{spec.where}: service {spec.name!r} is of kind {spec.kind}, but its app is a {kind}")

@@ -19,6 +19,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ngym.config.import_path import Choice
+
 from .markup import code, table, words
 
 NAMES = {
@@ -93,6 +95,8 @@ def _named(kind: Any, marks: Sequence[Any] = ()) -> str:
         return _named(inner[0], [*_flat(inner[1:]), *marks])
     if any(type(mark).__name__ == "_Reference" for mark in marks):
         return "name of a service"
+    if choice := next((mark for mark in marks if isinstance(mark, Choice)), None):
+        return " or ".join([*map(code, choice.names), "an import path"])
     if origin is Literal:
         return " or ".join(code(_yaml(value)) for value in inner)
     if origin in (Union, types.UnionType):

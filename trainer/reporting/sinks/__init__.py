@@ -1,6 +1,6 @@
-"""Sinks that receive the metrics in addition to metrics.jsonl: TensorBoard, W&B or MLflow.
+"""Sinks that receive the metrics in addition to metrics.jsonl: TensorBoard, W&B, MLflow, or a class of the user's.
 
-    metrics --put--> a bounded queue --thread--> TensorBoard
+    metrics --put--> a bounded queue --thread--> TensorBoard, a MetricSink of the user's
                                      --thread--> a process: W&B, MLflow
 
 A sink never slows down the run: one that raises or hangs loses entries, which are counted and reported. Sinks that use
@@ -19,9 +19,11 @@ from typing import NamedTuple, Protocol
 
 import yaml
 
+from ngym.config.import_path import imported_class
 from ngym.schema import Json
 
-from ...recipe.recipe import LoggingOptions
+from ...recipe.extensions import MetricSink
+from ...recipe.recipe import LoggingOptions, SinkOptions
 from .remote import Remote, SinkFailed
 from .tensorboard import TensorBoard
 
@@ -156,4 +158,11 @@ def opened(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
     for name, asked in (("wandb", options.wandb), ("mlflow", options.mlflow)):
         if asked is not None:
             sinks[name] = Remote(name, asked, output, recipe)
-    return Sinks([Courier(name, sink) for name, sink in sinks.items()])
+    couriers = [Courier(name, sink) for name, sink in sinks.items()]
+    return Sinks([*couriers, *(_own(asked, output, recipe) for asked in options.sinks)])
+
+
+def _own(asked: SinkOptions, output: Path, recipe: Json) -> Courier:
+    """A sink of the user's, under the name of its class."""
+    kind: type[MetricSink] = imported_class(asked.sink, MetricSink)
+    return Courier(kind.__name__, kind(output, recipe, **asked.options))

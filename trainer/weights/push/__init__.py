@@ -11,11 +11,9 @@ begin on every replica -> every file to every replica -> commit on every replica
 from __future__ import annotations
 
 import importlib.util
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -23,20 +21,27 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ngym.config.import_path import imported_class
 from ngym.errors import NgymError, UsageError
 
+from ...recipe.extensions import PushTransport
+from .file_transports import FilesystemTransport, HttpTransport, LoraTransport
 from .replica import AdapterShape, File, Mode, Passing, Proof, PushFailed, Replica, check_finite, checkpoint, files
 
 if TYPE_CHECKING:
     from .transfer import Transfer
 
-__all__ = ["AdapterShape", "Mode", "Proof", "PushFailed", "Pushed", "Pusher", "check_transport"]
+__all__ = ["AdapterShape", "Mode", "Passing", "Proof", "PushFailed", "Pushed", "Pusher", "check_transport"]
 
 PAUSE_S = 1.0
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 
-IN_FILES = ("http", "filesystem", "lora")
+IN_FILES: dict[str, type[PushTransport]] = {
+    "http": HttpTransport,
+    "filesystem": FilesystemTransport,
+    "lora": LoraTransport,
+}
 FROM_GPU = ("nccl", "ipc")
 Result = TypeVar("Result")
 
@@ -59,7 +64,9 @@ class Pusher:
         urls: of all replicas.
         token: their admin token, from `.ngym/head.json` of ng_run.
         transport: `http` sends the bytes of a checkpoint, `lora` those of an adapter; `filesystem` writes a checkpoint
-            into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU.
+            into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU. Or the import
+            path of a PushTransport.
+        folder: for the transport `filesystem` or one of your own.
         adapter: the shape of what is pushed with `lora`.
         mode: for generations in flight: keep (they continue with the new weights), wait, abort.
         patience_s: how long a server may be unreachable, restarting, or busy with another push.
@@ -76,18 +83,22 @@ class Pusher:
         mode: Mode = "keep",
         patience_s: float = 300.0,
     ) -> None:
-        if (transport == "filesystem") != (folder is not None):
+        own = ":" in transport
+        if not own and (transport == "filesystem") != (folder is not None):
             raise ValueError("a folder is only for the transport filesystem")
         if (transport == "lora") != (adapter is not None):
             raise ValueError("an adapter's shape is only for the transport lora")
         self._replicas = [Replica(url, token, patience_s) for url in urls]
-        self._transport = transport
-        self._folder = folder
+        in_files: type[PushTransport] | None = (
+            imported_class(transport, PushTransport) if own else IN_FILES.get(transport)
+        )
+        self._files = in_files(folder) if in_files else None
+        self._server_transport = in_files.server_transport if in_files else transport
         self._adapter = adapter
         self._mode: Mode = mode
         self._patience_s = patience_s
         self._threads = ThreadPoolExecutor(len(self._replicas) + 1, "push")
-        self._transfer = None if transport in IN_FILES else self._new_transfer(transport)
+        self._transfer = None if self._files else self._new_transfer(transport)
 
     def prepare(self) -> int:
         """Wait until every server is ready for a push; returns the highest policy version that is served."""
@@ -101,9 +112,9 @@ class Pusher:
         """
         served = self._until_it_works(lambda: self._on_all(self._replicas, Replica.weights))
         for replica, weights in zip(self._replicas, served, strict=True):
-            if self._transport not in weights["transport"]:
+            if self._server_transport not in weights["transport"]:
                 offered = ", ".join(weights["transport"]) or "no push at all"
-                raise PushFailed(f"{replica.url}: no transport {self._transport!r} there; it offers {offered}")
+                raise PushFailed(f"{replica.url}: no transport {self._server_transport!r} there; it offers {offered}")
         return [int(weights["policy_version"]) for weights in served]
 
     def sleep(self) -> None:
@@ -183,6 +194,8 @@ class Pusher:
         """End pushing. A push that was interrupted, as by Ctrl-C, does not wait for servers."""
         if self._transfer is not None:
             self._transfer.close()
+        if self._files is not None:
+            self._files.close()
         for replica in self._replicas:
             replica.close()
         self._threads.shutdown(cancel_futures=True)
@@ -201,8 +214,9 @@ class Pusher:
             if self._transfer is not None:
                 self._transfer.connect(waiting)
             else:
+                assert self._files is not None
                 for file in self._ahead(files(tensors)):
-                    self._send(file, waiting)
+                    self._files.send(file, waiting, self._on_all)
         except NgymError as error:
             self._on_all(waiting, Replica.give_up)
             if any(one in asked and one.weights()["policy_version"] == version for one in waiting):
@@ -226,13 +240,6 @@ class Pusher:
         while (file := upcoming.result()) is not None:
             upcoming = self._threads.submit(next, made, None)
             yield file
-
-    def _send(self, file: File, replicas: Sequence[Replica]) -> None:
-        if self._folder is None:
-            self._on_all(replicas, lambda replica: replica.send(file.content, file.sha256))
-            return
-        with _shared(file.content, self._folder) as name:
-            self._on_all(replicas, lambda replica: replica.name(name, file.sha256))
 
     def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]:
         """Call each replica concurrently; raises an error only after all have answered."""
@@ -261,17 +268,3 @@ def check_transport(transport: str) -> None:
         raise UsageError(f"transport {transport}: moves weights between GPUs, and torch finds none here; use http")
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f"transport {transport}: needs vLLM in the trainer's environment too; install it, or use http")
-
-
-@contextmanager
-def _shared(content: bytes, folder: Path) -> Iterator[str]:
-    """The name of a file in the folder, which exists for the duration of the block.
-
-    Nothing is synced or renamed: the server gets the name after the file is closed, and copies and checks it at once.
-    """
-    file = folder / f"{secrets.token_hex(8)}.safetensors"
-    try:
-        file.write_bytes(content)
-        yield file.name
-    finally:
-        file.unlink(missing_ok=True)

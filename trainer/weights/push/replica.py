@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import http.client
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
@@ -23,6 +23,9 @@ FILE_BYTES = 16 << 20  # of tensors; above 32 MiB malloc uses fresh pages for ea
 Json = dict[str, Any]
 Mode = Literal["keep", "wait", "abort"]
 CONNECT_S = 30.0
+
+
+Result = TypeVar("Result")
 
 
 class File(NamedTuple):
@@ -235,6 +238,12 @@ class Replica:
             yield
         finally:
             self._asking.discard(connection)
+
+
+class OnAll(Protocol):
+    """Calls each replica concurrently; raises an error only after all have answered."""
+
+    def __call__(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]: ...
 
 
 def _problem(answer: bytes) -> Json:

@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ngym.errors import NgymError
 
-from .replica import Json, Mode, PushFailed, Replica
+from .replica import Json, Mode, OnAll, PushFailed, Replica
 
 GRACE_S = 10.0
 BUFFER_BYTES = 256 << 20
@@ -45,12 +45,6 @@ INTRODUCTIONS: dict[str, Callable[[str, int], TrainerInitInfo]] = {
     ),
     "ipc": lambda address, world: IPCTrainerInitInfo(rank=0),
 }
-
-
-class OnAll(Protocol):
-    """Calls each replica concurrently; raises an error only after all have answered."""
-
-    def __call__(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]: ...
 
 
 class Weights(WeightSource):  # type: ignore[misc]  # mypy does not read vLLM

@@ -1,0 +1,85 @@
+"""Public programming tasks, as rows of ours (`ng_prepare mbpp`)."""
+
+import ast
+from typing import Any
+
+from ngym.prepare import File, Made, Part, PublicSet, Split, Unfit, saying
+from ngym.schema import Json
+
+PROMPT = "{text}\n\nYour function has to pass this test, and others:\n{test}\n\nGive the code in one ```python block."
+MAX_INTEGER = 1 << 63
+FOR_TESTS = range(11, 511)  # task ids, as the README of MBPP shares them out
+FOR_VALIDATION = range(511, 601)
+
+
+def mbpp(record: Json) -> Made:
+    """`{"text", "code", "task_id", "test_setup_code", "test_list": ["assert f(1) == 2", ...]}`."""
+    if record["task_id"] in FOR_TESTS:
+        raise Unfit("kept for tests by its authors")
+    if record["test_setup_code"]:
+        raise Unfit("its tests need code of their own")
+    calls = [_call(test) for test in record["test_list"]]
+    names = {name for name, _ in calls}
+    if len(names) != 1:
+        raise Unfit("its tests call more than one function")
+    row = {
+        "responses_create_params": {"input": PROMPT.format(text=record["text"], test=record["test_list"][0])},
+        "function": names.pop(),
+        "cases": [case for _, case in calls],
+    }
+    split: Split = "validation" if record["task_id"] in FOR_VALIDATION else "train"
+    return Made(row, saying(f"```python\n{record['code']}\n```"), split)
+
+
+def _call(test: str) -> tuple[str, Json]:
+    """`assert f(1, "a") == [2]` -> ("f", its arguments and what it must return)."""
+    match ast.parse(test).body:
+        case [ast.Assert(ast.Compare(ast.Call(ast.Name(name), args, []), [ast.Eq()], [expected]))]:
+            return name, {"args": [_plain(arg) for arg in args], "expected": _plain(expected)}
+    raise Unfit("a test is more than `f(...) == value`")
+
+
+def _plain(node: ast.expr) -> Any:
+    """A value as JSON has it: a tuple is a list."""
+    try:
+        return _as_json(ast.literal_eval(node))
+    except ValueError:
+        raise Unfit("a test is more than `f(...) == value`") from None
+
+
+def _as_json(value: Any) -> Any:
+    match value:
+        case int() if abs(value) >= MAX_INTEGER:
+            raise Unfit("a number of more than 64 bits")
+        case bool() | int() | float() | str() | None:
+            return value
+        case list() | tuple():
+            return [_as_json(item) for item in value]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: _as_json(item) for key, item in value.items()}
+    raise Unfit("a value of a test is none of JSON")
+
+
+SETS = (
+    PublicSet(
+        name="mbpp",
+        title="MBPP",
+        environment="code_exec",
+        host="github",
+        repo="google-research/google-research",
+        revision="1fa17414f56c3703d5adb3818338b6e35e0fd550",
+        licence="CC-BY-4.0",
+        rows=974,
+        parts=(
+            Part(
+                files=(
+                    File(
+                        path="mbpp/mbpp.jsonl",
+                        sha256="ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f",
+                    ),
+                ),
+            ),
+        ),
+        convert=mbpp,
+    ),
+)

@@ -1,0 +1,99 @@
+"""Shopping with the tools of gym_servers/mcp/example_server.py: only they know the prices, so an answer needs them.
+
+python data/mcp/generate.py [FOLDER]   # writes train, validation, example and gold.jsonl, beside this script by default
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ngym.files.jsonl import write_whole
+
+HERE = Path(__file__).resolve().parent
+SHOP = HERE.parent / "example_server.py"
+SEED = 2026
+TRAIN, VALIDATION, EXAMPLES, GOLD = 120, 30, 5, 6
+
+
+def prices() -> dict[str, int]:
+    spec = importlib.util.spec_from_file_location("shop", SHOP)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: dict[str, int] = module.PRICES
+    return found
+
+
+def task(rng: random.Random, costs: dict[str, int]) -> dict[str, Any]:
+    """A basket to fill, or a price to ask for."""
+    wares = rng.sample(sorted(costs), rng.randint(1, 3))
+    pieces = [rng.randint(2, 12) for _ in wares]
+    total = sum(costs[ware] * count for ware, count in zip(wares, pieces, strict=True))
+    told = " and ".join(f"{count} x {ware}" for ware, count in zip(wares, pieces, strict=True))
+    if rng.random() < 0.3:
+        return row(f"What would {told} cost, in cents? Buy nothing.", total)
+    calls = [{"name": "put", "arguments": {"ware": w, "pieces": n}} for w, n in zip(wares, pieces, strict=True)]
+    return row(f"Put {told} into the basket. What does the basket cost, in cents?", total, calls)
+
+
+def row(question: str, answer: int, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {
+        "responses_create_params": {"input": f"{question} Give the number in the last line."},
+        "agent_ref": {"type": "responses_api_agents", "name": "mcp_agent"},
+        "expected_answer": answer,
+        **({"expected_tool_calls": calls} if calls else {}),
+    }
+
+
+def cases(task: dict[str, Any], is_first: bool) -> list[dict[str, Any]]:
+    """As it must be, its calls really made if it is the first; a call twice; none; another answer."""
+    own = {key: value for key, value in task.items() if key.startswith("expected")}
+    made = own.get("expected_tool_calls", [])
+    question, answer = task["responses_create_params"]["input"], own["expected_answer"]
+    calls = [[call["name"], call["arguments"]] for call in made]
+    outcomes = [("right", made, answer, 1.0), ("another answer", made, answer + 1, 0.0)]
+    if made:
+        outcomes += [("a call twice", [*made, made[0]], answer, 0.0), ("no call", [], answer, 0.0)]
+    return [
+        {"case": f"{case}: {question}", "task": own, "output": said(done, total), "expect": {"reward": reward}}
+        | ({"calls": calls} if is_first and reward else {})
+        for case, done, total, reward in outcomes
+    ]
+
+
+def said(made: list[dict[str, Any]], total: int) -> list[dict[str, Any]]:
+    """The items of a response: the calls, and what was said last."""
+    items: list[dict[str, Any]] = [
+        {
+            "type": "function_call",
+            "call_id": f"c{n}",
+            "name": call["name"],
+            "arguments": orjson.dumps(call["arguments"]).decode(),
+        }
+        for n, call in enumerate(made)
+    ]
+    text = {"type": "output_text", "text": f"It costs {total} cents."}
+    return [*items, {"type": "message", "role": "assistant", "content": [text]}]
+
+
+def main(folder: Path) -> None:
+    rng, costs = random.Random(SEED), prices()
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < TRAIN + VALIDATION:
+        one = task(rng, costs)
+        rows.setdefault(one["responses_create_params"]["input"], one)
+    drawn = list(rows.values())
+    gold = [case for place, one in enumerate(drawn[:GOLD]) for case in cases(one, is_first=place == 0)]
+    files = {"validation": drawn[:VALIDATION], "train": drawn[VALIDATION:], "example": drawn[:EXAMPLES], "gold": gold}
+    for name, part in files.items():
+        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)

@@ -1,0 +1,151 @@
+"""Loads code that a config or recipe names: `my_package.my_module:NAME` or `my_file.py:NAME`.
+
+Every extension point uses this one loader: algorithms, advantage estimators, push transports, metric sinks, sandbox
+providers. Naming such an object runs its module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from ngym.did_you_mean import did_you_mean, near_file
+from ngym.errors import ConfigError, place
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Marks a text option that is one of `names`, or an import path."""
+
+    names: tuple[str, ...]
+    example: str
+
+    def check(self, value: str) -> bool:
+        """Whether the value is an import path. Raises ValueError if it is not one of the names either."""
+        if ":" not in value and value not in self.names:
+            names = ", ".join(repr(name) for name in self.names)
+            raise ValueError(f"Input should be {names} or an import path such as {self.example}")
+        return ":" in value
+
+
+def imported_class(path: str, base: type[Any], root: Path = Path()) -> type[Any]:
+    """The subclass of `base` at this import path. root: the folder of relative files.
+
+    Raises:
+        ValueError: there is no such class, with one line.
+    """
+
+    def fits(found: Any) -> bool:
+        return isinstance(found, type) and issubclass(found, base) and found is not base
+
+    found = cast("type[Any]", _imported(path, root, fits, f"subclass of {base.__name__}"))
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ValueError(f"{path} does not define {missing}, which {base.__name__} requires")
+    return found
+
+
+def imported_function(path: str, root: Path = Path()) -> Callable[..., Any]:
+    """The function, or other callable, at this import path. root: the folder of relative files.
+
+    Raises:
+        ValueError: there is no such function, with one line.
+    """
+    return cast("Callable[..., Any]", _imported(path, root, callable, "function"))
+
+
+def check_arguments(path: str, found: Callable[..., Any], given: Iterable[str], own: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the callable at this import path takes these keyword arguments.
+
+    own: names of the arguments that ngym passes itself, by position.
+    """
+    parameters = inspect.signature(found).parameters.values()
+    named = [
+        each for each in list(parameters)[len(own) :] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    known = [each.name for each in named]
+    given = list(given)
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        raise ValueError(f"{path} has no option {unknown!r}{did_you_mean(unknown, known)}")
+    missing = next((each.name for each in named if each.default is each.empty and each.name not in given), None)
+    if missing is not None:
+        raise ValueError(f"{path} needs the option {missing!r}")
+    try:
+        inspect.signature(found).bind(*own, **dict.fromkeys(given))
+    except TypeError as error:
+        raise ValueError(f"{path} cannot be called with {', '.join([*own, *given])}: {error}") from None
+
+
+def refusal(field: str, shown: Any, error: ValueError) -> ValidationError:
+    """The error as one about a field, with `shown` as its value: the rest of the model may have secrets."""
+    problem = InitErrorDetails(
+        type=PydanticCustomError("import_path", "{text}", {"text": str(error)}), loc=(field,), input=shown
+    )
+    return ValidationError.from_exception_data("options", [problem])
+
+
+def _imported(path: str, root: Path, fits: Callable[[Any], bool], kind: str) -> Any:
+    where, _, name = path.rpartition(":")
+    try:
+        module = _module(where, root)
+    except (ConfigError, ImportError, OSError) as error:
+        raise ValueError(f"{where} cannot be imported: {error}") from None
+    except Exception as error:
+        # The module's own code failed: the line there is what its author needs.
+        raise ValueError(f"{where} cannot be imported: {type(error).__name__}: {error}{place(error)}") from error
+    found = getattr(module, name, None)
+    if not fits(found):
+        known = [each for each, value in vars(module).items() if fits(value) and not each.startswith("_")]
+        raise ValueError(f"{where} has no {kind} called {name!r}{did_you_mean(name, known)}")
+    return found
+
+
+def _module(where: str, root: Path) -> ModuleType:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    file = root / where
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file.absolute()}{near_file(file)}")
+    return load_file(file)
+
+
+def load_file(file: Path) -> ModuleType:
+    """The module in this file, imported once under a private name, without changing sys.path.
+
+    Relative imports of an `app.py` find the files next to it.
+
+    Raises:
+        ConfigError: the file cannot be imported.
+    """
+    file = file.resolve()
+    name = f"_ngym_{file.parent.name if file.name == 'app.py' else file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = [str(file.parent)] if file.name == "app.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folder)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ImportError):
+            raise ConfigError(f"{file}: {error}; install its dependencies (its README names the extra)") from error
+        if isinstance(error, SyntaxError):
+            raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+        raise
+    return module
