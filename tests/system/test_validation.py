@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from house import house
-from ngym.validation import ROWS
 from pydantic import BaseModel
 
 from ngym import Session, ToolError, VerifyRequest, gym_server
 from ngym.cli.init import project
 from ngym.cli.validate import main
 from ngym.errors import UsageError
-from ngym.validation import Environment, examine
+from ngym.validation import ROWS, Environment, examine
 
 
 class Task(VerifyRequest):
