@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ngym.runtime.live_region import harmless
-from ngym.telemetry import log_format
+from ngym.telemetry.log_format import from_text, is_json, to_text
 
 STATUS_PREFIX = "ngym-status: "
 KEPT_LINES = 200
@@ -93,8 +93,8 @@ class ServiceLog:
 
     def _wrapped(self, line: bytes) -> bytes:
         text = line.decode(errors="replace").rstrip("\r")
-        if not log_format.is_json(text):
-            text = log_format.from_text(text, self._wrap_as or "")
+        if not is_json(text):
+            text = from_text(text, self._wrap_as or "")
         return text.encode() + b"\n"
 
     def _write(self, chunk: bytes) -> None:
@@ -119,7 +119,7 @@ class ServiceLog:
     def _keep(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         if self._wrap_as is not None:
-            text = log_format.to_text(text)
+            text = to_text(text)
         if text.startswith(STATUS_PREFIX):
             self._on_status(text[len(STATUS_PREFIX) :])
             return

@@ -32,7 +32,8 @@ from ngym.runtime import event_loop
 from ngym.schema import Kind
 from ngym.services.base.app import load
 from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
-from ngym.telemetry import log_format, tracing
+from ngym.telemetry import tracing
+from ngym.telemetry.log_format import Form, begin, say
 from ngym.telemetry.redact import Redactor, secrets_in
 
 log = logging.getLogger("ngym.services")
@@ -133,23 +134,23 @@ class ServiceSpec:
     others: dict[str, str | None] = field(default_factory=dict, repr=False)
     tls: dict[str, str] | None = None
     tracing: tuple[str, float, bool] | None = None  # of ngym.telemetry.tracing.Destination
-    logs: log_format.Form = "text"
+    logs: Form = "text"
 
 
 def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0; or, after one line on stderr, EXIT_CONFIG or 1."""
-    log_format.begin(spec.name, spec.logs)
+    begin(spec.name, spec.logs)
     try:
         module = load(Path(spec.app_file))
         options = check(spec, module)
     except UsageError as error:
-        log_format.say(str(error), spec.name, spec.logs)
+        say(str(error), spec.name, spec.logs)
         return EXIT_CONFIG
     tracing.begin(tracing.Destination(*spec.tracing) if spec.tracing else None, spec.name, spec.replica)
     try:
         event_loop.run(_serve(spec, module, options, list(sockets)))
     except NgymError as error:
-        log_format.say(str(error), spec.name, spec.logs)
+        say(str(error), spec.name, spec.logs)
         return EXIT_CONFIG if isinstance(error, UsageError) else 1
     finally:
         tracing.end()
