@@ -21,10 +21,9 @@ from typing import NamedTuple
 import orjson
 from parts import play
 
-from ngym.collect.files import Files
+from ngym.collect.files import Files, Source
 from ngym.collect.plan import Recipe
 from ngym.collect.run import Limits
-from ngym.collect.run_record import Source
 from ngym.peers import Peers
 from ngym.runtime.event_loop import run
 from ngym.schema import Json

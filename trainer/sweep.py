@@ -35,7 +35,7 @@ import yaml
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.file_lock import held_folder
-from ngym.runtime.signals import await_exit, put_off
+from ngym.runtime.event_loop import await_exit, put_off
 
 from .checkpoints.store import FOLDER as CHECKPOINTS
 from .output_files import METRICS, POLICY, RESOLVED

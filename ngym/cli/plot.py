@@ -81,7 +81,7 @@ def main(
 
 def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
     """All curves of one run in one plot; for several runs a plot for each metric."""
-    from ngym.plot.text import as_text
+    from ngym.plot.picture import as_text
     from ngym.rollout import printable
 
     if len({curve.run for curve in found}) == 1 and len(found) <= MOST_IN_ONE:
@@ -95,7 +95,7 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
 def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
     from ngym.plot.curves import asked, is_own
-    from ngym.plot.text import number_text
+    from ngym.plot.picture import number_text
     from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))

@@ -125,7 +125,7 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
 
 async def _addresses(config: Config, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
     """The URL of the head that runs in this folder, if any, and the known addresses of each service."""
-    from ngym.supervise.probe import get
+    from ngym.supervise.head_file import get
 
     urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
     running = find_running(config.root)

@@ -212,7 +212,7 @@ async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape
 
 async def _ask(url: str, token: str | None) -> list[Server]:
     from ngym.peers import servers_in
-    from ngym.supervise.probe import get
+    from ngym.supervise.head_file import get
 
     try:
         reply = await get(f"{url}/servers", TIMEOUT_S, token)

@@ -10,10 +10,9 @@ import secrets
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing
 
-from ngym.collect.concurrency import Gate
 from ngym.collect.plan import Recipe, checked_rows, planned
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, Rollout, TokenFormat
-from ngym.collect.run import Limits, Run
+from ngym.collect.run import Gate, Limits, Run
 from ngym.peers import Peers
 from ngym.schema import Json
 

@@ -5,6 +5,9 @@ plan -> slot -> window of the agent -> its /run -> outcome -> keep (the disk) ->
 
 A rollout whose reward needs the others of its task waits for them in memory. If the run ends before, a resumed run
 collects it again.
+
+An agent whose rollouts wait for a model has no queue and gets the full concurrency of the run. A CPU-bound agent gets
+enough rollouts to stay busy: each further one would only hold a connection and a body while it queues.
 """
 
 from __future__ import annotations
@@ -17,25 +20,213 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from ngym.collect.concurrency import Gate, Window
-from ngym.collect.fetch_captures import Pickup
-from ngym.collect.outages import Outages
+import orjson
+
 from ngym.collect.plan import PlannedRollout
-from ngym.collect.rollout_rows import Attempt, Outcome, Rollout, TokenFormat, failed, failure_of, rollout, tell
-from ngym.errors import ServiceError, boundary
+from ngym.collect.rollout_rows import Attempt, Outcome, Pickup, Rollout, TokenFormat, failed, failure_of, rollout, tell
+from ngym.errors import NgymError, ServiceError, boundary
 from ngym.grading import group_rewards
 from ngym.grading.group_rewards import is_pending
 from ngym.net import request_context
 from ngym.net.json_limits import serialized
 from ngym.peers import Peers, json_of
-from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, RolloutKey
+from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Failure, RolloutKey
 from ngym.telemetry import tracing
 
+FIRST = 64  # rollouts to begin with, and the fewest
+ENOUGH = 32  # queued rollouts: the agent does not run out of work before it gets more
+OPENING_S = 0.05  # the window grows by half at this interval, until the agent reports a long queue
+BELIEVED_S = 1.0  # how long a report is valid; each finished rollout brings a new one
+READY_TIMEOUT_S = 5.0
+NEVER = float("-inf")
 BACKLOG = 2048  # outcomes that wait for the disk or the reader; at this bound no rollout is started
 FREE_OUTAGES = 5  # outages per rollout that cost no attempt
 RETRY_S = (1.0, 4.0)
 Keep = Callable[[Outcome], Awaitable[None]]
 Plan = Iterable[PlannedRollout] | AsyncIterable[PlannedRollout]
+
+
+@dataclass
+class Gate:
+    """A gate that is open while nothing holds it. reasons: holder -> one line for the screen."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    _open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._open.set()
+
+    def hold(self, who: str, reason: str | None) -> None:
+        """Close the gate for this reason; None withdraws the holder's reason."""
+        if reason is None:
+            self.reasons.pop(who, None)
+        else:
+            self.reasons[who] = reason
+        if self.reasons:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    async def opened(self) -> None:
+        if self.reasons:
+            await self._open.wait()
+
+
+class Window:
+    """Rollouts in flight at one agent.
+
+    Args:
+        limit: the largest size of the window.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.size = min(FIRST, limit)
+        self.in_flight = 0
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._opens_at = self._loop.time() + OPENING_S
+        self._left = asyncio.Event()
+
+    async def enter(self) -> None:
+        """Wait until there is room for one more rollout. One caller at a time."""
+        while self.in_flight >= self.size:
+            self._left.clear()
+            if self.size >= self._limit:
+                await self._left.wait()
+            elif self._loop.time() >= self._opens_at:
+                self.size = min(self._limit, self.size * 3 // 2 + 1)
+                self._opens_at = self._loop.time() + OPENING_S
+            else:
+                timer = self._loop.call_at(self._opens_at, self._left.set)
+                try:
+                    await self._left.wait()
+                finally:
+                    timer.cancel()
+        self.in_flight += 1
+
+    def told(self, waiting: int) -> None:
+        """Record the agent's queue length, which a finished rollout reports."""
+        if waiting >= ENOUGH:
+            self._opens_at = self._loop.time() + BELIEVED_S
+        else:
+            self._opens_at = min(self._opens_at, self._loop.time() + OPENING_S)
+        if waiting > 2 * ENOUGH:
+            self.size = max(min(FIRST, self._limit), min(self.size, self.in_flight - waiting + ENOUGH))
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        self._left.set()
+
+
+class ServiceGone(NgymError):
+    """A service was down for longer than a run waits."""
+
+
+class Outages:
+    """Distinguishes an outage of a service from a failure of one rollout, and holds the gate until the outage is over.
+
+    A service that does not answer /ready is down. One that was restarted since (the head counts restarts) was down: its
+    sessions and pending requests are lost. Call `begin` first.
+
+    Args:
+        poll_s, give_up_s: interval and total time of polling a service that is down.
+    """
+
+    def __init__(self, peers: Peers, gate: Gate, *, poll_s: float, give_up_s: float) -> None:
+        self._peers = peers
+        self._gate = gate
+        self._poll_s = poll_s
+        self._give_up_s = give_up_s
+        self._watches: dict[str, asyncio.Task[bool]] = {}
+        self._back_at: dict[str, float] = {}
+        self._restarts: dict[str, int] = {}
+
+    async def begin(self) -> None:
+        """Ask the head how often each service was restarted before this run."""
+        self._restarts = await self._restarts_now()
+
+    async def explain(self, failure: Failure, since: float) -> bool:
+        """Whether an attempt that began at `since` (loop time) failed because of an outage; waits until it is over.
+
+        Raises:
+            ServiceGone: the service did not come back.
+        """
+        service = failure["service"]
+        lost = failure["class"] == "connect" or failure["http_status"] in (404, 503)  # 404: a session that is gone
+        if not lost or service is None or service not in self._peers.urls:
+            return False
+        if since < self._back_at.get(service, NEVER):
+            return True
+        if service not in self._watches:
+            self._watches[service] = asyncio.create_task(self._watch(service), name=f"outage of {service}")
+        try:
+            was_down = await asyncio.shield(self._watches[service])
+        finally:
+            if service in self._watches and self._watches[service].done():
+                del self._watches[service]
+        return was_down and since < self._back_at[service]
+
+    async def close(self) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+
+    async def _watch(self, service: str) -> bool:
+        """Whether the service is or was down; returns when it is up."""
+        was_down = await self._wait_until_ready(service)
+        restarts = await self._restarts_now()
+        if was_down or restarts.get(service, 0) > self._restarts.get(service, 0):
+            self._restarts[service] = restarts.get(
+                service, 0
+            )  # only of this service: lost attempts of others still compare theirs
+            self._back_at[service] = asyncio.get_running_loop().time()
+            return True
+        return False
+
+    async def _wait_until_ready(self, service: str) -> bool:
+        """Wait until the service is ready; returns whether it was down."""
+        reason = await self._not_ready(service)
+        if reason is None:
+            return False
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + self._give_up_s
+        try:
+            while reason is not None:
+                self._gate.hold(service, reason)
+                if loop.time() >= ends:
+                    waited = f"{reason}, for {self._give_up_s:.0f} s now"
+                    raise ServiceGone(f"{waited}; fix it, then run again with --resume")
+                await asyncio.sleep(self._poll_s)
+                await self._peers.refresh()
+                reason = await self._not_ready(service)
+        finally:
+            self._gate.hold(service, None)
+        return True
+
+    async def _not_ready(self, service: str) -> str | None:
+        """Why no replica of the service can serve, or None."""
+        reason, opener = None, self._peers.authorization(service)
+        for url in self._peers.urls[service]:
+            try:
+                reply = await self._peers.send("GET", f"{url}/ready", None, opener, READY_TIMEOUT_S)
+            except (OSError, TimeoutError):
+                reason = f"{service} does not answer at {url}"
+                continue
+            if reply.status != 503:
+                return None  # also a 404: NeMo Gym's services have no /ready
+            reason = f"{service} is not ready at {url}: {_told(reply.body)}"
+        return reason
+
+    async def _restarts_now(self) -> dict[str, int]:
+        """Restarts of each service, as the head reports them; empty if it does not."""
+        return {server["name"]: server.get("restarts", 0) for server in await self._peers.servers()}
+
+
+def _told(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["reason"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "503"
 
 
 @dataclass

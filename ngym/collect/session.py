@@ -9,12 +9,11 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 from ngym.collect.aggregate import environment_metrics
-from ngym.collect.concurrency import Gate
 from ngym.collect.display import Meter, Show
 from ngym.collect.files import Files
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.rollout_rows import FailedAttempt
-from ngym.collect.run import Limits, Run
+from ngym.collect.run import Gate, Limits, Run
 from ngym.peers import Peers
 from ngym.runtime.event_loop import never, unless
 

@@ -17,7 +17,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.net.auth import wrong_url
 from ngym.net.tls import check_pair, client_context, trust
 from ngym.schema import Kind
-from ngym.telemetry.redact import redacted, secrets_in
+from ngym.telemetry.log_format import redacted, secrets_in
 from ngym.telemetry.tracing import Destination
 
 SETTINGS_KEY = "ngym"

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known
 from ngym.collect.display import drawing
-from ngym.collect.files import Files
+from ngym.collect.files import Files, Source
 from ngym.collect.rollout_rows import TokenFormat
-from ngym.collect.run_record import Source
+from ngym.collect.run import Gate
 from ngym.collect.session import Sitting
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError

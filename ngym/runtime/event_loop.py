@@ -1,4 +1,4 @@
-"""The event loop of a process: uvloop with rare garbage collections, racing tasks, and an exit without tear-down."""
+"""The event loop, signals and exit of a process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,122 @@ import contextlib
 import gc
 import os
 import resource
+import signal
+import subprocess
 import sys
-from collections.abc import Awaitable, Coroutine
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Result = TypeVar("Result")
+
+
+@contextmanager
+def as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in this block, as SIGINT does; ignored signals stay ignored.
+
+    After an interrupted block the handlers stay: the process is about to end, and a second signal must not kill it.
+    An event loop's own handlers replace them while it runs. In a thread it does nothing.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [each for each in NUMBERS[1:] if is_main and signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        numbers = []
+        raise
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def calls_on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+    """The running event loop calls back for each SIGINT, SIGTERM and SIGHUP in this block; ignored ones stay ignored.
+
+    Unlike `loop.add_signal_handler`, the previous handlers are restored at the end: after a loop closes, the signals
+    would kill the process.
+    """
+    loop = asyncio.get_running_loop()
+    before = {
+        number: handler for number in NUMBERS if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+    }
+    try:
+        for number in before:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_interrupts() -> None:
+    """SIGINT, SIGTERM and SIGHUP have no effect from now on."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP that come in this block are handled at its end; ignored signals stay ignored.
+
+    A signal mask would also block them in child processes that start here. In a thread, where Python runs no handlers,
+    it does nothing.
+    """
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: handler for number in NUMBERS if (handler := signal.getsignal(number)) is not None}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)
+
+
+def await_exit(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
+    """Wait for a process and return its exit code. A signal handler that raises can interrupt it at any time.
+
+    This avoids Popen.wait(): an exception of a handler inside it can leave its lock held, and the next wait() hangs.
+
+    Raises:
+        subprocess.TimeoutExpired: the process still runs after timeout_s seconds.
+    """
+    ends = None if timeout_s is None else time.monotonic() + timeout_s
+    while process.returncode is None:
+        flags = os.WEXITED | os.WNOWAIT | (0 if ends is None else os.WNOHANG)
+        try:
+            ended = os.waitid(os.P_PID, process.pid, flags) is not None
+        except ChildProcessError:  # reaped elsewhere
+            ended = True
+        if ended:
+            with put_off():
+                return process.wait()
+        if ends is not None and time.monotonic() > ends:
+            raise subprocess.TimeoutExpired(process.args, timeout_s or 0.0)
+        time.sleep(0.02)
+    return process.returncode
 
 
 async def unless(failure: Awaitable[None], work: Coroutine[Any, Any, Result]) -> Result:

@@ -30,7 +30,7 @@ from ngym.schema import Kind
 from ngym.supervise import service_metrics
 from ngym.supervise.service import State, listen, url_of
 from ngym.supervise.service_metrics import resident_bytes
-from ngym.telemetry.redact import redacted
+from ngym.telemetry.log_format import redacted
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

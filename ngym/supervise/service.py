@@ -18,11 +18,11 @@ from typing import Any, Literal
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.runtime.live_region import harmless
 from ngym.schema import Kind
+from ngym.supervise.head_file import health
 from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.logs import ServiceLog
-from ngym.supervise.probe import health
 from ngym.supervise.venvs import Venv, find_uv, make
-from ngym.telemetry.redact import Redactor
+from ngym.telemetry.log_format import Redactor
 
 BACKLOG = 4096
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

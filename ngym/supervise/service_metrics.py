@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from ngym.supervise.display import Traffic
-from ngym.supervise.probe import get
+from ngym.supervise.head_file import get
 from ngym.supervise.service import State
 
 PROC = Path("/proc")

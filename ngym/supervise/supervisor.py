@@ -19,7 +19,7 @@ from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import Limits, Process, State, Watched, listen, url_of
 from ngym.supervise.venvs import venv_of
-from ngym.telemetry.redact import Redactor
+from ngym.telemetry.log_format import Redactor
 
 GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 

@@ -20,8 +20,7 @@ from stub_agents import head, problem, scored, serving, task, text_item
 from ngym import VerifyRequest, gym_server
 from ngym.collect import FailedAttempt, Gate, Limits, Outcome, Recipe, Rollout, collect
 from ngym.collect.discovery import discover
-from ngym.collect.outages import Outages, ServiceGone
-from ngym.collect.run import FREE_OUTAGES
+from ngym.collect.run import FREE_OUTAGES, Outages, ServiceGone
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.schema import Failure, Json, task_id

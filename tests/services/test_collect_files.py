@@ -22,9 +22,8 @@ from stub_agents import Answer, instant_agent, problem, scored, serving, task
 
 from ngym.collect import Limits, Recipe
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.files import Files
-from ngym.collect.inputs import InputCheck
-from ngym.collect.run_record import Source
+from ngym.collect.files import Files, Source
+from ngym.collect.plan import InputCheck
 from ngym.errors import UsageError
 from ngym.files.file_lock import FileLocked
 from ngym.files.jsonl import read
@@ -230,8 +229,8 @@ for name in ("rename", "unlink", "link", "fdatasync", "fsync", "open"):
 from ngym.collect import Limits, Recipe
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
-from ngym.collect.inputs import InputCheck
-from ngym.collect.run_record import Source
+from ngym.collect.plan import InputCheck
+from ngym.collect.files import Source
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 
@@ -483,8 +482,8 @@ from pathlib import Path
 from ngym.collect import Limits, Recipe
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Files
-from ngym.collect.inputs import InputCheck
-from ngym.collect.run_record import Source
+from ngym.collect.plan import InputCheck
+from ngym.collect.files import Source
 from ngym.runtime.event_loop import run
 from ngym.peers import Peers
 

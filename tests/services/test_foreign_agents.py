@@ -13,7 +13,7 @@ from stub_agents import scored, text_item
 
 from ngym import ModelCall, model_server
 from ngym.collect import Limits, Recipe, Rollout, collect
-from ngym.collect.fetch_captures import Pickup
+from ngym.collect.rollout_rows import Pickup
 from ngym.convert import chat_from_response, create_params, overflow_response
 from ngym.peers import Peers
 from ngym.services.base.app import load

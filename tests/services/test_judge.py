@@ -12,8 +12,7 @@ from paths import ROOT
 
 from ngym import ModelCall, model_server
 from ngym.collect import FailedAttempt, Limits, Recipe, collect
-from ngym.collect.files import Files
-from ngym.collect.run_record import Source
+from ngym.collect.files import Files, Source
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.base.app import load

@@ -11,7 +11,7 @@ from house import house
 from pydantic import BaseModel
 
 from ngym import Session, VerifyRequest, gym_server
-from ngym.services.models.response_store import ResponseStore
+from ngym.services.models.request_handler import ResponseStore
 
 KEPT = 200
 CHARACTERS = 5000

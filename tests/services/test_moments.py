@@ -25,9 +25,8 @@ from pydantic import BaseModel
 
 from ngym import Session, VerifyRequest, gym_server
 from ngym.cli.shell import walkthrough
-from ngym.collect.concurrency import Gate
-from ngym.collect.fetch_captures import Pickup
-from ngym.collect.outages import Outages
+from ngym.collect.rollout_rows import Pickup
+from ngym.collect.run import Gate, Outages
 from ngym.errors import Overloaded, Unreachable
 from ngym.files import row_log
 from ngym.files.row_log import RowLog

@@ -12,7 +12,7 @@ from paths import ROOT
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import Limits, Recipe, collect
-from ngym.collect.concurrency import ENOUGH, FIRST, Window
+from ngym.collect.run import ENOUGH, FIRST, Window
 from ngym.convert import message_item, new_response, output_text
 from ngym.errors import ServiceError
 from ngym.services.agents.server import STARTS, Turns

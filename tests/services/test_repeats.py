@@ -19,7 +19,7 @@ from ngym import ServiceError, ServiceOptions, Session, VerifyRequest, gym_serve
 from ngym.errors import Overloaded
 from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.gym.idempotency import Repeats
+from ngym.services.gym.sessions import Repeats
 
 KEY = "idempotency-key"
 SESSION = "x-ng-session"

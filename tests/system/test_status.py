@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ngym.cli.status import tables
 from ngym.config.service_config import load_config
 from ngym.peers import Peers
-from ngym.supervise.probe import get
+from ngym.supervise.head_file import get
 from ngym.supervise.service_metrics import numbers, quantile, read, together
 from ngym.supervise.supervisor import Supervisor
 

@@ -21,12 +21,11 @@ from omegaconf import OmegaConf
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
-from ngym.supervise.head_file import find_running
+from ngym.supervise.head_file import Reply, find_running, get, health
 from ngym.supervise.launcher import LauncherGone
-from ngym.supervise.probe import Reply, get, health
 from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State
 from ngym.supervise.supervisor import Supervisor
-from ngym.telemetry.redact import REDACTED, redacted, secrets_in
+from ngym.telemetry.log_format import REDACTED, redacted, secrets_in
 
 YES = """
 from ngym import VerifyRequest, gym_server

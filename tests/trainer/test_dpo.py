@@ -24,7 +24,7 @@ from ngym.trainer import loop
 from ngym.trainer.algorithms import dpo
 from ngym.trainer.data import chat_samples
 from ngym.trainer.engine import engine
-from ngym.trainer.model import decoder, packing
+from ngym.trainer.model import chunked_logprobs, packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms, recipe
 
@@ -134,7 +134,7 @@ def test_each_loss_is_its_closed_form(options: dict[str, Any], expected: list[fl
         sides = dpo.Side([1, 2, 3], [(1, 3)], chosen=True), dpo.Side([1, 2, 3, 4, 5, 6], [(1, 6)], chosen=False)
         batch = [dpo.PairSample(sides, reference=(reference, -4.0))]
         logprobs = torch.tensor([logprob / 2] * 2 + [-1.0] * 5)  # sorted by their tokens
-        loss = algorithm(**options).loss(decoder.Scores(logprobs), packing.pack(batch, CPU))
+        loss = algorithm(**options).loss(chunked_logprobs.Scores(logprobs), packing.pack(batch, CPU))
         assert loss.sum.item() == pytest.approx(value, abs=1e-6)
 
 

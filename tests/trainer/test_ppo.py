@@ -16,10 +16,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.trainer import loop, sanity_checks
 from ngym.trainer.algorithms import policy_gradient
-from ngym.trainer.data import offline, rollout_samples, samples
+from ngym.trainer.data import offline, samples
+from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.engine import engine
 from ngym.trainer.losses import gae
-from ngym.trainer.model import decoder, packing
+from ngym.trainer.model import chunked_logprobs, packing
 from ngym.trainer.model import policy as critic
 from ngym.trainer.recipe import algorithms, recipe
 
@@ -288,7 +289,7 @@ def test_a_new_critic_says_0_and_is_no_part_of_the_policy_that_is_saved(
     trained = engine.Engine(policy, launch, recipe.EngineOptions(), recipe.OptimizerOptions(lr=1e-3))
     packed = packing.pack(batch(), torch.device("cpu"))
     assert trained.values(packed).abs().max() == 0
-    assert trained.scores(packed, decoder.Asks(logprobs=False, values=True)).logprobs_N.numel() == 0
+    assert trained.scores(packed, chunked_logprobs.Asks(logprobs=False, values=True)).logprobs_N.numel() == 0
     assert set(trained.weights()) <= bare
     trained.save(tmp_path / "policy", tokenizer)
     assert set(load_file(tmp_path / "policy" / "model.safetensors")) <= bare

@@ -28,7 +28,8 @@ from ngym.trainer.checkpoints import store
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
-from ngym.trainer.online import rollout_spool, rollout_stream, task_sampler
+from ngym.trainer.online import rollout_stream, task_sampler
+from ngym.trainer.online import rollout_stream as rollout_spool
 from ngym.trainer.recipe import recipe, rl
 
 Values = dict[str, Any]

@@ -33,7 +33,7 @@ from ngym.errors import ConfigError, UsageError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.checkpoints import resume, store
-from ngym.trainer.data import rollout_samples
+from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.data import samples as trainer_samples
 from ngym.trainer.engine import engine, nan_guard, optimizer_state
 from ngym.trainer.model import policy as model

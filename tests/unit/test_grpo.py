@@ -18,7 +18,8 @@ from ngym.cli.train import main
 from ngym.errors import UsageError
 from ngym.trainer import batch_sources, loop, sanity_checks
 from ngym.trainer.algorithms import policy_gradient
-from ngym.trainer.data import offline, rollout_samples, samples
+from ngym.trainer.data import offline, samples
+from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.engine import engine, nan_guard
 from ngym.trainer.engine.engine import score
 from ngym.trainer.model import packing

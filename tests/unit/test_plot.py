@@ -17,9 +17,8 @@ from click.testing import CliRunner, Result
 from ngym.cli.plot import main
 from ngym.errors import UsageError
 from ngym.plot.curves import asked, smoothed, telling, together, told
-from ngym.plot.picture import Line, Panel, picture, write_picture
+from ngym.plot.picture import Line, Panel, as_text, picture, write_picture
 from ngym.plot.runs import History, Run, Series, by_seed, distinct, read_history
-from ngym.plot.text import as_text
 
 PNG = b"\x89PNG"
 Entry = dict[str, Any]

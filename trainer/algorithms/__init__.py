@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..data.samples import Sample
 from ..losses.policy_loss import Loss, Mean
-from ..model.decoder import Asks, Scores
+from ..model.chunked_logprobs import Asks, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

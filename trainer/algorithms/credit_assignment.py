@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..data.rollout_samples import Rollout, filled
+from ..data.samples import Rollout, filled
 from ..losses.advantages import (
     advantages,
     component_advantages,

@@ -25,7 +25,7 @@ from ..data.samples import Sample, Segment
 from ..engine.engine import score
 from ..losses.policy_loss import Loss, Rows, measured
 from ..losses.preference_loss import preference_loss
-from ..model.decoder import Asks, Scores
+from ..model.chunked_logprobs import Asks, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import DpoOptions
 from . import Setup, StepLoss

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..data.rollout_samples import Rollout, Said, filled, grouped, read_rollouts
-from ..data.samples import Sample
+from ..data.samples import Rollout, Said, Sample, filled, grouped, read_rollouts
 from ..engine.engine import score
 from ..losses.gae import explained_variance
 from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, policy_loss, value_loss, weigh
-from ..model.decoder import Asks, Scores
+from ..model.chunked_logprobs import Asks, Scores
 from ..model.policy import load_policy
 from ..recipe.algorithms import PolicyGradientOptions
 from . import Setup, StepLoss

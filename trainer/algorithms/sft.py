@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..data.chat_samples import read_demonstrations
 from ..data.samples import Sample
 from ..losses.policy_loss import nll_loss
-from ..model.decoder import Asks, Scores
+from ..model.chunked_logprobs import Asks, Scores
 from . import Loss, Setup, StepLoss
 
 if TYPE_CHECKING:

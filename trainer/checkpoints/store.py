@@ -28,7 +28,7 @@ from ngym.errors import NgymError
 from ngym.files.jsonl import sync_folder
 from ngym.schema import Json
 
-from ..recipe.base import Record
+from ..recipe.objective import Record
 from ..recipe.recipe import CheckpointOptions
 
 FOLDER = "checkpoints"

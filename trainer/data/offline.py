@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
 
-from ..recipe.base import find
+from ..recipe.objective import find
 from ..recipe.recipe import DataOptions, Recipe
 from .samples import Batch, Sample
 

@@ -1,14 +1,45 @@
-"""The records that the trainer steps on: a batch is lists of samples, and a sample is the segments that belong
-together.
+"""Samples, which every algorithm trains on, and rollouts as samples.
 
 A demonstration is one sample, with one segment as long as each turn's prompt continues the turn before. The segments of
 a sample always share a micro-batch.
+
+Left out and counted: failed attempts, and null rewards ("could not be scored" is not a 0). Refused: rows without
+tokens, and rows that were not sampled from the plain distribution at the recipe's temperature, because then the
+sampler's logprobs are not the policy's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from ngym.convert import extra_body
+from ngym.errors import BadRequest
+from ngym.files import jsonl
+from ngym.schema import Json
+
+from ..losses.advantages import all_equal
+
+# name -> the values that leave the model's distribution unchanged
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "min_tokens": (None, 0),
+    "structured_outputs": (None, {}),
+    "text.format": (None, "text"),
+    "tool_choice": (None, "auto", "none"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +86,212 @@ class Batch:
 
     updates: Sequence[Sequence[Sample]]
     values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said(Segment):
+    """A segment that a policy sampled. Each field is [trained], over its sampled tokens; None until `prepare` fills it.
+
+    sampler: log p from the engine that sampled. old: from the trainer before its first update. reference: under the
+    reference policy. values: the critic's before the first update; returns: their targets.
+    """
+
+    sampler: list[float]
+    advantages: list[float] | None = None
+    old: list[float] | None = None
+    reference: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout(Sample):
+    """One attempt at a task, with only the segments that have sampled tokens; there may be none.
+
+    group: the task. truncated: it was cut off.
+    """
+
+    segments: tuple[Said, ...]
+    group: str
+    reward: float
+    components: dict[str, float]
+    truncated: bool
+    turns: int
+    tool_calls: int
+    tool_errors: int
+
+
+@dataclass
+class Read:
+    """The usable rollouts, and the counts of the others."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    unscored: int = 0
+    failed: int = 0
+
+
+def read_rollouts(path: Path, temperature: float) -> Read:
+    """The rollouts of a JSONL file.
+
+    Raises:
+        UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
+    """
+    read, seen = Read(), set[str]()
+
+    def wrong(row: Json) -> str | None:
+        if said := problem(row, temperature):
+            return said
+        name = (row.get("ng") or {}).get("rollout_id")
+        if name in seen:
+            return f"the rollout {name} is in this file twice; remove one of the two"
+        seen.update([name] if name else [])
+        return None
+
+    for line in jsonl.checked(path, wrong):
+        take(line.row, read)
+    return read
+
+
+def take(row: Json, read: Read) -> None:
+    """Add a row without problems to the result."""
+    if "failure" in row:
+        read.failed += 1
+    elif row["reward"] is None:
+        read.unscored += 1
+    else:
+        read.rollouts.append(_rollout(row))
+
+
+def problem(row: Json, temperature: float) -> str | None:
+    """Why a row that should be usable is not; None if it is usable or may be left out."""
+    if "failure" in row:
+        return None
+    if "reward" not in row or not isinstance(row.get("ng"), dict):
+        return "not a scored rollout: it needs a reward and an ng record, as ng_collect_rollouts writes them"
+    if row["reward"] is None:
+        return None
+    if not isinstance(row["reward"], int | float) or not math.isfinite(row["reward"]):
+        return f"the reward is {row['reward']!r:.60}; it must be a number or null"
+    if bent := bent_sampling(row.get("responses_create_params") or {}, temperature):
+        return bent
+    segments = row["ng"].get("segments")
+    if not segments:
+        return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
+    return next(filter(None, map(_segment_problem, segments)), None)
+
+
+def bent_sampling(params: Json, temperature: float) -> str | None:
+    """Why rollouts with these Responses create params are not samples of the policy at this temperature, or None."""
+    try:
+        settings = {**params, **extra_body(params)}
+    except BadRequest as error:
+        return error.detail
+    match settings:
+        case {"text": {"format": {"type": kind}}}:
+            settings["text.format"] = kind
+    match settings:
+        case {"tool_choice": {"mode": kind}} | {
+            "tool_choice": {"type": kind}
+        }:  # of some tools, or of one that must be called
+            settings["tool_choice"] = kind
+    for name, neutral in NEUTRAL.items():
+        if settings.get(name) not in neutral:
+            return (
+                f"{name} is {settings[name]!s:.60}: the sampler's logprobs would belong to another distribution than the one "
+                f"that is trained; leave {name} out of training rollouts"
+            )
+    said = settings.get("temperature")
+    if (1.0 if said is None else said) != temperature:
+        return f"temperature is {1.0 if said is None else said}, but the recipe trains at {temperature}; set rollouts.temperature"
+    return None
+
+
+def _segment_problem(segment: Any) -> str | None:
+    try:
+        ids, mask, logprobs = segment["token_ids"], segment["mask"], segment["logprobs"]
+        end = 1  # there is no prediction of the first token
+        for start, stop in mask:
+            if not end <= start < stop <= len(ids):
+                return f"a segment's mask has the span [{start}, {stop}): spans ascend within [1, {len(ids)})"
+            end = stop
+        masked = sum(stop - start for start, stop in mask)
+        if len(logprobs) != masked:
+            return f"a segment has {len(logprobs)} logprobs for {masked} sampled tokens"
+        if not all(map(math.isfinite, logprobs)):
+            return "a segment has logprobs that are not numbers"
+        if not all(len(span) == 3 for span in segment["policy_version"]):
+            return "a segment's policy_version must be spans [start, end, version]"
+    except (KeyError, TypeError, ValueError) as error:
+        return f"a segment is malformed (token_ids, mask, logprobs, policy_version): {type(error).__name__} {error}"
+    return None
+
+
+def _rollout(row: Json) -> Rollout:
+    trace = row["ng"]
+    segments = tuple(
+        Said(segment["token_ids"], [(start, end) for start, end in segment["mask"]], sampler=segment["logprobs"])
+        for segment in trace["segments"]
+        if segment["mask"]
+    )
+    return Rollout(
+        segments=segments,
+        group=f"{trace.get('task_id')} {row.get('_ng_task_index')}",
+        reward=float(row["reward"]),
+        components=trace.get("reward_components") or {},
+        truncated=trace.get("status") == "truncated",
+        turns=trace.get("turns") or 0,
+        tool_calls=trace.get("tool_calls") or 0,
+        tool_errors=trace.get("tool_errors") or 0,
+    )
+
+
+def filled(rollouts: Sequence[Rollout], name: str, values: Sequence[Sequence[list[float]]]) -> list[Rollout]:
+    """The rollouts with this field of their segments. values: by rollout, by segment, by token."""
+    named: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
+    return [
+        replace(
+            rollout,
+            segments=tuple(replace(segment, **field) for segment, field in zip(rollout.segments, fields, strict=True)),
+        )
+        for rollout, fields in zip(rollouts, named, strict=True)
+    ]
+
+
+def grouped(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """The rollouts grouped by task, in the order of each task's first."""
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return list(groups.values())
+
+
+def described(read: Read) -> dict[str, float]:
+    """Metrics of the collected rollouts."""
+    rollouts = read.rollouts
+    left_out: dict[str, float] = {
+        "num_unscored": read.unscored,
+        "frac_unscored": read.unscored / max(1, read.unscored + len(rollouts)),
+        "num_failed": read.failed,
+        "num_valid_samples": len(rollouts),
+    }
+    if not rollouts:
+        return left_out
+    groups = grouped(rollouts)
+    rewards = [rollout.reward for rollout in rollouts]
+    lengths = [rollout.trained for rollout in rollouts]
+    equal = [all_equal([rollout.reward for rollout in group]) for group in groups]
+    said = [logprob for rollout in rollouts for segment in rollout.segments for logprob in segment.sampler]
+    return {
+        **left_out,
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "frac_reward_zero_std": fmean(equal),
+        "completions/mean_length": fmean(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": fmean(rollout.truncated for rollout in rollouts),
+        "num_turns": fmean(rollout.turns for rollout in rollouts),
+        "tool_calls": fmean(rollout.tool_calls for rollout in rollouts),
+        "tool_errors": fmean(rollout.tool_errors for rollout in rollouts),
+        # on average over sampled tokens, -log p is the entropy
+        "approx_entropy": -fmean(said) if said else 0.0,
+    }

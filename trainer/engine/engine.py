@@ -31,7 +31,7 @@ from ngym.schema import Json
 from ..checkpoints.store import committed
 from ..data.samples import Sample
 from ..model import lora
-from ..model.decoder import Asks, Scores
+from ..model.chunked_logprobs import Asks, Scores
 from ..model.layers import checkpoint_layers, compile_layers
 from ..model.packing import Packed, pack, plan
 from ..model.policy import Policy

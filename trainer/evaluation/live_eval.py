@@ -37,7 +37,7 @@ from ngym.files.row_log import RowLog
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards
 
-from ..online.rollout_spool import OURS
+from ..online.rollout_stream import OURS
 from ..online.services import Services
 from ..online.task_sampler import TaskFile, for_agent, sampling_seed, task_problem
 from ..recipe.rl import EvaluationOptions, HeldOutOptions, RolloutOptions

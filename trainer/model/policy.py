@@ -19,8 +19,7 @@ from ngym.errors import ConfigError
 from ..data.samples import Sample, Segment
 from ..recipe.recipe import ModelOptions, Qwen3Shape
 from . import attention, lora
-from .chunked_logprobs import LOGITS_BYTES, Scorer
-from .decoder import Asks, Scores, states
+from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
 from .packing import Packed, pack
 from .sequence_parallel import Group
 

@@ -19,8 +19,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 from ..algorithms import Algorithm
-from ..data.rollout_samples import Read, described, problem, take
-from ..data.samples import Batch, Sample
+from ..data.samples import Batch, Read, Sample, described, problem, take
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.rl import RolloutOptions

@@ -28,7 +28,7 @@ from ngym.errors import UsageError
 from ngym.files import jsonl
 from ngym.schema import Json
 
-from ..data.rollout_samples import bent_sampling
+from ..data.samples import bent_sampling
 from ..recipe.rl import EnvironmentOptions, RolloutOptions
 from .curriculum import Curriculum
 

@@ -29,7 +29,6 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_va
 from ngym.config.import_path import imported_class
 from ngym.did_you_mean import did_you_mean
 
-from .base import Positive, Record
 from .objective import (
     UNCOMPARED,
     Advantage,
@@ -38,7 +37,9 @@ from .objective import (
     Kl,
     Objective,
     PolicyLoss,
+    Positive,
     Preference,
+    Record,
     Refusal,
     preference_refusals,
     refusals,

@@ -17,18 +17,68 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from ngym.config.shipped_files import PACKAGE, shipped_path
 
 from .extensions import Estimator
 
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Word = Annotated[str, BeforeValidator(str)]  # a YAML number may be a word of a command
 UNCOMPARED = ("reward", "gae")
-"""Estimators that do not compare rewards within a group."""
 Aggregation = Literal["token", "sequence", "fixed", "prompt"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Discount = Annotated[float, Field(gt=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+_BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
+    "none": (0.0, float("inf")),
+    "token": (0.0, 2.0),
+    "sequence": (0.0, 5.0),
+    "icepop": (0.5, 5.0),
+    "sequence_mask": (0.999, 1.002),
+}
+_UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def find(path: str) -> Path | None:
+    """A file or folder in the working directory, else among the files that ship with ngym."""
+    return next((found for found in (Path(path), shipped_path(path), PACKAGE / path) if found.exists()), None)
+
+
+def existing(path: str) -> str:
+    """The absolute path of a file or folder; a ValueError if it does not exist."""
+    found = find(path)
+    if found is None:
+        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
+    return os.path.abspath(found)
+
+
+def _local_or_hub(name: str) -> str:
+    """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
+    found = find(name)
+    if found is not None:
+        return os.path.abspath(found)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(
+            f"there is no folder {name} in {Path.cwd()}, and it is not an owner/name of the Hugging Face hub"
+        )
+    return name
+
+
+ExistingPath = Annotated[str, AfterValidator(existing)]
+ModelName = Annotated[str, AfterValidator(_local_or_hub)]
+
+
+"""Estimators that do not compare rewards within a group."""
 
 
 class _Record(BaseModel):
@@ -138,15 +188,6 @@ class Correction(_Record):
         return (low if self.low is None else self.low, high if self.high is None else self.high)
 
 
-_BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
-    "none": (0.0, float("inf")),
-    "token": (0.0, 2.0),
-    "sequence": (0.0, 5.0),
-    "icepop": (0.5, 5.0),
-    "sequence_mask": (0.999, 1.002),
-}
-
-
 class Critic(_Record):
     """The value of each token, learned next to the policy."""
 
@@ -181,9 +222,6 @@ class Preference(_Record):
         default=0.0, ge=0, lt=0.5, description="The share of pairs assumed to be labeled the wrong way round."
     )
     length_normalised: bool = Field(default=False, description="A mean over an answer's tokens instead of the sum.")
-
-
-_UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
 
 
 class Refusal(NamedTuple):

@@ -22,11 +22,11 @@ from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import Tree, load_tree, parse
 from ngym.did_you_mean import near_file, nearest
 from ngym.errors import ConfigError
-from ngym.telemetry.redact import redacted
+from ngym.telemetry.log_format import redacted
 
 from .algorithms import AnyAlgorithm, PolicyGradientOptions, corrected
-from .base import ModelName, Positive, Record, Share, Word, existing, find
 from .extensions import MetricSink, SinkPath
+from .objective import ModelName, Positive, Record, Share, Word, existing, find
 from .rl import EvaluationOptions, RolloutOptions, evaluation_problem
 from .validation import refusals
 

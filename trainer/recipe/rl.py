@@ -7,8 +7,8 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from .base import ExistingPath, Positive, Record, Share
 from .extensions import TRANSPORTS, Transport
+from .objective import ExistingPath, Positive, Record, Share
 
 HELD_OUT = "validation.jsonl"
 

@@ -15,15 +15,12 @@ import click
 import orjson
 
 from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
-from ngym.collect.concurrency import Gate
 from ngym.collect.discovery import Known, discover
-from ngym.collect.display import Meter, Show, display
-from ngym.collect.files import Files, Paths, check_places
+from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
+from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
 from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
-from ngym.collect.report import as_json, files, first_failures, tables
 from ngym.collect.rollout_rows import TokenFormat
-from ngym.collect.run import Limits
-from ngym.collect.run_record import RunRecord, Source
+from ngym.collect.run import Gate, Limits
 from ngym.collect.session import Reached, Sitting
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean, near_file
@@ -33,8 +30,8 @@ from ngym.files.row_log import DiskFull
 from ngym.net.auth import wrong_url
 from ngym.peers import Peers
 from ngym.runtime import event_loop
+from ngym.runtime.event_loop import as_ctrl_c, calls_on_interrupt
 from ngym.runtime.live_region import clock, harmless, is_live
-from ngym.runtime.signals import as_ctrl_c, calls_on_interrupt
 from ngym.schema import Json, RolloutKey
 from ngym.supervise.display import told
 from ngym.supervise.head_file import head_of, token_of

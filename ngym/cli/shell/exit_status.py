@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from ngym.errors import NgymError, UsageError
-from ngym.runtime.signals import ignore_interrupts
+from ngym.runtime.event_loop import ignore_interrupts
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

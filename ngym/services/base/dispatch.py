@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ngym.errors import BadRequest, NotReady, Overloaded, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE
-from ngym.process_memory import is_room_for
+from ngym.net.json_limits import is_room_for
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.telemetry import tracing
 

@@ -15,7 +15,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
 from ngym.peers import Peers
 from ngym.schema import Kind
-from ngym.telemetry.redact import Redactor
+from ngym.telemetry.log_format import Redactor
 
 
 class _Reference:

@@ -19,8 +19,17 @@ from starlette.requests import Request
 
 from ngym.did_you_mean import nearest
 from ngym.errors import MOST_NAME, MOST_PROBLEMS, BadRequest, Problem, cut, refused
-from ngym.net.json_limits import LOOP_BYTES, MAX_DEPTH, NODE_WEIGHT, Result, by_size, is_deep, json_weight
-from ngym.process_memory import is_room_for, parsed_bytes
+from ngym.net.json_limits import (
+    LOOP_BYTES,
+    MAX_DEPTH,
+    NODE_WEIGHT,
+    Result,
+    by_size,
+    is_deep,
+    is_room_for,
+    json_weight,
+    parsed_bytes,
+)
 from ngym.schema import Json
 from ngym.services.base.dispatch import LARGE
 from ngym.services.base.options import ServiceOptions

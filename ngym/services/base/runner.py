@@ -33,8 +33,7 @@ from ngym.schema import Kind
 from ngym.services.base.app import load
 from ngym.services.base.options import ServiceContext, ServiceOptions, parse_options
 from ngym.telemetry import tracing
-from ngym.telemetry.log_format import Form, begin, say
-from ngym.telemetry.redact import Redactor, secrets_in
+from ngym.telemetry.log_format import Form, Redactor, begin, say, secrets_in
 
 log = logging.getLogger("ngym.services")
 MARKS_S = 0.05

@@ -26,10 +26,10 @@ from ngym.services.base.app import JsonResponse, Lifespan, add_route, service_ap
 from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop, valid_body
-from ngym.services.gym.idempotency import Repeats
 from ngym.services.gym.mcp import McpRoute
 from ngym.services.gym.sessions import (
     TASK,
+    Repeats,
     Session,
     SessionStore,
     TellsSession,

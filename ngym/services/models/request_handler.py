@@ -2,14 +2,19 @@
 
 body -> checked -> (conversation of previous_response_id) -> native request -> seen ids -> respond or stream ->
 captured, stored -> the client's API
+
+Stored answers serve `previous_response_id`. An answer refers to the one it continues, so a conversation is stored once, however long it grows. The least recently
+used answer is dropped first; answers that continue a dropped one are dropped with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -21,9 +26,9 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from ngym.convert import finish_reason, sse, usage_from_chat
-from ngym.errors import BadRequest, ServiceError, boundary
+from ngym.errors import BadRequest, NotFound, ServiceError, boundary
 from ngym.net import request_context
-from ngym.net.json_limits import LOOP_BYTES, by_size
+from ngym.net.json_limits import LOOP_BYTES, by_size, fitted
 from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import tokens_of, without_tokens
 from ngym.schema import TOKEN_FIELDS, Json
@@ -31,16 +36,103 @@ from ngym.services.base.app import JsonResponse, context_of
 from ngym.services.base.dispatch import Admission, EventStream, Handler, whole_stream
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import Native, Tongue
-from ngym.services.models.response_store import ResponseStore, input_items
 from ngym.services.models.token_capture import Captures, ModelCall, Question, Respond, Stream, take_seen
 from ngym.telemetry import tracing
 
+MAX_RESPONSES = 20_000
+MAX_BYTES = 256 << 20
 _TOOL: Json = {"description": None, "parameters": None, "strict": None}
 _SCHEMA: Json = {"description": None, "strict": False}
 ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 # Fields that the server handles and the back end does not see.
 OF_THE_SERVER = ("stream", "stream_options", "previous_response_id")
 RETRIES = "x-stainless-retry-count"  # sent by the SDKs of OpenAI and Anthropic
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """request: the body of the call. response: the body of the answer. previous: the response that it continues."""
+
+    request: bytes
+    response: bytes
+    previous: str | None
+
+
+class ResponseStore:
+    """The answers of one server process."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()  # least recently used first
+        self._bytes = 0
+
+    def keep(self, response_id: str, request: bytes, response: bytes, previous: str | None) -> None:
+        if response_id in self._stored:
+            self._drop(response_id)
+        self._stored[response_id] = _Stored(request, fitted(response), previous)
+        self._bytes += len(request) + len(response)
+        while self._bytes > self._max_bytes or len(self._stored) > self._max_responses:
+            self._drop(next(iter(self._stored)))
+
+    def response(self, response_id: str) -> bytes:
+        """The answer as it was sent. NotFound if it is not stored."""
+        return self._known(response_id).response
+
+    def conversation(self, response_id: str) -> list[Json]:
+        """All items up to and including this answer.
+
+        Raises:
+            NotFound: it is not stored, or a response that it continues is not.
+        """
+        items: list[Json] = []
+        for stored in reversed([*self._back(response_id)]):
+            items += input_items(orjson.loads(stored.request)["input"])
+            items += orjson.loads(stored.response)["output"]
+        return items
+
+    def asked(self, response_id: str) -> list[Json]:
+        """All input items of this answer, each with an id."""
+        stored = self._known(response_id)
+        items = self.conversation(stored.previous) if stored.previous else []
+        items += input_items(orjson.loads(stored.request)["input"])
+        stem = response_id.removeprefix("resp_")
+        return [{"id": f"item_{stem}_{index}", **item} for index, item in enumerate(items)]
+
+    def forget(self, response_id: str) -> None:
+        """Delete an answer. NotFound if it is not stored."""
+        self._known(response_id)
+        self._drop(response_id)
+
+    def _back(self, response_id: str) -> Iterator[_Stored]:
+        """This answer, the one it continues, and so on."""
+        at: str | None = response_id
+        while at is not None:
+            stored = self._known(at)
+            yield stored
+            at = stored.previous
+
+    def _known(self, response_id: str) -> _Stored:
+        if response_id not in self._stored:
+            raise NotFound(
+                f"there is no stored response {response_id!r}: it was requested with store: false, was deleted or "
+                f"dropped (this server keeps {self._max_bytes >> 20} MiB), or came from another replica; send the whole input",
+                extra={"errors": [{"field": "previous_response_id", "message": "is not stored"}]},
+            )
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
+
+    def _drop(self, response_id: str) -> None:
+        stored = self._stored.pop(response_id, None)
+        if stored is not None:
+            self._bytes -= len(stored.request) + len(stored.response)
+
+
+def input_items(given: Any) -> list[Json]:
+    """A request's input as items: text is one user message."""
+    if isinstance(given, list):
+        return list(given)
+    return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
 
 
 class Traffic:

@@ -21,8 +21,7 @@ from ngym.services.base.app import JsonResponse, add_route, context_of, service_
 from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
-from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, refusals, rollout_of
-from ngym.services.models.response_store import ResponseStore
+from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, ResponseStore, refusals, rollout_of
 from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
 
 __all__ = [

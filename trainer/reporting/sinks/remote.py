@@ -20,7 +20,7 @@ from typing import Any
 from ngym.errors import NgymError
 from ngym.schema import Json
 
-from ...recipe.base import Record
+from ...recipe.objective import Record
 
 PROGRAM = "from ngym.trainer.reporting.sinks import process; process.main()"
 
