@@ -9,7 +9,7 @@ from pydantic import Field
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.errors import boundary
 from ngym.rollout import without_tokens
-from ngym.services.agents.tool_loop import stop_reason
+from ngym.services.agents.tool_loop import turn_stop_reason
 
 
 class Options(AgentOptions):
@@ -39,7 +39,7 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     response = _response(answer, options.remote)
     output = without_tokens(response["output"])
     rollout.tool_calls = sum(item.get("type") == "function_call" for item in output)
-    finished = rollout.finish(response, output, stop_reason(response))
+    finished = rollout.finish(response, output, turn_stop_reason(response))
     return {**finished, "usage": response.get("usage")}
 
 

@@ -33,7 +33,7 @@ async def act(
     while True:
         response = await rollout.sample({**request, "input": prompt + with_latest_tokens(output)})
         output += response["output"]
-        stopped = stop_reason(response)
+        stopped = turn_stop_reason(response)
         if stopped != "answer":  # its calls, whole or not, are not run
             return Acted(response, stopped)
         calls = [item for item in response["output"] if item.get("type") == "function_call"]
@@ -47,7 +47,7 @@ async def act(
             output += [await rollout.call_tool(call) for call in calls]
 
 
-def stop_reason(response: Json) -> StopReason:
+def turn_stop_reason(response: Json) -> StopReason:
     """The stop reason of a response: an answer, or a cut-off turn that ends the rollout."""
     if response.get("status") != "incomplete":
         return "answer"
