@@ -24,7 +24,7 @@ from threading import Thread
 from typing import Any, ClassVar
 
 from ngym.client import Reply
-from ngym.collect.discovery import discover
+from ngym.collect.session import discover
 from ngym.config.service_config import load_config
 from ngym.convert import items_from_messages, messages_from_items
 from ngym.errors import ServiceError, UsageError

@@ -10,7 +10,7 @@ from pydantic import Field
 from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import boundary
 from ngym.rollout import without_tokens
-from ngym.services.agents.tool_loop import act, user
+from ngym.services.agents.rollout_context import act, user
 
 
 class Options(AgentOptions):

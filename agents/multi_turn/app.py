@@ -9,7 +9,7 @@ from pydantic import Field
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.errors import BadRequest, boundary
 from ngym.grading.answers import last_text, without_reasoning
-from ngym.services.agents.tool_loop import act, as_items, user
+from ngym.services.agents.rollout_context import act, as_items, user
 
 DONE = "###DONE###"
 USER_PROMPT = (

@@ -9,7 +9,7 @@ from pydantic import Field
 from ngym import AgentOptions, RolloutContext, ServiceError, ServiceName, agent
 from ngym.errors import boundary
 from ngym.rollout import without_tokens
-from ngym.services.agents.tool_loop import turn_stop_reason
+from ngym.services.agents.rollout_context import turn_stop_reason
 
 
 class Options(AgentOptions):

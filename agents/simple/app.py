@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, agent
-from ngym.services.agents.tool_loop import act
+from ngym.services.agents.rollout_context import act
 
 
 class Options(AgentOptions):

@@ -77,7 +77,7 @@ class Source:
 
 
 class RunRecord:
-    """`out_run.json`: the run's id, what it collects, and each sitting of it.
+    """`out_run.json`: the run's id, what it collects, and each session of it.
 
     path: of the file; it changes when a new run takes the place of an old one.
     input_digest: sha256 of the input; None until a new run has read its input to the end. A run that was interrupted before
@@ -114,7 +114,7 @@ class RunRecord:
 
     @property
     def knows_its_input(self) -> bool:
-        """Whether an earlier sitting has read the input to its end."""
+        """Whether an earlier session has read the input to its end."""
         return self._content.get("digests", {}).get("input") is not None
 
     @property
@@ -122,7 +122,7 @@ class RunRecord:
         return str(self._content["run_id"])
 
     def begin(self, source: Source, rollouts: int, command: list[str]) -> None:
-        """Note that a sitting begins; `rollouts` are in the plan."""
+        """Note that a session begins; `rollouts` are in the plan."""
         self._content |= {
             "input": str(source.input),
             "repeats": source.recipe.repeats,
@@ -143,7 +143,7 @@ class RunRecord:
         self._save()
 
     def end(self, status: str) -> None:
-        """Record how the sitting ended."""
+        """Record how the session ended."""
         self._content["sittings"][-1] |= {"ended_at": _now(), "status": status}
         self._save()
 
@@ -284,7 +284,7 @@ def _size(path: Path) -> int:
 
 @dataclass
 class Progress:
-    """Progress of the plan: total rollouts, those finished or given up before this sitting, and the agents it needs.
+    """Progress of the plan: total rollouts, those finished or given up before this session, and the agents it needs.
 
     complete: whether the input was read to its end; until then `total` grows.
     """
@@ -297,7 +297,7 @@ class Progress:
 
     @property
     def left(self) -> int:
-        """Rollouts to do in this sitting."""
+        """Rollouts to do in this session."""
         return self.total - self.done - self.given_up
 
 
@@ -434,7 +434,7 @@ class Files:
         return rollout.key in self._done or self._failed_before(rollout) >= max_attempts
 
     def _failed_before(self, rollout: PlannedRollout) -> int:
-        """Its failed attempts in earlier sittings."""
+        """Its failed attempts in earlier sessions."""
         return len(self._failed.get(rollout.key, ()))
 
     def _count(self, outcome: Outcome) -> None:
@@ -444,7 +444,7 @@ class Files:
             self.aggregates.add(outcome.row)
 
     def finish(self, status: str) -> None:
-        """Write the aggregates and the end of this sitting; nothing if the old collection has not been replaced."""
+        """Write the aggregates and the end of this session; nothing if the old collection has not been replaced."""
         if self._old is not None:
             return
         self._keep_own_metrics()
@@ -453,7 +453,7 @@ class Files:
         self._record.end(status)
 
     def _keep_own_metrics(self) -> None:
-        """Keep an environment's metrics of the same rollouts from an earlier sitting if this one has none."""
+        """Keep an environment's metrics of the same rollouts from an earlier session if this one has none."""
         if self._check is not None:
             return  # a new run: the file belongs to another run
         try:

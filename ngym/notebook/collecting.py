@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngym.collect.discovery import Known
 from ngym.collect.display import drawing
 from ngym.collect.files import Files, Source
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate
-from ngym.collect.session import Sitting
+from ngym.collect.session import CollectionSession, Known
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError
 from ngym.notebook import services
@@ -192,10 +191,10 @@ class _Call:
         config = self._place.config
         needed = config.only(store.progress.agents) if config is not None else None
         tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
-        sitting = Sitting(
+        session = CollectionSession(
             store, self._asked.limits, gate, partial(drawing, show=self.watch, tick_s=SAMPLE_S), self.watch.say
         )
         try:
-            await sitting.collect(self._place.reached(known, needed, self.watch))
+            await session.collect(self._place.reached(known, needed, self.watch))
         finally:
             tracing.end()

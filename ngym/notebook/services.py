@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ngym.collect.discovery import Known, discover
-from ngym.collect.session import Reached
+from ngym.collect.session import Known, Reached, discover
 from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import UsageError
 from ngym.notebook.background import Background, Work

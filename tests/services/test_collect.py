@@ -19,8 +19,8 @@ from stub_agents import head, problem, scored, serving, task, text_item
 
 from ngym import VerifyRequest, gym_server
 from ngym.collect import FailedAttempt, Gate, Limits, Outcome, Recipe, Rollout, collect
-from ngym.collect.discovery import discover
 from ngym.collect.run import FREE_OUTAGES, Outages, ServiceGone
+from ngym.collect.session import discover
 from ngym.errors import UsageError
 from ngym.peers import Peers
 from ngym.schema import Failure, Json, task_id

@@ -52,7 +52,7 @@ def keys(path: Path) -> list[tuple[int, int]]:
     return [(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows(path)]
 
 
-async def sitting(
+async def session(
     source: Source,
     answer: Answer = scored,
     *,
@@ -88,7 +88,7 @@ async def sitting(
 
 async def test_the_files_of_a_collection(tmp_path: Path, tasks: Path) -> None:
     params = {"temperature": 0.5}
-    await sitting(
+    await session(
         Source(tasks, Recipe("agent", repeats=2, limit=3, params=params), services={"agent": {"kind": "agent"}})
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -128,7 +128,7 @@ async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Pa
             return scored(row, None)
         return problem(500, failure="verify_error", retryable=False) if row["n"] == 1 else scored(row, row["n"] % 2)
 
-    files = await sitting(Source(tasks, Recipe("agent")), answer)
+    files = await session(Source(tasks, Recipe("agent")), answer)
     [tally] = files.aggregates.by_agent.values()
     assert (tally.rollouts, tally.rewards.count, tally.rewards.mean, tally.unscored) == (9, 8, 0.5, 1)
     assert (dict(tally.failures), dict(tally.given_up)) == ({"verify_error": 1}, {"verify_error": 1})
@@ -137,19 +137,19 @@ async def test_unscored_rollouts_and_failures_are_left_out_of_the_mean(tasks: Pa
 
 
 async def test_output_that_exists_is_neither_deleted_nor_mixed(tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent", limit=1)))
+    await session(Source(tasks, Recipe("agent", limit=1)))
     before = tasks.with_name("out.jsonl").read_bytes()
     with pytest.raises(UsageError, match=r"already holds rollouts; add --resume .* or --overwrite"):
-        await sitting(Source(tasks, Recipe("agent", limit=1)))
+        await session(Source(tasks, Recipe("agent", limit=1)))
     assert tasks.with_name("out.jsonl").read_bytes() == before
-    await sitting(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
+    await session(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 2
 
 
 async def test_overwrite_forgets_old_failures_too(tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False))
+    await session(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False))
     assert len(rows(tasks.with_name("out_failures.jsonl"))) == 10
-    files = await sitting(Source(tasks, Recipe("agent")), overwrite=True)
+    files = await session(Source(tasks, Recipe("agent")), overwrite=True)
     assert not tasks.with_name("out_failures.jsonl").exists() and files.aggregates.given_up == 0
 
 
@@ -159,7 +159,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_old_files(tasks: Path) -> None:
     folder, out = tasks.parent, tasks.with_name("out.jsonl")
-    await sitting(
+    await session(
         Source(tasks, Recipe("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
     )
     before = contents(folder)
@@ -169,7 +169,7 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
         during.append(contents(folder))
         return scored(row)
 
-    await sitting(Source(tasks, Recipe("agent", limit=1)), answer, overwrite=True)
+    await session(Source(tasks, Recipe("agent", limit=1)), answer, overwrite=True)
     assert before.items() <= during[0].items(), "nothing of the old set is touched"
     assert keys(out) == [(0, 0)]
     after = contents(folder)
@@ -181,7 +181,7 @@ async def test_overwrite_touches_nothing_until_the_first_new_row_and_keeps_the_o
 
 
 async def test_an_overwrite_that_ends_before_its_first_row_leaves_everything_as_it_was(tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, Recipe("agent")))
     before = contents(tasks.parent)
     source = Source(tasks, Recipe("agent", repeats=2))
     files = Files(tasks.with_name("out.jsonl"), source)
@@ -191,19 +191,19 @@ async def test_an_overwrite_that_ends_before_its_first_row_leaves_everything_as_
     files.finish("interrupted")
     files.close()
     assert contents(tasks.parent) == before
-    again = await sitting(Source(tasks, Recipe("agent")), lambda row: problem(500), resume=True)
+    again = await session(Source(tasks, Recipe("agent")), lambda row: problem(500), resume=True)
     assert again.progress.done == 10, "the old run can be resumed"
 
 
 async def test_old_rollouts_are_not_replaced_by_a_run_without_any(tasks: Path) -> None:
     out = tasks.with_name("out.jsonl")
-    await sitting(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, Recipe("agent")))
     before = out.read_bytes()
-    await sitting(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False), overwrite=True)
+    await session(Source(tasks, Recipe("agent")), lambda row: problem(500, retryable=False), overwrite=True)
     assert not out.exists() and len(rows(tasks.with_name("out_failures.jsonl"))) == 10
-    await sitting(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
+    await session(Source(tasks, Recipe("agent", limit=2)), overwrite=True)
     assert len(rows(out)) == 2 and Path(f"{out}.old").read_bytes() == before
-    await sitting(Source(tasks, Recipe("agent", limit=3)), overwrite=True)
+    await session(Source(tasks, Recipe("agent", limit=3)), overwrite=True)
     assert len(rows(Path(f"{out}.old"))) == 2 and len(rows(out)) == 3
 
 
@@ -256,7 +256,7 @@ print(calls)
 async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_no_new_one(tasks: Path) -> None:
     """Before each call that touches the disk; then --resume continues whichever run has the rows."""
     out = tasks.with_name("out.jsonl")
-    await sitting(
+    await session(
         Source(tasks, Recipe("agent")), lambda row: scored(row) if row["n"] else problem(500, retryable=False)
     )
     first = contents(tasks.parent)
@@ -278,7 +278,7 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
                 break
             replaced = b"\n" in before.get("out.jsonl.new", b"") or before["out.jsonl"] != old_rows
             repeats = 2 if replaced else 1
-            files = await sitting(Source(tasks, Recipe("agent", repeats=repeats)), max_attempts=1, resume=True)
+            files = await session(Source(tasks, Recipe("agent", repeats=repeats)), max_attempts=1, resume=True)
             after = contents(tasks.parent)
             assert not any(name.endswith(".new") for name in after), f"step {step}"
             if replaced:
@@ -294,7 +294,7 @@ async def test_an_overwrite_killed_at_any_step_loses_no_old_row_while_there_is_n
 
 
 async def test_an_input_that_an_overwrite_would_replace_is_refused(tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, Recipe("agent")))
     old = tasks.with_name("out.jsonl.old")
     old.write_bytes(tasks.read_bytes())
     with pytest.raises(UsageError, match=r"out\.jsonl\.old is --input, and is written with --output"):
@@ -304,63 +304,63 @@ async def test_an_input_that_an_overwrite_would_replace_is_refused(tasks: Path) 
 async def test_a_resumed_run_does_the_rest_and_counts_everything(tasks: Path) -> None:
     written(tasks, [task(n) for n in range(200)])
     source = Source(tasks, Recipe("agent", repeats=2))
-    first = await sitting(source, lambda row: scored(row, row["n"] % 2), stop_after=70)
+    first = await session(source, lambda row: scored(row, row["n"] % 2), stop_after=70)
     assert 70 <= len(keys(tasks.with_name("out.jsonl"))) < 400
     assert first.aggregates.done == len(keys(tasks.with_name("out.jsonl"))), "what was told is what is on the disk"
-    second = await sitting(source, lambda row: scored(row, row["n"] % 2), resume=True)
+    second = await session(source, lambda row: scored(row, row["n"] % 2), resume=True)
     assert sorted(keys(tasks.with_name("out.jsonl"))) == [(n, i) for n in range(200) for i in range(2)]
     assert (second.run_id, second.progress.done) == (first.run_id, first.aggregates.done)
     assert second.aggregates.by_agent["agent"].rewards.mean == 0.5
     record = json.loads(tasks.with_name("out_run.json").read_text())
-    assert [sitting["status"] for sitting in record["sittings"]] == ["interrupted", "done"]
+    assert [session["status"] for session in record["sittings"]] == ["interrupted", "done"]
 
 
 async def test_a_resumed_run_that_is_done_does_nothing(tasks: Path) -> None:
     source = Source(tasks, Recipe("agent"))
-    await sitting(source)
+    await session(source)
     before = tasks.with_name("out.jsonl").read_bytes()
-    await sitting(source, lambda row: problem(500), resume=True)
+    await session(source, lambda row: problem(500), resume=True)
     assert tasks.with_name("out.jsonl").read_bytes() == before
 
 
 async def test_resume_without_output_begins(tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent")), resume=True)
+    await session(Source(tasks, Recipe("agent")), resume=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 10
 
 
 async def test_a_resumed_run_may_have_more_tasks_and_repeats(tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent", repeats=1, limit=2)))
-    files = await sitting(Source(tasks, Recipe("agent", repeats=2, limit=3)), resume=True)
+    await session(Source(tasks, Recipe("agent", repeats=1, limit=2)))
+    files = await session(Source(tasks, Recipe("agent", repeats=2, limit=3)), resume=True)
     assert sorted(keys(tasks.with_name("out.jsonl"))) == [(n, i) for n in range(3) for i in range(2)]
     assert files.progress.done == 2
 
 
 async def test_a_torn_last_row_is_done_again(tasks: Path) -> None:
     source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
-    await sitting(source)
+    await session(source)
     content = out.read_bytes()
     out.write_bytes(content[:-9])
-    await sitting(source, resume=True)
+    await session(source, resume=True)
     assert sorted(keys(out)) == [(n, 0) for n in range(10)]
     assert out.read_bytes()[: len(content) // 2] == content[: len(content) // 2]
 
 
 async def test_a_row_that_stands_twice_is_dropped(tasks: Path) -> None:
     source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
-    await sitting(source)
+    await session(source)
     content = out.read_bytes()
     out.write_bytes(content + content.splitlines(keepends=True)[3])
-    files = await sitting(source, resume=True)
+    files = await session(source, resume=True)
     assert (out.read_bytes(), files.duplicates) == (content, 1)
 
 
 async def test_a_changed_input_is_refused_with_both_hashes(tasks: Path) -> None:
     source = Source(tasks, Recipe("agent"))
-    await sitting(source)
+    await session(source)
     before = source.digests()["input"]
     tasks.write_bytes(tasks.read_bytes().replace(b"task 3", b"task X"))
     with pytest.raises(UsageError, match=r"the input .* changed since this run began") as caught:
-        await sitting(source, resume=True)
+        await session(source, resume=True)
     assert before in str(caught.value) and source.digests()["input"] in str(caught.value)
 
 
@@ -378,12 +378,12 @@ async def test_a_changed_config_is_refused_with_both_hashes(tasks: Path, changed
         "recipe": Recipe("agent", params={"temperature": 1}),
         "services": {"policy": {"kind": "model", "model": "a"}},
     }
-    await sitting(Source(tasks, **first))
+    await session(Source(tasks, **first))
     now = Source(tasks, **{**first, **changed})
     with pytest.raises(UsageError, match="the config or its overrides changed since") as caught:
-        await sitting(now, resume=True)
+        await session(now, resume=True)
     assert now.digests()["config"] in str(caught.value) and difference in str(caught.value)
-    await sitting(now, overwrite=True)
+    await session(now, overwrite=True)
 
 
 def test_where_a_service_runs_does_not_make_another_run(tasks: Path) -> None:
@@ -394,27 +394,27 @@ def test_where_a_service_runs_does_not_make_another_run(tasks: Path) -> None:
 
 async def test_rows_of_nobody_knows_which_run_are_refused(tasks: Path) -> None:
     source = Source(tasks, Recipe("agent"))
-    await sitting(source)
+    await session(source)
     tasks.with_name("out_run.json").write_text("{}")
     with pytest.raises(UsageError, match=r"out_run\.json is not a run's record, so the run that wrote"):
-        await sitting(source, resume=True)
+        await session(source, resume=True)
     tasks.with_name("out_run.json").unlink()
     with pytest.raises(UsageError, match=r"out_run\.json does not exist"):
-        await sitting(source, resume=True)
+        await session(source, resume=True)
 
 
 async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> None:
     source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
-    await sitting(source)
+    await session(source)
     lines = out.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"run_id":"2', b'"run_id":"9')
     out.write_bytes(b"".join(lines))
     with pytest.raises(UsageError, match=rf"out\.jsonl:3 \(byte {len(lines[0] + lines[1])}\): a row of another run"):
-        await sitting(source, resume=True)
+        await session(source, resume=True)
     lines[2] = b'{"text": "a row of something else"}\n'
     out.write_bytes(b"".join(lines))
     with pytest.raises(UsageError, match=r"out\.jsonl:3 .* not a row that was written here"):
-        await sitting(source, resume=True)
+        await session(source, resume=True)
 
 
 async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
@@ -423,25 +423,25 @@ async def test_attempts_are_counted_over_sittings(tasks: Path) -> None:
     def broken(row: Json) -> Any:
         return problem(500, failure="agent_error", retryable=row["n"] == 0)
 
-    first = await sitting(source, broken)
+    first = await session(source, broken)
     assert first.aggregates.given_up == 2
     assert [row["attempt"] for row in rows(tasks.with_name("out_failures.jsonl")) if row["n"] == 0] == [0, 1, 2]
-    second = await sitting(source, resume=True)
+    second = await session(source, resume=True)
     assert second.progress.given_up == 1, "its attempts are used up; the other one failed only once"
     assert [row["_ng_task_index"] for row in rows(tasks.with_name("out.jsonl"))] == [1]
     assert second.aggregates.given_up == 1
-    third = await sitting(source, max_attempts=4, resume=True)
+    third = await session(source, max_attempts=4, resume=True)
     assert len(rows(tasks.with_name("out.jsonl"))) == 2 and third.aggregates.given_up == 0
     assert rows(tasks.with_name("out.jsonl"))[1]["ng"]["attempt"] == 3
 
 
 async def test_a_bad_input_touches_nothing(tmp_path: Path, tasks: Path) -> None:
-    await sitting(Source(tasks, Recipe("agent")))
+    await session(Source(tasks, Recipe("agent")))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"responses_create_params": {}}\n{"responses_create\n')
     with pytest.raises(UsageError, match=r"bad\.jsonl:2: not JSON"):
-        await sitting(Source(bad, Recipe("agent")), overwrite=True)
+        await session(Source(bad, Recipe("agent")), overwrite=True)
     bad.unlink()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -610,14 +610,14 @@ async def test_a_bad_line_far_in_ends_the_run_and_the_finished_rollouts_are_kept
     tasks.write_bytes(b"".join([*lines[:8], b"{torn\n", b'{"x": 1}\n', *lines[8:]]))
     source, out = Source(tasks, Recipe("agent")), tasks.with_name("out.jsonl")
     with pytest.raises(UsageError) as caught:
-        await sitting(source)
+        await session(source)
     said = str(caught.value).splitlines()
     assert (
         len(said) == 2 and said[0].startswith(f"{tasks}:9: not JSON") and said[1].startswith(f"{tasks}:10: no respons")
     )
     kept = out.read_bytes() if out.exists() else b""
     tasks.write_bytes(good)
-    await sitting(source, resume=True)
+    await session(source, resume=True)
     assert sorted(keys(out)) == [(n, 0) for n in range(10)] and out.read_bytes().startswith(kept)
 
 
@@ -647,9 +647,9 @@ async def test_a_run_that_never_read_its_input_to_the_end_is_resumed_by_its_task
     before = tasks.read_bytes()
     tasks.write_bytes(before.replace(b"task 1", b"task X"))
     with pytest.raises(UsageError, match=r"1 of its rows are of tasks that .* does not have"):
-        await sitting(source, resume=True)
+        await session(source, resume=True)
     tasks.write_bytes(before)
-    await sitting(source, resume=True)
+    await session(source, resume=True)
     assert sorted(keys(out)) == [(n, 0) for n in range(10)]
 
 

@@ -297,7 +297,7 @@ async def test_a_run_that_ends_amid_a_group_loses_and_doubles_nothing(tmp_path):
     source = tmp_path / "tasks.jsonl"
     source.write_text("".join(json.dumps(group_task(number)) + "\n" for number in range(6)))
 
-    async def sitting(stop_after: int, silent_on: str = "") -> None:
+    async def session(stop_after: int, silent_on: str = "") -> None:
         files = Files(tmp_path / "out.jsonl", Source(source, Recipe("agent", repeats=3, seed=0), "ng", {}))
         files.prepare(resume=True, overwrite=False, max_attempts=3, agents={"agent"}, command=["test"])
         try:
@@ -314,10 +314,10 @@ async def test_a_run_that_ends_amid_a_group_loses_and_doubles_nothing(tmp_path):
         finally:
             files.close()
 
-    await sitting(15, silent_on="Decline 3.")  # two of the group wait for the third, which never comes
+    await session(15, silent_on="Decline 3.")  # two of the group wait for the third, which never comes
     before = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(before) == 15
-    await sitting(3)
+    await session(3)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [json.dumps(row) for row in rows[: len(before)]] == [json.dumps(json.loads(line)) for line in before]
     assert sorted((row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows) == [

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ngym.collect.discovery import discover
+from ngym.collect.session import discover
 from ngym.config.service_config import Config, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError

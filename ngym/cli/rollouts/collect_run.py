@@ -15,13 +15,12 @@ import click
 import orjson
 
 from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
-from ngym.collect.discovery import Known, discover
 from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
 from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
 from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
-from ngym.collect.session import Reached, Sitting
+from ngym.collect.session import CollectionSession, Known, Reached, discover
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
 from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import UsageError
@@ -117,7 +116,7 @@ class Earlier:
 
 @dataclass
 class Plan:
-    """agents: rollouts by agent. done, given_up: planned rollouts that an earlier sitting has finished or given up."""
+    """agents: rollouts by agent. done, given_up: planned rollouts that an earlier session has finished or given up."""
 
     first: PlannedRollout
     agents: Counter[str]
@@ -237,7 +236,7 @@ def _collected(options: Options) -> int:
         if options.dry_run:
             show_plan(options, known, config)
             return EXIT_DONE
-        return Session(options, known).run(config, launcher)
+        return Command(options, known).run(config, launcher)
     finally:
         if launcher:
             launcher.close()
@@ -261,15 +260,15 @@ def _known(options: Options, config: Config | None) -> Known:
     return known
 
 
-class Session:
-    """One sitting of a collection, from the lock on its files to the final table."""
+class Command:
+    """One `ng_collect_rollouts`, from the lock on its files to the final table."""
 
     def __init__(self, options: Options, known: Known) -> None:
         self.options = options
         self.known = known
         self.stream: TextIO = sys.stderr if options.as_json else sys.stdout
         self._gate = Gate()
-        self._sitting: Sitting | None = None
+        self._session: CollectionSession | None = None
         self._supervisor: Supervisor | None = None
         self._task: asyncio.Task[None] | None = None
         self._on_state: Callable[[State], None] = lambda state: None
@@ -278,25 +277,25 @@ class Session:
         options = self.options
         source = Source(options.source, options.recipe, options.token_format, self.known.services)
         store = Files(options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason))
-        sitting = self._sitting = Sitting(store, options.limits, self._gate, self._display, self._echo)
+        session = self._session = CollectionSession(store, options.limits, self._gate, self._display, self._echo)
         try:
             self._prepare(store)
             try:
                 if store.progress.left:
                     tracing.begin(config.tracing if config else tracing_of(self.known.services), OWNER)
-                    event_loop.run(self._collect(sitting, self._reached(store, config, launcher)))
+                    event_loop.run(self._collect(session, self._reached(store, config, launcher)))
                 else:
-                    sitting.status = "done"
-                    store.finish(sitting.status)
+                    session.status = "done"
+                    store.finish(session.status)
             finally:
                 tracing.end()
-                self._tell(store, sitting)
+                self._tell(store, session)
         except DiskFull as error:
             click.echo(harmless(str(error)), err=True)
             return EXIT_TRY_AGAIN
         finally:
             store.close()
-        if sitting.status == "interrupted":
+        if session.status == "interrupted":
             return EXIT_INTERRUPTED
         return EXIT_FAILED if store.aggregates.given_up else EXIT_DONE
 
@@ -324,19 +323,19 @@ class Session:
                 + f"; {before.left:,} to go"
             )
 
-    async def _collect(self, sitting: Sitting, services: AbstractAsyncContextManager[Reached]) -> None:
+    async def _collect(self, session: CollectionSession, services: AbstractAsyncContextManager[Reached]) -> None:
         self._task = asyncio.current_task()
         with calls_on_interrupt(self._interrupt), suppress(asyncio.CancelledError):
-            await sitting.collect(services)
+            await session.collect(services)
 
     def _interrupt(self) -> None:
         """The first signal ends the run gracefully; the next one makes the services stop at once."""
-        assert self._sitting is not None and self._task is not None
-        if self._sitting.status == "interrupted":
+        assert self._session is not None and self._task is not None
+        if self._session.status == "interrupted":
             if self._supervisor:
                 self._supervisor.hurry()
             return
-        self._sitting.status = "interrupted"
+        self._session.status = "interrupted"
         self._task.cancel()
 
     @asynccontextmanager
@@ -380,17 +379,17 @@ class Session:
             finally:
                 self._on_state = lambda state: None
 
-    def _tell(self, store: Files, sitting: Sitting) -> None:
+    def _tell(self, store: Files, session: CollectionSession) -> None:
         """Print the tables, the status and the files; nothing for a run that failed before its first outcome."""
         total, aggregates = store.progress.total, store.aggregates
-        if sitting.status == "failed" and not sitting.outcomes:
+        if session.status == "failed" and not session.outcomes:
             return
         if store.replaces:
-            self._echo(f"{sitting.status} before the first new row; {store.paths.output} is unchanged")
+            self._echo(f"{session.status} before the first new row; {store.paths.output} is unchanged")
             return
         if self.options.as_json:
             click.echo(
-                orjson.dumps(as_json(aggregates, store.paths, store.run_id, sitting.status, sitting.seconds, total))
+                orjson.dumps(as_json(aggregates, store.paths, store.run_id, session.status, session.seconds, total))
             )
             return
         from rich.console import Console
@@ -399,7 +398,7 @@ class Session:
         for table in tables(aggregates):
             console.print(table)
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
-        self._echo(f"{sitting.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(sitting.seconds)}")
+        self._echo(f"{session.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(session.seconds)}")
         for line in first_failures(aggregates):
             self._echo(f"  {harmless(line)}")
         if aggregates.done + aggregates.given_up < total or more:
