@@ -36,7 +36,7 @@ from ngym.supervise.service import listen
 from ngym.supervise.supervisor import Supervisor
 
 CONFIG = """
-policy: {{kind: model, app: models/vllm, model: {model}}}
+policy: {{kind: model, app: models/vllm, model: {model}, bundle_tokens: true}}
 env: {{kind: gym_server, app: gym_servers/env}}
 env_agent: {{kind: agent, app: agents/simple, gym: env, model: policy}}
 ngym: {{head: {{port: 0}}}}

@@ -33,7 +33,7 @@ from ngym.config.shipped_files import shipped
 
 HERE = Path(__file__).parent
 CONFIG = """\
-policy: {kind: model, app: models/vllm, model: sft/policy}
+policy: {kind: model, app: models/vllm, model: sft/policy, bundle_tokens: true}
 calculator: {kind: gym_server, app: gym_servers/calculator}
 calculator_agent: {kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}
 """

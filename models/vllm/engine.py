@@ -264,7 +264,8 @@ def start_engine(service: str, options: Options, model: Model, say: Say) -> Star
     if on_cpu and arguments.enforce_eager:
         torch._dynamo.config.disable = True  # else vLLM compiles its sampler anyway, and the first request waits 17 s
     if on_cpu and single:
-        bundle(config, service)
+        if options.bundle_tokens:
+            bundle(config, service)
         leave_out_ranks()
         _prepare_fork()
     say(f"loading: {options.model}")

@@ -33,6 +33,10 @@ class Options(ModelOptions):
     threads: int = Field(
         default=1, ge=1, description="CPU only: more help a large model, but make a tiny one much slower."
     )
+    bundle_tokens: bool = Field(
+        default=False,
+        description="CPU only, vLLM 0.32: send the tokens of an answer in bundles, for more tokens/s of a tiny model.",
+    )
     lora_rank: int | None = Field(
         default=None,
         ge=1,

@@ -17,7 +17,7 @@ from ngym.config.shipped_files import RECIPES, shipped_path
 QUICKSTART = Path("runs/quickstart/sft/policy")
 CONFIG = """\
 # Written by make offline. `ng_run --config {file}` starts these three services.
-policy: {{kind: model, app: models/vllm, model: {policy}}}
+policy: {{kind: model, app: models/vllm, model: {policy}, bundle_tokens: true}}
 calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """

@@ -20,7 +20,7 @@ from ngym.schema import Json
 
 CONFIG = """\
 # Written by ng_quickstart. `ng_run --config {file}` starts these three services.
-policy: {{kind: model, app: models/vllm, model: sft/policy}}
+policy: {{kind: model, app: models/vllm, model: sft/policy, bundle_tokens: true}}
 calculator: {{kind: gym_server, app: gym_servers/calculator}}
 calculator_agent: {{kind: agent, app: agents/simple, gym: calculator, model: policy, max_steps: 4}}
 """

