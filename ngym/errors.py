@@ -103,7 +103,7 @@ class ServiceError(NgymError):
         self.retry_after_s = retry_after_s
 
     def problem(self, service: str | None = None, rollout_id: str | None = None) -> dict[str, Any]:
-        """This error as an RFC 9457 problem document (wire.md, section 1)."""
+        """This error as an RFC 9457 problem document (reference/wire.md)."""
         return {
             "type": f"urn:ngym:{self.failure or type(self).__name__}",
             "title": self.title,

@@ -238,7 +238,7 @@ def _arguments(text: Any) -> dict[str, Any] | None:
 
 
 def transcript(row: Json, width: int = 100) -> str:
-    """An output row (wire.md, section 3) as lines of at most `width` characters. Control characters are escaped."""
+    """An output row (reference/rows.md) as lines of at most `width` characters. Control characters are escaped."""
     lines = [headline(row)]
     for label, text in turns(row):
         wrapped = [

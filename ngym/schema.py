@@ -1,4 +1,4 @@
-"""The records of wire.md: Task -> Rollout -> Segment. Fields are only added, never removed."""
+"""The records of the wire (reference/rows.md): Task -> Rollout -> Segment. Fields are only added, never removed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ async def collect(
     """Yield rollouts and failed attempts in order of completion; nothing is written to disk.
 
     Args:
-        tasks: input rows (wire.md, section 2), taken one at a time when there is room; the iterable may be infinite.
+        tasks: input rows (reference/rows.md), taken one at a time when there is room; the iterable may be infinite.
         peers: the services, with every agent that the rows or the recipe name.
         gate: hold it to start no new rollouts; those in flight continue.
         models: model servers that may have captured calls of external agents; None asks the head of `peers`.

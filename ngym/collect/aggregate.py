@@ -97,7 +97,7 @@ class AgentTally:
     first_failures: dict[str, str] = field(default_factory=dict)  # class -> message of the first one
 
     def add(self, row: Json) -> None:
-        """Count an output row (wire.md, section 3)."""
+        """Count an output row (reference/rows.md)."""
         trace, task = row["ng"], row["_ng_task_index"]
         self.scores.add(task, row)
         if self.subsets is not None:

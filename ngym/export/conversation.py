@@ -43,7 +43,7 @@ class Rollout:
 
 
 def parse(row: Json) -> Rollout | Reason:
-    """Parse a row of wire.md, section 3, or one of NeMo Gym's collector, which has no `ng`.
+    """Parse a row (reference/rows.md), or one of NeMo Gym's collector, which has no `ng`.
 
     Raises:
         NoRollout: the row has another format.

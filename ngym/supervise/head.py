@@ -161,7 +161,7 @@ class Head:
 
 
 def servers(states: list[State]) -> list[dict[str, Any]]:
-    """One record per service, for GET /servers (wire.md, section 1)."""
+    """One record per service, for GET /servers (reference/wire.md)."""
     by_name: dict[str, list[State]] = {}
     for state in states:
         by_name.setdefault(state.name, []).append(state)

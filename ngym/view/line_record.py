@@ -269,7 +269,7 @@ def _answer(output: list[Json]) -> str | None:
     try:
         text = last_text({"output": output})
     except (AttributeError, TypeError):
-        raise NoRollout("no rollout: the content of its last message is not as wire.md has it") from None
+        raise NoRollout("no rollout: the content of its last message has an unknown format") from None
     return text.strip()[-SHOWN_CHARS:] or None
 
 

@@ -51,7 +51,7 @@ def shown(line: bytes, advantage: float | None, tokenizer: Path | None) -> Json:
     try:
         told = [{"tokens": _tokens(segment, pieces), "advantage": advantage} for segment in segments]
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:  # a file may say anything
-        return {"segments": [], "note": f"the token segments of this row are not as wire.md has them: {error}"}
+        return {"segments": [], "note": f"the token segments of this row have an unknown format: {error}"}
     return {"segments": told, "note": note}
 
 

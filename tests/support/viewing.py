@@ -23,7 +23,7 @@ LONG_S = 120
 
 
 def rollout(task: int = 0, index: int = 0, reward: float | None = 1.0, said: str = "It is 4.", **own: Any) -> Json:
-    """An output row (wire.md, section 3)."""
+    """An output row (reference/rows.md)."""
     status = "unscored" if reward is None else "ok"
     return {
         "responses_create_params": {"input": f"What is {task} + 2?"},

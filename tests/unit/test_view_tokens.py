@@ -98,7 +98,7 @@ def test_segments_that_are_none_are_said_to_be(byte_level: Path, damage: tuple[b
     assert line != orjson.dumps(rollout())
     told = shown(line, None, byte_level)
     assert told["segments"] == []
-    assert "tokens of this row cannot be shown" in told["note"] or "not as wire.md has them" in told["note"]
+    assert "tokens of this row cannot be shown" in told["note"] or "have an unknown format" in told["note"]
 
 
 def test_the_advantage_of_a_row_is_that_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

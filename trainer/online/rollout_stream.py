@@ -11,8 +11,8 @@ A rollout that was partly sampled with weights older than the recipe allows (a s
 weights) is collected again after the weights are pushed again.
 
     rollouts_tasks.jsonl       the task of each number, in the order of the draws
-    rollouts.jsonl             finished rollouts, in order of completion (wire.md, section 3)
-    rollouts_failures.jsonl    failed rollouts (section 4)
+    rollouts.jsonl             finished rollouts, in order of completion (reference/rows.md)
+    rollouts_failures.jsonl    failed rollouts
 
 `_ng_train` in each row has the task's number and the number of batches behind the oldest weights in it. The draws of a
 curriculum depend on which groups finish first, so their order is recorded instead of derived. A task's number is

@@ -224,7 +224,7 @@ class RolloutContext:
         return {**response, "output": output, "usage": self._usage}
 
     def trace(self, reward: float | None, components: dict[str, float] | None) -> Trace:
-        """The `ng` record of the row (wire.md, section 3)."""
+        """The `ng` record of the row (reference/rows.md)."""
         seconds = {name: round(value, 6) for name, value in self.seconds.items()}
         stopped = stop_reason(self.stop_reason, self.finish_reasons)
         truncated = is_cut_off(stopped, self.finish_reasons)

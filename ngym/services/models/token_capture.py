@@ -337,7 +337,7 @@ class Captures:
         self._forget()
 
     def segments(self, rollout_id: str) -> Json | None:
-        """The captured calls of a rollout, for the collector (wire.md, section 3), or None.
+        """The captured calls of a rollout, for the collector (reference/rows.md), or None.
 
         `spans` has for each call how many seconds ago it began and how many it took: clocks of two hosts differ.
         """
