@@ -1,12 +1,11 @@
 """The Python API for notebooks: collect, inspect, verify and export rollouts; `import ngym` has the names.
 
-    services   ngym.run: the services of a config, until they are stopped
-    collecting ngym.collect_rollouts
-    loading    ngym.load_rollouts
-    rollouts   ngym.Rollouts, the result of both
-    verifying  ngym.verify
-    exporting  ngym.export_rollouts
-    training   ngym.training_metrics
+    services      ngym.run: the services of a config, until they are stopped
+    collecting    ngym.collect_rollouts
+    rollouts      ngym.load_rollouts; ngym.Rollouts, the result of both
+    verifying     ngym.verify
+    exporting     ngym.export_rollouts
+    training      ngym.training_metrics
 
 A notebook has its own event loop and signal handlers: blocking calls run on a loop in another thread (background). When
 the waiting cell is interrupted, they are cancelled, and their services are stopped.

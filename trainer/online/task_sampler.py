@@ -1,7 +1,6 @@
 """Tasks of a live run: their files, the mix of environments, and the order of draws.
 
-    environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row, ready to
-    collect
+    environments --weights--> whose turn --an epoch's order, or the curriculum--> which task --> its row
 
 The next draw depends on the seed, the state and the learned rewards. Which rewards are known at a draw depends on
 timing, so draws are recorded (rollout_spool.py), and a resumed run repeats the recorded ones (`repeat`).
