@@ -44,14 +44,14 @@ SIGNALLED = """
 import os, sys
 from ngym.cli.rollouts import collect_run
 
-number, echo = int(sys.argv.pop(1)), collect_run.Session._echo
+number, echo = int(sys.argv.pop(1)), collect_run.Command._echo
 
 def signalled(self, text, nl=True):
     echo(self, text, nl)
     if text.startswith("resumed run"):
         os.kill(os.getpid(), number)
 
-collect_run.Session._echo = signalled
+collect_run.Command._echo = signalled
 from ngym.cli.shell.main import main
 main(prog_name="ng")
 """

@@ -67,7 +67,7 @@ for options in json.loads(sys.argv[2]):
         continue
     known = vars(AsyncEngineArgs.from_cli_args(arguments))
     told.append({name: str(known[name]) for name in sorted(options.engine) if name in known})
-families = part("serving.arguments")
+families = part("serving.families")
 unknown = {sign.parser for sign in families.TOOLS} - set(ToolParserManager.list_registered())
 unknown |= {sign.parser for sign in families.REASONING} - set(ReasoningParserManager.list_registered())
 from types import SimpleNamespace

@@ -116,7 +116,9 @@ class RolloutOptions(Record):
         if transport == "filesystem" and value is None:
             raise ValueError("the transport filesystem needs the folder that the policy's stanza calls weights_root")
         if transport in TRANSPORTS.names and transport != "filesystem" and value is not None:
-            raise ValueError("a folder is only for the transport filesystem or one of your own; remove one of the two")
+            raise ValueError(
+                "push_folder is only for the transport filesystem or one of your own; remove push_folder, or change transport"
+            )
         return value
 
     @field_validator("environments")
