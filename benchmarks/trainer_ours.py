@@ -20,7 +20,7 @@ from ngym.trainer.algorithms.policy_gradient import PolicyGradient
 from ngym.trainer.algorithms.sft import Sft
 from ngym.trainer.data.samples import Batch
 from ngym.trainer.engine import distributed, engine
-from ngym.trainer.engine.nan_guard import Guard
+from ngym.trainer.engine.checks import Guard
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe as config
 

@@ -7,18 +7,17 @@
 train         from a recipe to a saved policy; start reading here
 recipe        the typed recipe; rl and objective hold its parts about reinforcement learning
 loop          the training loop of every algorithm
-algorithms    one file each: samples, preparation, and scores to loss; credit_assignment turns rewards into advantages
+algorithms    one file each: samples, preparation, and scores to loss
 batch_sources the batches of a run: from a file (data/offline) or live (online)
 data          rows and scored rollouts as samples
 online        live rollouts as batches; task_sampler chooses each step's tasks, by epochs or by curriculum
 weights       publishes new weights to the model servers
 evaluation    held-out tasks through the services (live_eval), or a loss on a file (heldout_loss)
 reporting     the display, metrics.jsonl, and the sinks: TensorBoard, W&B, MLflow
-sanity_checks checks of the first samples before they are trained
 model         the network, its logprobs in chunks, and packing: micro-batches without padding or repeated prefixes
 engine        scores, backward, step, save: the only package that imports deepspeed. distributed has the process group
-              and the heartbeat; nan_guard skips steps that are not finite
-checkpoints   written atomically; resume continues a run from one
+              and the heartbeat; checks is about the first samples, and steps that are not finite
+checkpoints   written atomically; a run is continued from one
 losses        pure functions: tensors and numbers in and out
 sweep         several runs, each in a separate process, and a table of their results
 """

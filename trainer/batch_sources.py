@@ -207,14 +207,14 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
 
     sampled: the current policy sampled them. A resumed run on a file has moved away from that policy, as intended.
     """
-    from . import sanity_checks
     from .algorithms.policy_gradient import PolicyGradient
+    from .engine import checks
 
     if not isinstance(parts.algorithm, PolicyGradient) or not isinstance(parts.recipe.algorithm, PolicyGradientOptions):
         return batches
     bound = parts.recipe.algorithm.max_mismatch
     sampler_N = parts.algorithm.sampler_N if sampled else None
-    return sanity_checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
+    return checks.checked(batches, parts.learner, parts.recipe.micro_batch_tokens, sampler_N, bound)
 
 
 def temperature(recipe: Recipe) -> float:

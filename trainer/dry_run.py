@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import orjson
 import yaml
 
-from .checkpoints.resume import resumable
+from .checkpoints import resumable
 from .output_files import POLICY, holds_a_run
 from .recipe.recipe import as_yaml, read_launch
 from .recipe.validation import of_live

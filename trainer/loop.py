@@ -16,8 +16,8 @@ from ngym.telemetry import tracing
 
 from .algorithms import Algorithm
 from .data.samples import Batch, Sample
+from .engine.checks import Guard
 from .engine.engine import Engine, Update
-from .engine.nan_guard import Guard
 from .model.packing import pack
 
 TOLD = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")  # recorded on the span of a step

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ngym.files.jsonl import sync_folder
 
-from .checkpoints.store import FOLDER as CHECKPOINTS
+from .checkpoints import FOLDER as CHECKPOINTS
 from .online.live_batches import SPOOL
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"

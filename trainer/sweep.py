@@ -37,7 +37,7 @@ from ngym.files import jsonl
 from ngym.files.file_lock import held_folder
 from ngym.runtime.event_loop import await_exit, put_off
 
-from .checkpoints.store import FOLDER as CHECKPOINTS
+from .checkpoints import FOLDER as CHECKPOINTS
 from .output_files import METRICS, POLICY, RESOLVED
 from .recipe.recipe import as_yaml, read_launch
 from .train import OTHERWISE, checked

@@ -18,8 +18,7 @@ from ngym.files.file_lock import held_folder
 from ngym.files.jsonl import write_whole
 from ngym.telemetry import tracing
 
-from .checkpoints.resume import resumable
-from .checkpoints.store import Checkpoints, committed
+from .checkpoints import Checkpoints, committed, resumable
 from .data import offline
 from .output_files import (
     ADAPTER,
@@ -107,10 +106,10 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from . import loop
         from .algorithms import Setup
         from .batch_sources import FileSource, LiveSource, Parts, make_room, temperature
-        from .checkpoints.resume import Saver
+        from .checkpoints import Saver
         from .engine import engine, optimizer
+        from .engine.checks import Guard, Untrained
         from .engine.distributed import joined, wait_for_all
-        from .engine.nan_guard import Guard, Untrained
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .model.policy import CriticNetwork, load_policy, load_tokenizer
         from .reporting.metrics import Metrics

@@ -30,15 +30,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from ngym.errors import BadRequest, ConfigError, ServiceError
 
-from .cpu.bundled_scheduler import bundle
-from .cpu.kernels import leave_out_ranks, prefer_ours
+from .cpu import bundle, leave_out_ranks, prefer_ours
 from .options import Options
 from .serving.arguments import parse_arguments, transfer_backend
 from .serving.chat import SampledLogprobs, recorded
 from .serving.environment import Model
 from .serving.loading_server import Say
-from .weights.adapter import Adapter, AdapterFiles, linear_layers
-from .weights.staging import Shapes, shapes_in
+from .weights.staging import Adapter, AdapterFiles, Shapes, linear_layers, shapes_in
 from .weights.worker import Repacking
 
 PR_SET_PDEATHSIG = 1

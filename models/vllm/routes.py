@@ -28,8 +28,8 @@ from .engine import Engine
 from .options import PushOptions
 from .serving.chat import Chat, turn_ends
 from .serving.loading_server import Keys
-from .weights.adapter import Adapter, beside
 from .weights.push_routes import FILES, WeightPush
+from .weights.staging import Adapter, beside
 
 
 async def build_application(

@@ -387,7 +387,7 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
             Row.read += 1
             return super().items()
 
-    from ngym.trainer.reporting import display
+    from ngym.trainer.reporting import metrics as display
 
     with terminal() as seen:
         history = [Row({"loss": float(step), "val/loss": 2.0}) for step in range(5000)]
@@ -405,7 +405,7 @@ def test_a_frame_reads_new_rows_only_and_a_long_curve_is_a_few_means() -> None:
 
 @pytest.mark.parametrize("count", [1, 5, 319, 320, 321, 5000])
 def test_the_means_of_a_curve_are_those_of_its_values(count: int) -> None:
-    from ngym.trainer.reporting import display as trainer_display
+    from ngym.trainer.reporting import metrics as trainer_display
 
     curve, values = trainer_display.Curve(), [float(number * number) for number in range(count)]
     for value in values:

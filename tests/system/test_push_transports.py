@@ -20,8 +20,7 @@ from ngym.errors import UsageError
 from ngym.trainer.model import lora
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
-from ngym.trainer.weights import push
-from ngym.trainer.weights.push import transfer
+from ngym.trainer.weights import push, transfer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None or importlib.util.find_spec("peft") is None, reason="needs vLLM and PEFT"

@@ -72,7 +72,7 @@ unknown = {sign.parser for sign in families.TOOLS} - set(ToolParserManager.list_
 unknown |= {sign.parser for sign in families.REASONING} - set(ReasoningParserManager.list_registered())
 from types import SimpleNamespace
 import vllm
-scheduler = part("cpu.bundled_scheduler")
+scheduler = part("cpu")
 vllm.__version__ = "0.33.0"
 other = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None), speculative_config=None)
 try:

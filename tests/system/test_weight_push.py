@@ -45,7 +45,6 @@ from vllm_service import (
 from ngym.errors import BadRequest, ServiceError, UsageError
 from ngym.services.base.app import load
 from ngym.trainer.weights import push
-from ngym.trainer.weights.push import replica
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -357,7 +356,7 @@ class Session:
 
     def __init__(self, server: Server, weights: Weights) -> None:
         self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S)
-        self.weights = replica.checkpoint(weights)
+        self.weights = push.checkpoint(weights)
         self.version = version_of(server) + 1
         self.id = ""
 
@@ -646,7 +645,7 @@ def test_if_one_replica_is_away_no_replica_changes(server: Server, policy: Polic
 def test_a_push_may_come_in_many_files(server: Server, policy: Policy, pusher: Any) -> None:
     session = Session(server, policy.change(8))
     session.begin()
-    files = list(replica.files(session.weights, limit=20_000))
+    files = list(push.files(session.weights, limit=20_000))
     assert len(files) > 4
     assert {session.send(file.content, file.sha256).status_code for file in files} == {200}
     assert session.commit().json()["policy_version"] == session.version

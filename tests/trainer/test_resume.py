@@ -22,9 +22,8 @@ from transformers import AutoTokenizer
 
 from ngym.errors import UsageError
 from ngym.peers import Peers
-from ngym.trainer import loop
+from ngym.trainer import checkpoints, loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.checkpoints import store
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
@@ -89,7 +88,7 @@ def test_what_is_not_this_models_state_is_refused(root: Path, tmp_path: Path, on
 
 
 def save(folder: Path, step: int, options: Any) -> None:
-    store.Checkpoints(folder, options).save(step, {"step": step}, lambda aside: _write(aside, step))
+    checkpoints.Checkpoints(folder, options).save(step, {"step": step}, lambda aside: _write(aside, step))
 
 
 def _write(aside: Path, step: int) -> None:
@@ -98,24 +97,24 @@ def _write(aside: Path, step: int) -> None:
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    options = store.CheckpointOptions(keep=2, best="eval/greedy")
+    options = checkpoints.CheckpointOptions(keep=2, best="eval/greedy")
     history = [{"step": 0, "eval/greedy": 0.1}, {"step": 2, "eval/greedy": 0.9}, {"step": 4, "eval/greedy": 0.5}]
     for step in range(7):
         save(tmp_path, step, options)
-        store.Checkpoints(tmp_path, options).tidy(history)
+        checkpoints.Checkpoints(tmp_path, options).tidy(history)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-000002", "step-000005", "step-000006"]
     least = options.model_copy(update={"mode": "min"})
-    assert store.Checkpoints(tmp_path, least).best(history) == 2  # of those that are left
+    assert checkpoints.Checkpoints(tmp_path, least).best(history) == 2  # of those that are left
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp_path: Path) -> None:
-    options = store.CheckpointOptions()
-    with pytest.raises(store.CheckpointUnusable, match="no checkpoint to resume from"):
-        store.Checkpoints(tmp_path, options).newest()
+    options = checkpoints.CheckpointOptions()
+    with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
+        checkpoints.Checkpoints(tmp_path, options).newest()
     for step in (3, 6):
         save(tmp_path, step, options)
-    kept = store.Checkpoints(tmp_path, options)
+    kept = checkpoints.Checkpoints(tmp_path, options)
     assert kept.newest().step == 6
     newest = tmp_path / "checkpoints" / "step-000006"
     weights = newest / "policy" / "weights"
@@ -124,18 +123,18 @@ def test_a_damaged_checkpoint_is_named_and_nothing_starts_from_the_beginning(tmp
         weights.unlink()
         if damaged is not None:
             weights.write_bytes(damaged)
-        with pytest.raises(store.CheckpointUnusable, match=r"step-000006: damaged.*step 3: remove this folder"):
+        with pytest.raises(checkpoints.CheckpointUnusable, match=r"step-000006: damaged.*step 3: remove this folder"):
             kept.newest()
         weights.write_bytes(whole)
     (newest / "manifest.json").unlink()
-    with pytest.raises(store.CheckpointUnusable, match="damaged"):
+    with pytest.raises(checkpoints.CheckpointUnusable, match="damaged"):
         kept.newest()
 
 
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Killed at any moment of a save: what is there is whole."""
     script = (
-        "import sys; from pathlib import Path; from ngym.trainer.checkpoints import store as c\n"
+        "import sys; from pathlib import Path; from ngym.trainer import checkpoints as c\n"
         "kept = c.Checkpoints(Path(sys.argv[1]), c.CheckpointOptions(keep=2))\n"
         "def write(aside):\n"
         "    for n in range(20): (aside / f'{n}.bin').write_bytes(bytes(100_000))\n"
@@ -151,7 +150,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> Non
         process.kill()
         said = max([said, *(int(line) for line in process.stdout.read().split())])
         process.wait()
-        newest = store.Checkpoints(tmp_path, store.CheckpointOptions()).newest()
+        newest = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions()).newest()
         assert said <= newest.step <= said + 1 or newest.step > said  # from an earlier life there may be later ones
         assert (newest.folder / "19.bin").stat().st_size == 100_000
 

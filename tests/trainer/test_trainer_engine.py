@@ -16,12 +16,11 @@ from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
-from ngym.trainer import loop
+from ngym.trainer import checkpoints, loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.checkpoints import store
 from ngym.trainer.data import offline
 from ngym.trainer.data import samples as samples_module
-from ngym.trainer.engine import engine, nan_guard, optimizer
+from ngym.trainer.engine import checks, engine, optimizer
 from ngym.trainer.model import packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
@@ -197,13 +196,13 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
 
 def test_a_save_that_breaks_off_leaves_the_old_folder(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
-    with store.committed(folder) as aside:
+    with checkpoints.committed(folder) as aside:
         (aside / "weights").write_text("old")
-    with pytest.raises(KeyboardInterrupt), store.committed(folder) as aside:
+    with pytest.raises(KeyboardInterrupt), checkpoints.committed(folder) as aside:
         (aside / "weights").write_text("half of the n")
         raise KeyboardInterrupt
     assert (folder / "weights").read_text() == "old"
-    with store.committed(folder) as aside:
+    with checkpoints.committed(folder) as aside:
         assert not list(aside.iterdir())
         (aside / "weights").write_text("new")
     assert (folder / "weights").read_text() == "new"
@@ -230,7 +229,7 @@ def test_a_gradient_that_is_no_number_changes_nothing_and_its_batch_is_kept(
         seen.append(values)
         weights.append(weights_of(trained))
 
-    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, nan_guard.Guard(tmp_path, 2), report)
+    loop.train(trained, Sometimes(), batches, 10_000, lambda step: 1.0, checks.Guard(tmp_path, 2), report)
     assert [values["skipped_steps"] for values in seen] == [0, 1, 1]
     assert largest_difference(weights[0], weights[1]) == 0 and largest_difference(weights[1], weights[2]) > 0
     assert "loss" not in seen[1] and seen[2]["loss"] < 8 and seen[2]["grad_norm"] > 0
@@ -248,9 +247,9 @@ def test_several_steps_in_a_row_that_are_none_end_the_run_and_say_where_to_look(
     broken, reports = learner(tokenizer), []
     with torch.no_grad():
         next(broken.policy.parameters()).fill_(float("nan"))
-    watch = nan_guard.Guard(tmp_path, 3)
+    watch = checks.Guard(tmp_path, 3)
     with pytest.raises(
-        nan_guard.NotFinite, match=r"step 3: the loss is nan .*3 optimizer steps in a row.*Lower optimizer\.lr"
+        checks.NotFinite, match=r"step 3: the loss is nan .*3 optimizer steps in a row.*Lower optimizer\.lr"
     ) as e:
         loop.train(
             broken,

@@ -30,12 +30,11 @@ from trainer_service import SHAPE, free_port, on_two_ranks, train
 from transformers import AutoTokenizer
 
 from ngym.errors import ConfigError, UsageError
-from ngym.trainer import loop
+from ngym.trainer import checkpoints, loop
 from ngym.trainer.algorithms import sft
-from ngym.trainer.checkpoints import resume, store
 from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.data import samples as trainer_samples
-from ngym.trainer.engine import engine, nan_guard, optimizer_state
+from ngym.trainer.engine import checks, engine, optimizer_state
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
@@ -44,7 +43,7 @@ from ngym.trainer.recipe import recipe
 SAVER = """
 import os, random, signal, sys
 from pathlib import Path
-from ngym.trainer.checkpoints import store as checkpoints
+from ngym.trainer import checkpoints
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 kept = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions(keep=1))
@@ -135,7 +134,7 @@ def learner(root: Path, stage: int = 0, precision: str = "fp32") -> Any:
 def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with the checkpoints of steps 2 and 4, of a real learner."""
     folder = tmp_path_factory.mktemp("saved")
-    kept, trained = store.Checkpoints(folder, store.CheckpointOptions()), learner(root)
+    kept, trained = checkpoints.Checkpoints(folder, checkpoints.CheckpointOptions()), learner(root)
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
 
     def write(aside: Path) -> None:
@@ -148,8 +147,8 @@ def saved(root: Path, only_rank: None, tmp_path_factory: pytest.TempPathFactory)
 
 
 def refused(run: Path) -> str:
-    with pytest.raises(store.CheckpointUnusable) as caught:
-        store.Checkpoints(run, store.CheckpointOptions()).newest()
+    with pytest.raises(checkpoints.CheckpointUnusable) as caught:
+        checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
     said = str(caught.value)
     assert "step-000004: damaged: " in said and "the one before is of step 2: remove this folder" in said
     assert "\n" not in said
@@ -173,11 +172,11 @@ def test_every_file_of_a_checkpoint_may_be_damaged_in_any_way_and_it_is_noticed(
                 path.write_bytes(damaged)
             refused(run)
             path.write_bytes(whole)
-    assert store.Checkpoints(run, store.CheckpointOptions()).newest().step == 4
+    assert checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest().step == 4
 
 
 def test_no_bit_of_a_manifest_can_flip_unnoticed(tmp_path: Path) -> None:
-    kept = store.Checkpoints(tmp_path, store.CheckpointOptions())
+    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
     for step in (2, 4):
         kept.save(step, {"step": step}, lambda aside: None)
     manifest = tmp_path / "checkpoints" / "step-000004" / "manifest.json"
@@ -202,12 +201,12 @@ def test_a_folder_that_only_looks_like_a_checkpoint_is_no_beginning_at_step_0(sa
     newest.mkdir()
     refused(run)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(store.CheckpointUnusable, match="no checkpoint to resume from"):
-        store.Checkpoints(run, store.CheckpointOptions()).newest()
+    with pytest.raises(checkpoints.CheckpointUnusable, match="no checkpoint to resume from"):
+        checkpoints.Checkpoints(run, checkpoints.CheckpointOptions()).newest()
 
 
 def test_the_files_beside_the_checkpoints_are_looked_at_too(tmp_path: Path) -> None:
-    at = store.Checkpoint(4, tmp_path, {"metrics_bytes": 12})
+    at = checkpoints.Checkpoint(4, tmp_path, {"metrics_bytes": 12})
     metrics = tmp_path / "metrics.jsonl"
     for content, problem in (
         (None, "has 0 bytes, fewer than the 12"),
@@ -216,12 +215,12 @@ def test_the_files_beside_the_checkpoints_are_looked_at_too(tmp_path: Path) -> N
     ):
         if content is not None:
             metrics.write_bytes(content)
-        with pytest.raises(store.CheckpointUnusable, match=problem):
-            resume.cut(metrics, at)
+        with pytest.raises(checkpoints.CheckpointUnusable, match=problem):
+            checkpoints.cut(metrics, at)
     for content in (b"seed: [", b"\xff\xfe", b"", b"- 1"):
         (tmp_path / "recipe.yaml").write_bytes(content)
         with pytest.raises(UsageError, match=r"recipe\.yaml: damaged"):
-            resume.resumable(tmp_path, "seed: 0")
+            checkpoints.resumable(tmp_path, "seed: 0")
 
 
 # Files that would run code
@@ -248,7 +247,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
     root: Path, saved: Path, tmp_path: Path, only_rank: None
 ) -> None:
     """Whoever can write a folder can write its manifest, too: the checksums are right."""
-    canary, kept = tmp_path / "canary", store.Checkpoints(tmp_path, store.CheckpointOptions())
+    canary, kept = tmp_path / "canary", checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
     for step, bomb in enumerate(pickled(canary), 1):
 
         def write(aside: Path, bomb: bytes = bomb) -> None:
@@ -381,11 +380,11 @@ def test_garbage_in_the_parts_of_two_ranks_is_refused_by_both(root: Path, tmp_pa
 def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str
 ) -> None:
-    trained, watch = learner(root, stage, precision), nan_guard.Guard(None, 3)
-    kept = store.Checkpoints(tmp_path, store.CheckpointOptions(every=1, keep=1))
+    trained, watch = learner(root, stage, precision), checks.Guard(None, 3)
+    kept = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions(every=1, keep=1))
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     (tmp_path / "metrics.jsonl").touch()
-    saver = resume.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
+    saver = checkpoints.Saver(kept, trained, tokenizer, watch, tmp_path / "metrics.jsonl", lambda: None, 9, 10_000)
     samples = trainer_samples
     batch = [samples.Sample((samples.Segment(list(range(5, 25)), [(3, 20)]),))]
 
@@ -397,11 +396,11 @@ def test_the_checkpoint_before_a_step_that_was_too_large_is_kept(
     assert step(1, 1.0)
     saver.after(1)
     assert step(2, 1e25)
-    with pytest.raises(nan_guard.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
+    with pytest.raises(checks.NotFinite, match="too large to compute with, after step 2, so they are not saved"):
         saver.after(2)
     assert not step(3, 1.0)
     saver.after(3)  # a step that was skipped says nothing of the weights: the checkpoint waits
-    with pytest.raises(nan_guard.NotFinite, match="the last 1 optimizer steps were skipped"):
+    with pytest.raises(checks.NotFinite, match="the last 1 optimizer steps were skipped"):
         saver.check()
     assert kept.newest().step == 1
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ngym.collect import Recipe
 from ngym.collect.plan import planned
 from ngym.errors import UsageError
-from ngym.trainer.online import curriculum, rollout_stream, task_sampler
+from ngym.trainer.online import rollout_stream, task_sampler
 from ngym.trainer.recipe import rl
 
 Values = dict[str, Any]
@@ -130,7 +130,7 @@ def test_a_state_of_other_tasks_is_refused(tmp_path: Path) -> None:
     one = options.model_copy(update={"environments": options.environments[:1]})
     with pytest.raises(UsageError, match=r"rollouts\.environments: sums, proofs when .* before, sums now"):
         task_sampler.TaskSource(one, seed=0).restore(state)
-    learning = options.model_copy(update={"curriculum": curriculum.CurriculumOptions()})
+    learning = options.model_copy(update={"curriculum": task_sampler.CurriculumOptions()})
     with pytest.raises(UsageError, match=r"rollouts\.curriculum: tasks were drawn by epochs before, by curriculum now"):
         task_sampler.TaskSource(learning, seed=0).restore(state)
     text = (tmp_path / "hard.jsonl").read_text("utf-8")
@@ -192,7 +192,7 @@ class Solver:
 
 
 def practised(count: int, rounds: int, **options: Any) -> tuple[Any, list[int]]:
-    sampler, solve = curriculum.Curriculum(curriculum.CurriculumOptions(**options), "0", count), Solver(count)
+    sampler, solve = task_sampler.Curriculum(task_sampler.CurriculumOptions(**options), "0", count), Solver(count)
     drawn: list[int] = []
     for _ in range(rounds):
         now = sampler.draw(32)
@@ -215,18 +215,18 @@ def test_the_metrics_say_what_is_known_of_the_tasks() -> None:
     sampler, _ = practised(300, 400)
     shares = sampler.metrics()
     assert shares["solved"] == pytest.approx(1 / 3, abs=0.01) and shares["unsolved"] == pytest.approx(1 / 3, abs=0.01)
-    assert shares["unseen"] == 0 and sum(shares[key.value] for key in curriculum.Known) == pytest.approx(1)
+    assert shares["unseen"] == 0 and sum(shares[key.value] for key in task_sampler.Known) == pytest.approx(1)
     assert 100 < shares["effective"] < 200
-    new = curriculum.Curriculum(curriculum.CurriculumOptions(), "0", 300).metrics()
+    new = task_sampler.Curriculum(task_sampler.CurriculumOptions(), "0", 300).metrics()
     assert new["unseen"] == 1 and new["effective"] == pytest.approx(300)
 
 
 def test_a_task_goes_from_full_weight_to_the_floor_and_back() -> None:
-    sampler = curriculum.Curriculum(curriculum.CurriculumOptions(decay=0.5, floor=0.2), "0", 2)
+    sampler = task_sampler.Curriculum(task_sampler.CurriculumOptions(decay=0.5, floor=0.2), "0", 2)
 
     def weight() -> float:
         weight: int = sampler._weight(0)
-        return weight / int(curriculum.FULL)
+        return weight / int(task_sampler.FULL)
 
     assert weight() == 1
     sampler.learn(0, 1.0)
@@ -239,7 +239,7 @@ def test_a_task_goes_from_full_weight_to_the_floor_and_back() -> None:
 
 
 def test_one_draw_has_no_task_twice_as_long_as_there_are_others() -> None:
-    sampler = curriculum.Curriculum(curriculum.CurriculumOptions(), "0", 10)
+    sampler = task_sampler.Curriculum(task_sampler.CurriculumOptions(), "0", 10)
     for size in (10, 7, 3):
         assert len(set(sampler.draw(size))) == size
     counts = Counter(sampler.draw(25))
@@ -251,7 +251,7 @@ def test_one_draw_has_no_task_twice_as_long_as_there_are_others() -> None:
 def test_the_lottery_gives_each_owner_as_many_tickets_as_its_weight(
     weights: list[int], changes: list[tuple[int, int]]
 ) -> None:
-    lottery = curriculum.Lottery(weights)
+    lottery = task_sampler.Lottery(weights)
     for owner, weight in changes:
         if owner < len(weights):
             weights[owner] = weight

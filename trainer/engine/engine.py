@@ -28,14 +28,13 @@ from torch import Tensor, distributed, nn
 
 from ngym.schema import Json
 
-from ..checkpoints.store import committed
+from ..checkpoints import committed
 from ..data.samples import Sample
 from ..model import lora
 from ..model.chunked_logprobs import Asks, Scores
 from ..model.layers import checkpoint_layers, compile_layers
-from ..model.packing import Packed, pack, plan
+from ..model.packing import Group, Packed, pack, plan
 from ..model.policy import Policy
-from ..model.sequence_parallel import Group
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer, tensor_parallel
 from .distributed import wait_for_all

@@ -18,7 +18,7 @@ import torch
 from ..algorithms import Algorithm
 from ..algorithms.sft import Sft
 from ..data.samples import Batch, Sample
-from ..engine.nan_guard import NOT_SAVED, NotFinite
+from ..engine.checks import NOT_SAVED, NotFinite
 from ..model.packing import pack
 
 if TYPE_CHECKING:

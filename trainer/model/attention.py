@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .sequence_parallel import Group as Ranks
+    from .packing import Group as Ranks
 
 
 NAME = "ngym_packed"

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .packing import Packed
-from .sequence_parallel import Group
+from .packing import Group, Packed
 
 LOGITS_BYTES = (
     256 << 20

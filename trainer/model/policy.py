@@ -20,8 +20,7 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import ModelOptions, Qwen3Shape
 from . import attention, lora
 from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
-from .packing import Packed, pack
-from .sequence_parallel import Group
+from .packing import Group, Packed, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

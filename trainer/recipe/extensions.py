@@ -23,7 +23,7 @@ from ngym.config.import_path import Choice, imported_class, imported_function
 from ngym.schema import Json
 
 if TYPE_CHECKING:
-    from ..weights.push.replica import File, OnAll, Replica
+    from ..weights.push import File, OnAll, Replica
 
 
 class AdvantageEstimator(Protocol):

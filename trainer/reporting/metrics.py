@@ -1,21 +1,76 @@
-"""Metrics of a step: names, units, and their log."""
+"""Metrics of a step: names, units, their log, and the display of a run."""
 
 from __future__ import annotations
 
 import errno
+import math
 import os
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from statistics import fmean
+from typing import TYPE_CHECKING, Protocol, Self
 
 import orjson
 
+from ngym.runtime.live_region import (
+    SHORTEST_BAR,
+    Screen,
+    Size,
+    bar,
+    clock,
+    harmless,
+    is_live,
+    packed,
+    sparkline,
+    terminal,
+)
+
 from ..recipe.recipe import read_launch
-from .display import display
 from .sinks import Sinks
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+PLAIN_EVERY_S = 2.0
+TICK_S = 0.5
+LABEL = 10
+CURVE = 40
+MOST_MEANS = 8 * CURVE
+MOST_HELD_OUT = 3
+MAIN = {"reward/mean": "reward", "loss": "loss"}  # drawn as curves, next to the held-out metrics
+# metric -> how it is shown, if a step has it
+SHOWN = {
+    "reward/mean": "reward {:.3f}",
+    "frac_unscored": "unscored {:.1%}",
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.1e}",
+    "grad_norm": "grad {:.2f}",
+    "lag": "lag {:.0f}",
+    "completions/mean_length": "length {:.0f}",
+    "completions/max_length": "longest {:.0f}",
+    "completions/clipped_ratio": "cut off {:.0%}",
+    "kl_penalty": "kl {:.4f}",
+    "explained_variance": "critic explains {:.0%}",
+    "clip_ratio/region_mean": "clipped {:.1%}",
+    "token_mult_prob_error": "mismatch {:.4f}",
+    "mismatch_kl": "mismatch kl {:.1e}",
+    "approx_entropy": "entropy {:.2f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+}
+TIMES = {
+    "time/generation": "sampling {:.1f} s",
+    "time/logprob": "logprobs {:.1f} s",
+    "time/train": "training {:.1f} s",
+    "time/weight_sync": "push {:.2f} s",
+}
+# not shown for short offline steps, which have no other parts
+ONLY_LIVE = ("time/train",)
+Values = dict[str, float]
 MEASURED = {
     "step": "Batches trained, counted from 1; 0 is before the first.",
     "loss": "The minimized loss, a mean over the optimizer steps of the batch.",
@@ -103,6 +158,239 @@ MEASURED = {
     "eval/{environment}/{name}/failed": "Attempts that failed.",
     "eval/{environment}/{name}/unscored": "Attempts with the reward null.",
 }
+
+
+class Display(Protocol):
+    """Receives each step, and the messages between steps."""
+
+    def step(self, step: int, values: Values) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+@contextmanager
+def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> Iterator[Display]:
+    """The display that suits the terminal.
+
+    Args:
+        history: the rows of the metrics; the list grows.
+        alone: no other rank writes to the same terminal.
+    """
+    if not shown:
+        yield Silent()
+    elif alone and is_live(sys.stdout):
+        with terminal() as screen, _drawn(Live(screen, steps, history)) as live:
+            yield live
+    else:
+        lines = Lines(steps)
+        try:
+            yield lines
+        finally:
+            lines.end()
+
+
+class Silent:
+    def step(self, step: int, values: Values) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class Lines:
+    """A line for each step of live rollouts, else every few seconds, and always for the last step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._clock = Clock(steps)
+        self._printed = float("-inf")
+        self._unsaid = ""
+
+    def step(self, step: int, values: Values) -> None:
+        self._clock.step(step)
+        left = self._clock.left_s
+        self._unsaid = f"step {step}/{self._steps}  {line(values)}" + ("" if left is None else f"  {left:.0f} s left")
+        now = time.monotonic()
+        if _is_live(values) or step in (1, self._steps) or now - self._printed >= PLAIN_EVERY_S:
+            self._printed = now
+            self.end()
+
+    def say(self, text: str) -> None:
+        print(harmless(text), flush=True)
+
+    def end(self) -> None:
+        """Print the last step if it was not printed yet."""
+        if self._unsaid:
+            self.say(self._unsaid)
+            self._unsaid = ""
+
+
+class Live:
+    """A bar, the reward and its components, the held-out metrics, and the share of time of each part."""
+
+    def __init__(self, screen: Screen, steps: int, history: Sequence[Values]) -> None:
+        self._screen = screen
+        self._steps = steps
+        self._history = history
+        self._clock = Clock(steps)
+        self._values: Values = {}
+        self._read = 0  # number of rows of the history that are in the curves
+        self._curves: dict[str, Curve] = {}
+
+    def step(self, step: int, values: Values) -> None:
+        self._clock.step(step)
+        self._values = values
+        self.draw()
+
+    def say(self, text: str) -> None:
+        self._screen.say(text)
+
+    def draw(self) -> None:
+        self._screen.show(self.picture)
+
+    def end(self) -> None:
+        """Leave one line with the final state."""
+        main = next((form.format(self._values[name]) for name, form in SHOWN.items() if name in self._values), "")
+        said = f"step {self._clock.at}/{self._steps} in {clock(self._clock.elapsed_s)}  {main}" if main else ""
+        self._screen.close()
+        if said:
+            self._screen.say(said)
+
+    def picture(self, size: Size) -> list[Text]:
+        from rich.text import Text
+
+        self._read_on()
+        main = "reward/mean" if "reward/mean" in self._values else "loss"
+        held_out = [name for name in self._curves if _is_held_out(name)][:MOST_HELD_OUT]
+        drawn = [main, *held_out]
+        curves = [_curve(name, self._curves[name], size) for name in drawn if name in self._curves]
+        told = {name: form for name, form in SHOWN.items() if name in self._values and name not in drawn}
+        facts = [form.format(self._values[name]) for name, form in told.items()]
+        beside = [Text(line, "dim") for line in packed(facts, size.width)]
+        shares = [Text(line, "dim") for line in packed(_shares(self._values), size.width)]
+        return [self._bar(size), *curves, *beside, *shares]
+
+    def _bar(self, size: Size) -> Text:
+        from rich.text import Text
+
+        at, left_s = self._clock.at, self._clock.left_s
+        count = f"step {at:,}/{self._steps:,}  {clock(self._clock.elapsed_s)}"
+        if left_s is not None:
+            count += f"  {clock(left_s)} to go"
+        drawn = bar(at, self._steps, size.width - len(count) - 2)
+        return Text(count).append("  ").append(drawn) if drawn else Text(count)
+
+    def _read_on(self) -> None:
+        """Read only new rows, so that the cost of a frame does not depend on the length of the history."""
+        new = self._history[self._read :]
+        self._read += len(new)
+        for row in new:
+            for name, value in row.items():
+                if (name in MAIN or _is_held_out(name)) and _is_number(value):
+                    self._curves.setdefault(name, Curve()).add(value)
+
+
+def _curve(name: str, curve: Curve, size: Size) -> Text:
+    from rich.text import Text
+
+    text = Text(f"{MAIN.get(name, 'held-out'):<{LABEL}}{curve.last:<8.4g}", "bold")
+    tail = f"  from {curve.first:.4g}" + ("" if name in MAIN else f"  {name.removeprefix('eval/')}")
+    room = size.width - len(text) - len(tail)
+    if room < SHORTEST_BAR:
+        room, tail = size.width - len(text), ""
+    return text.append(sparkline(curve.means, min(CURVE, room)), "cyan").append(tail, "dim")
+
+
+class Curve:
+    """All values of a metric as a few means, each over the same number of neighbors."""
+
+    def __init__(self) -> None:
+        self.first = self.last = math.nan
+        self._means: list[float] = []
+        self._of = 1  # number of values in a mean
+        self._open: list[float] = []  # values of the next mean
+
+    @property
+    def means(self) -> list[float]:
+        return [*self._means, fmean(self._open)] if self._open else self._means
+
+    def add(self, value: float) -> None:
+        self.first = value if math.isnan(self.first) else self.first
+        self.last = value
+        self._open.append(value)
+        if len(self._open) < self._of:
+            return
+        self._means.append(fmean(self._open))
+        self._open = []
+        if len(self._means) == MOST_MEANS:
+            self._means = [fmean(pair) for pair in zip(self._means[::2], self._means[1::2], strict=True)]
+            self._of *= 2
+
+
+class Clock:
+    """Elapsed and remaining time. at: the last step."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._began = time.monotonic()
+        self._before: int | None = None  # number of steps before a resumption
+        self.at = 0
+        self.left_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def step(self, step: int) -> None:
+        if self._before is None:
+            self._before = step - 1
+        self.at = step
+        self.left_s = self.elapsed_s / (step - self._before) * (self._steps - step)
+
+
+@contextmanager
+def _drawn(live: Live) -> Iterator[Live]:
+    """Redraws a few times a second: a step may take minutes, and the terminal may change."""
+    over = threading.Event()
+
+    def draw() -> None:
+        while not over.wait(TICK_S):
+            live.draw()
+
+    thread = threading.Thread(target=draw, name="display", daemon=True)
+    thread.start()
+    try:
+        yield live
+    finally:
+        over.set()
+        thread.join()
+        live.end()
+
+
+def line(values: Values) -> str:
+    """A step's metrics in one line."""
+    live = _is_live(values)
+    shown = (SHOWN | TIMES).items()
+    return "  ".join(
+        form.format(values[name]) for name, form in shown if name in values and (live or name not in ONLY_LIVE)
+    )
+
+
+def _is_live(values: Values) -> bool:
+    return "time/generation" in values
+
+
+def _shares(values: Values) -> list[str]:
+    """The share of a step's time for each part: `sampling 62 %`, and the step's duration."""
+    times = {form.partition(" ")[0]: values[name] for name, form in TIMES.items() if name in values}
+    total = sum(times.values())
+    if len(times) < 2 or not total:
+        return []
+    return [f"a step {total:.1f} s:", *(f"{name} {100 * seconds / total:.0f} %" for name, seconds in times.items())]
+
+
+def _is_held_out(name: str) -> bool:
+    return name == "val/loss" or (name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@"))
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 class Metrics:

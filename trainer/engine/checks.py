@@ -1,5 +1,20 @@
-"""The guard against losses, gradients and weights that are not finite, and the report of steps without a learning
-signal.
+"""The checks of a run. A failed one ends it, or skips the step.
+
+Before the first step, the samples must match the policy:
+
+1. The policy reproduces its own logprobs with and without a graph (ratio 1). Dropout would break this.
+2. The sampler's logprobs are the policy's: mean of exp |log p - log p of the sampler| is near 1. Another policy,
+   temperature or precision would break this.
+3. Every trainable parameter gets a gradient in the first optimizer step.
+
+A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; several in a
+row end the run. Weights are checked before they are saved, so that a step that was too large reaches neither a
+checkpoint nor the policy. Steps without a learning signal are reported.
+
+1. The policy reproduces its own logprobs with and without a graph (ratio 1). Dropout would break this.
+2. The sampler's logprobs are the policy's: mean of exp |log p - log p of the sampler| is near 1. Another policy,
+   temperature or precision would break this.
+3. Every trainable parameter gets a gradient in the first optimizer step.
 
 A step whose loss or gradient is not finite is skipped on every rank, and its batch is kept for inspection; several in a
 row end the run. Weights are checked before they are saved, so that a step that was too large reaches neither a
@@ -9,10 +24,9 @@ checkpoint nor the policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import torch
@@ -21,17 +35,91 @@ from torch import Tensor
 from ngym.errors import NgymError
 from ngym.files.jsonl import write_whole
 
-from ..data.samples import Sample
-from ..model.packing import pack
+from ..data.samples import Batch, Sample
+from ..model.packing import Packed, pack
+from .engine import Engine
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
+OWN_RATIO = 1e-3
+EXPONENT = 20.0
 NOT_SAVED = (
     "so they are not saved, and the last good checkpoint is kept. Train again with a lower optimizer.lr, or with "
     "optimizer.max_grad_norm, from the start or from the policy/ of that checkpoint"
 )
 UNIFORM = 1e-5  # a logprob at least this far from log(1/V) is not from a uniform distribution
+
+
+class CheckFailed(NgymError):
+    """Training would go wrong from its first step."""
+
+
+def checked(
+    batches: Iterable[Batch], engine: Engine, budget: int, sampler_N: Callable[[Packed], Tensor] | None, bound: float
+) -> Iterator[Batch]:
+    """The batches; the first one that trains something is checked before and after. Every rank iterates.
+
+    Args:
+        sampler_N: the sampler's logprobs of a micro-batch; None if another policy sampled.
+        bound: on the mean of exp |log p - log p of the sampler|.
+
+    Raises:
+        CheckFailed: with what is wrong and what to do.
+    """
+    first = True
+    for batch in batches:
+        if not first or not batch.updates:
+            yield batch
+            continue
+        first = False
+        samples = batch.updates[0]
+        _repeats_itself(engine, samples, budget)
+        if sampler_N is not None:
+            _is_the_sampler(engine, samples, budget, sampler_N, bound)
+        with engine.gradients_seen() as seen:
+            yield batch
+        _all_learn(engine, seen)
+
+
+def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> None:
+    packed = pack(engine.micro_batches(samples, budget)[0] or samples[:1], engine.device)
+    with torch.no_grad():
+        before_N = engine.logprobs(packed)
+    ratio = float(((engine.logprobs(packed).detach() - before_N).exp() - 1).abs().max())
+    if not ratio < OWN_RATIO:
+        raise CheckFailed(
+            f"the policy does not reproduce its own logprobs: two passes over the same tokens differ by a ratio of "
+            f"{ratio:.3g}. Something in the model draws random numbers (dropout?)"
+        )
+
+
+def _is_the_sampler(
+    engine: Engine, samples: Sequence[Sample], budget: int, sampler_N: Callable[[Packed], Tensor], bound: float
+) -> None:
+    total = count = 0.0
+    for mine in engine.micro_batches(samples, budget):
+        packed = pack(mine or samples[:1], engine.device)
+        with torch.no_grad():
+            difference_N = (engine.logprobs(packed) - sampler_N(packed)).clamp(-EXPONENT, EXPONENT)
+        if mine:
+            total += float(difference_N.abs().exp().sum())
+            count += len(difference_N)
+    total, count = engine.add_up([total, count])
+    error = total / max(count, 1)
+    if not error < bound:
+        raise CheckFailed(
+            f"token_mult_prob_error is {error:.3f} before the first step: the sampler's logprobs are not those of this policy "
+            f"(bound: algorithm.max_mismatch = {bound:g}). Is model.path the policy that sampled, at algorithm.temperature? "
+            "To learn from another policy's rollouts on purpose, raise the bound"
+        )
+
+
+def _all_learn(engine: Engine, seen: set[str]) -> None:
+    trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]
+    without = [name for name in trainable if name not in seen]
+    if without:
+        raise CheckFailed(
+            f"{len(without)} of {len(trainable)} trainable parameters got no gradient in the first step, among them "
+            f"{without[0]}; they would stay as they are while the run seems to train"
+        )
 
 
 class NotFinite(NgymError):

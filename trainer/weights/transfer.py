@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ngym.errors import NgymError
 
-from .replica import Json, Mode, OnAll, PushFailed, Replica
+from .push import Json, Mode, OnAll, PushFailed, Replica
 
 GRACE_S = 10.0
 BUFFER_BYTES = 256 << 20

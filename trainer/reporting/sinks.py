@@ -5,51 +5,140 @@
 
 A sink never slows down the run: one that raises or hangs loses entries, which are counted and reported. Sinks that use
 a server run in a process, because their packages install hooks in their process and may delay its exit.
+
+A pipe to that process (sink_process.py) carries one line for each entry, and one line back:
+
+    {"name", "options", "output", "recipe"}  ->  null, or what went wrong
+    {"step", "values"}                       ->  null, or what went wrong
+    the end of the input                     ->  the sink is closed, the process ends
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import yaml
 
 from ngym.config.import_path import imported_class
+from ngym.errors import NgymError
 from ngym.schema import Json
 
-from ...recipe.extensions import MetricSink
-from ...recipe.recipe import LoggingOptions, SinkOptions
-from .remote import Remote, SinkFailed
-from .tensorboard import TensorBoard
+from ..recipe.extensions import MetricSink
+from ..recipe.objective import Record
+from ..recipe.recipe import LoggingOptions, SinkOptions
 
+PROGRAM = "from ngym.trainer.reporting import sink_process; sink_process.main()"
 WAITING = 1000  # limit of waiting records; further ones are dropped
 CLOSE_S = 20.0  # at the end of the run, for all sinks together to write waiting entries
 GO_ON = "training continues, and metrics.jsonl has everything"
 
 
-class Sink(Protocol):
-    """All methods but `abandon` may raise and block: they are called in a separate thread."""
+class TensorBoard(MetricSink):
+    """Writes event files itself: tensorboard's own writer uses another thread, where errors get lost."""
 
-    def open(self) -> None: ...
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def open(self) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def close(self) -> None: ...
+        self._events, self._summaries, self._record_writer = event_pb2, summary_pb2, RecordWriter
+        self._numbers = count()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer: Any = self._begin()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._begin()
+        scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(self._writer, step=step, summary=self._summaries.Summary(value=scalars))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin(self) -> Any:
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        writer = self._record_writer((self._folder / name).open("wb"))
+        try:
+            self._append(writer, file_version="brain.Event:2")
+        except OSError:
+            (self._folder / name).unlink()  # it is empty, and each restart would leave another
+            raise
+        return writer
+
+    def _append(self, writer: Any, **fields: Any) -> None:
+        try:
+            writer.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
+            writer.flush()
+        except OSError:
+            # The last record is incomplete, and readers stop there: the next entry begins another file.
+            self._writer = None
+            with suppress(OSError):
+                writer.close()
+            raise
+
+
+class SinkFailed(NgymError):
+    """The sink did not accept an entry."""
+
+
+class Remote(MetricSink):
+    """The sink of this name. output: the run's folder. recipe: is stored with the metrics."""
+
+    def __init__(self, name: str, options: Record, output: Path, recipe: Json) -> None:
+        asked = options.model_dump(mode="json")
+        self._begin = {"name": name, "options": asked, "output": str(output.absolute()), "recipe": recipe}
+        # A separate session: Ctrl-C reaches only the run, which then gives the sink time; child processes end with it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def open(self) -> None:
+        self._ask(self._begin)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._ask({"step": step, "values": dict(values)})
+
+    def close(self) -> None:
+        """Returns when the process has ended."""
+        self._process.communicate()
+        if self._process.returncode:
+            raise SinkFailed(f"its process ended with exit code {self._process.returncode}")
 
     def abandon(self) -> None:
-        """End it at once: it could not be opened, or its time has run out (called from another thread)."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
-
-class Entry(NamedTuple):
-    """The metrics of a step, or those computed after it."""
-
-    step: int
-    values: Mapping[str, float]
+    def _ask(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises SinkFailed with the process's error, or OSError if it is gone."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SinkFailed("its process is gone")
+        if (problem := json.loads(answer)) is not None:
+            raise SinkFailed(problem)
 
 
 class Courier:
@@ -58,11 +147,11 @@ class Courier:
     name: of the sink, as in the recipe.
     """
 
-    def __init__(self, name: str, sink: Sink, waiting: int = WAITING) -> None:
+    def __init__(self, name: str, sink: MetricSink, waiting: int = WAITING) -> None:
         self.name = name
         self._sink = sink
         self._bound = waiting
-        self._queue: SimpleQueue[Entry | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, Mapping[str, float]] | None] = SimpleQueue()
         self._given = 0
         self._written = 0
         self._problem: str | None = None
@@ -70,11 +159,11 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name=f"logging to {name}", daemon=True)
         self._thread.start()
 
-    def put(self, entry: Entry) -> None:
-        """Queue an entry; returns at once."""
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the metrics of a step, or those computed after it; returns at once."""
         self._given += 1
         if self._queue.qsize() < self._bound:
-            self._queue.put(entry)
+            self._queue.put((step, values))
         elif self._problem is None:
             self._problem = f"it accepted no entry while {self._bound:,} arrived"
 
@@ -136,7 +225,7 @@ class Sinks:
     def put(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
         """Pass metrics to every sink; yields a line for each sink that loses entries, once."""
         for courier in self._couriers:
-            courier.put(Entry(step, values))
+            courier.put(step, values)
         return filter(None, [courier.complaint() for courier in self._couriers])
 
     def close(self) -> Iterator[str]:
@@ -151,7 +240,7 @@ class Sinks:
 def opened(options: LoggingOptions, output: Path, resolved: Path) -> Sinks:
     """The sinks of a run. resolved: its recipe, which sinks store if they can."""
     recipe: Json = yaml.safe_load(resolved.read_text("utf-8"))
-    sinks: dict[str, Sink] = {}
+    sinks: dict[str, MetricSink] = {}
     if options.tensorboard:
         folder = output / "tensorboard" if options.tensorboard is True else Path(options.tensorboard)
         sinks["tensorboard"] = TensorBoard(folder)

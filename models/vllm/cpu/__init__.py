@@ -1,1 +1,0 @@
-"""Speed-ups of the engine on a CPU: bundled outputs and kernels."""

@@ -1,1 +1,0 @@
-"""Checkpoints: written atomically, kept, and resumed from."""
