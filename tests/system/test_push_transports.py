@@ -17,7 +17,7 @@ from trainer_service import free_port
 from vllm_service import Server, endless, generating, start, tokens_of, wait_until_ready, write_checkpoint
 
 from ngym.errors import UsageError
-from ngym.trainer.model import lora
+from ngym.trainer.model import policy as lora
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 from ngym.trainer.weights import push, transfer

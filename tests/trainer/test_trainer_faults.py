@@ -34,7 +34,7 @@ from ngym.trainer import checkpoints, loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples as rollout_samples
 from ngym.trainer.data import samples as trainer_samples
-from ngym.trainer.engine import checks, engine, optimizer_state
+from ngym.trainer.engine import checks, engine, optimizer
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
 
@@ -256,7 +256,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
 
         kept.save(step, {"step": step}, write)
         with pytest.raises(
-            optimizer_state.StateMissing, match="is not a safetensors file, and no other format is loaded"
+            optimizer.StateMissing, match="is not a safetensors file, and no other format is loaded"
         ):
             learner(root).load_state(kept.newest().folder, {"optimizer_steps": {}, "steps": 0, "random": []})
         assert not canary.exists()

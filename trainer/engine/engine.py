@@ -30,15 +30,14 @@ from ngym.schema import Json
 
 from ..checkpoints import committed
 from ..data.samples import Sample
-from ..model import lora
 from ..model.chunked_logprobs import Asks, Scores
 from ..model.layers import checkpoint_layers, compile_layers
 from ..model.packing import Group, Packed, pack, plan
-from ..model.policy import Policy
+from ..model.policy import Made, Policy, adapter_off, adapter_tensors, checkpoint_tensors, write_adapter
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer, tensor_parallel
 from .distributed import wait_for_all
-from .optimizer_state import gather, load, restore, states, steps_of, write
+from .optimizer import gather_state, generator_states, load_state, restore_generators, steps_of, write_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -242,7 +241,7 @@ class Engine:
 
     def base_logprobs(self, packed: Packed) -> Tensor:
         """Log p under the network without its adapter, which is the network before training."""
-        with lora.off(self.policy.network):
+        with adapter_off(self.policy.network):
             return self.logprobs(packed)
 
     def backward(self, loss_sum: Tensor, weight: float, *, last: bool) -> None:
@@ -354,7 +353,7 @@ class Engine:
         tensors = self.adapter()
         if self.rank == 0:
             with committed(folder) as aside:
-                lora.write(aside, tensors, options, base)
+                write_adapter(aside, tensors, options, base)
                 _let_all_read(aside)
         wait_for_all()
 
@@ -363,12 +362,12 @@ class Engine:
 
         Every rank calls it, rank 0 writes.
         """
-        tensors = gather(self._deepspeed, self.policy)
-        write(folder if self.rank == 0 else None, tensors)
+        tensors = gather_state(self._deepspeed, self.policy)
+        write_state(folder if self.rank == 0 else None, tensors)
         return {
             "steps": self.steps,
             "optimizer_steps": steps_of(self._deepspeed, self.policy),
-        } | {name: self.everyones(state) for name, state in states(self.device).items()}
+        } | {name: self.everyones(state) for name, state in generator_states(self.device).items()}
 
     def load_state(self, folder: Path, told: Json) -> None:
         """Load what `save_state` wrote; every rank reads it. ZeRO stage, number of ranks and precision may differ.
@@ -376,9 +375,9 @@ class Engine:
         Raises:
             StateMissing: the state belongs to another model.
         """
-        load(self._deepspeed, self.policy, folder, told["optimizer_steps"])
+        load_state(self._deepspeed, self.policy, folder, told["optimizer_steps"])
         self.steps = told["steps"]
-        restore(self.device, told, self.rank)
+        restore_generators(self.device, told, self.rank)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on rank 0, none elsewhere, named as in the network's checkpoint; an adapter is merged into
@@ -387,7 +386,7 @@ class Engine:
         Every rank calls it: under ZeRO-3 each holds a shard and helps to gather.
         """
         network = self.policy.network
-        weights = self._gathered(lora.checkpoint_tensors(network))
+        weights = self._gathered(checkpoint_tensors(network))
         if not weights:
             return weights
         from transformers.core_model_loading import revert_weight_conversion
@@ -397,9 +396,9 @@ class Engine:
 
     def adapter(self) -> dict[str, Tensor]:
         """The adapter's weights on rank 0, none elsewhere, by PEFT's names. Every rank calls it."""
-        return self._gathered(lora.adapter_tensors(self.policy.network))
+        return self._gathered(adapter_tensors(self.policy.network))
 
-    def _gathered(self, made: Iterable[lora.Made]) -> dict[str, Tensor]:
+    def _gathered(self, made: Iterable[Made]) -> dict[str, Tensor]:
         sharded = self._options.zero_stage == 3
         if not sharded and self._options.tensor_parallel == 1:
             return {name: compute() for name, _, compute in made} if self.rank == 0 else {}
