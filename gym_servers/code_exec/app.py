@@ -1,17 +1,217 @@
 """code_exec: a Python function or program. Reward 1 if every hidden test passes; null if the sandbox failed."""
 
+from __future__ import annotations
+
+import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ngym import ServiceContext, ServiceOptions, gym_server
+from ngym import ServiceContext, ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import fenced
-from ngym.sandbox import Limits, Sandbox, SandboxOptions, sandbox_of
+from ngym.grading.number_match import close
+from ngym.sandbox import Limits, Result, Sandbox, SandboxOptions, sandbox_of
 from ngym.sandbox.options import Local
 
-from .grading import CodeTask, Score, of_function, of_program
+NUMBER = re.compile(r"[-+]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
+
+
+def same(expected: Any, got: Any, tolerance: float) -> bool:
+    """Equality of value and type: `True` is not 1, "1" is not 1.
+
+    An expected float matches a float or int within the tolerance. An expected int matches a float only if `==` holds.
+    """
+    if type(expected) is int and isinstance(got, float):
+        return expected == got
+    if isinstance(expected, float):
+        return not isinstance(got, bool) and isinstance(got, int | float) and close(expected, got, tolerance)
+    if type(expected) is not type(got):
+        return False
+    if isinstance(expected, list):
+        return len(expected) == len(got) and all(map(same, expected, got, [tolerance] * len(got)))
+    if isinstance(expected, dict):
+        return expected.keys() == got.keys() and all(
+            same(value, got[key], tolerance) for key, value in expected.items()
+        )
+    return bool(expected == got)
+
+
+def same_output(expected: str, got: str, tolerance: float) -> bool:
+    """The same words on the same lines, ignoring spaces at line ends and empty lines before and after the text.
+
+    An expected number with a decimal point matches within the tolerance; one without only an equal number (`5`, `5.0`).
+    """
+    wanted, lines = _lines(expected), _lines(got)
+    if len(wanted) != len(lines):
+        return False
+    return all(a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(wanted, lines, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().split("\n")]
+
+
+def _same_words(expected: list[str], got: list[str], tolerance: float) -> bool:
+    return len(expected) == len(got) and all(map(_same_word, expected, got, [tolerance] * len(got)))
+
+
+def _same_word(expected: str, got: str, tolerance: float) -> bool:
+    if expected == got:
+        return True
+    if not (NUMBER.fullmatch(expected) and NUMBER.fullmatch(got)):
+        return False
+    if "." not in expected:
+        return Decimal(expected) == Decimal(got)
+    return close(float(expected), float(got), tolerance)
+
+
+class Call(BaseModel):
+    """A call of the function, and what it must return."""
+
+    model_config = ConfigDict(extra="forbid")
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    expected: Any
+
+
+class Execution(BaseModel):
+    """A run of the program, and what it must print."""
+
+    model_config = ConfigDict(extra="forbid")
+    stdin: str = ""
+    stdout: str
+
+
+class CodeTask(VerifyRequest):
+    """function: the name to call; without it the answer is a program. tolerance: relative, for numbers with a point.
+
+    Also accepts `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as in LiveCodeBench and NeMo Gym.
+    """
+
+    function: str | None = None
+    cases: list[Call] | list[Execution] = Field(min_length=1)
+    tolerance: float = 1e-6
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unit_tests(cls, row: Any) -> Any:
+        if not isinstance(row, dict) or "cases" in row or not isinstance(row.get("verifier_metadata"), dict):
+            return row
+        tests = row["verifier_metadata"].get("unit_tests")
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
+            return row  # validation then reports that the field `cases` is missing
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        if not tests.get("fn_name"):
+            return {**row, "cases": [{"stdin": given, "stdout": wanted} for given, wanted in pairs]}
+        calls = [{"args": _arguments(given), "expected": _value(wanted)} for given, wanted in pairs]
+        return {**row, "function": tests["fn_name"], "cases": calls}
+
+    @model_validator(mode="after")
+    def _kinds(self) -> Self:
+        wanted = Call if self.function else Execution
+        if not all(isinstance(case, wanted) for case in self.cases):
+            raise ValueError("cases must be {args, expected} with a function, and {stdin, stdout} without one")
+        return self
+
+    @property
+    def calls(self) -> list[Call]:
+        """The cases of a function."""
+        return [case for case in self.cases if isinstance(case, Call)]
+
+    @property
+    def executions(self) -> list[Execution]:
+        """The cases of a program."""
+        return [case for case in self.cases if isinstance(case, Execution)]
+
+
+def _arguments(given: Any) -> list[Any]:
+    """LiveCodeBench writes one argument a line, as JSON."""
+    return [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+
+
+def _value(wanted: Any) -> Any:
+    return json.loads(wanted) if isinstance(wanted, str) else wanted
+
+
+HARNESS = Path(__file__).with_name("harness.py").read_text()
+
+
+@dataclass(frozen=True)
+class Score:
+    """passed: number of tests. reason: of the first failure. infra: the sandbox failed, so there is no verdict."""
+
+    passed: int
+    reason: str | None
+    tier: str
+    infra: bool = False
+
+
+async def of_function(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
+    """Make all calls in one run. Each answer carries its call's number; a call without an answer has failed."""
+    calls = [{"args": case.args, "kwargs": case.kwargs} for case in task.calls]
+    given = json.dumps({"source": code, "function": task.function, "calls": calls, "all": partial})
+    result = await sandbox.run(HARNESS, stdin=given, limits=limits)
+    if result.verdict == "infra_error":
+        return Score(0, result.detail, result.tier, infra=True)
+    answers = _answers(result.answer)
+    wrong = [
+        number
+        for number, case in enumerate(task.calls)
+        if not _returned(answers.get(number), case.expected, task.tolerance)
+    ]
+    reason = None if not wrong else _why(wrong[0], answers.get(wrong[0]), result)
+    return Score(len(task.cases) - len(wrong), reason, result.tier)
+
+
+async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits, partial: bool) -> Score:
+    """Run the program once for each test, one after another."""
+    passed, reason, tier = 0, None, ""
+    for number, case in enumerate(task.executions):
+        result = await sandbox.run(code, stdin=case.stdin, limits=limits)
+        tier = result.tier
+        if result.verdict == "infra_error":
+            return Score(0, result.detail, tier, infra=True)
+        if result.verdict == "ok" and same_output(case.stdout, result.stdout, task.tolerance):
+            passed += 1
+            continue
+        reason = reason or _why(number, None, result)
+        if not partial:
+            break
+    return Score(passed, reason, tier)
+
+
+def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:
+    """Whether the call returned the expected value. An exception is not the value null."""
+    return answer is not None and "value" in answer and same(expected, answer["value"], tolerance)
+
+
+def _answers(text: str) -> dict[int, dict[str, Any]]:
+    """Call number -> its answer (`value` or `error`). Skips unreadable lines; the first answer of a call counts."""
+    answers: dict[int, dict[str, Any]] = {}
+    for line in text.splitlines():
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(answer, dict) and type(answer.get("call")) is int and ("value" in answer) != ("error" in answer):
+            answers.setdefault(answer["call"], answer)
+    return answers
+
+
+def _why(number: int, answer: dict[str, Any] | None, result: Result) -> str:
+    if answer is not None:
+        return f"test {number}: {str(answer.get('error', 'another value'))[:300]}"
+    if result.verdict == "ok":
+        return f"test {number}: another output, or no answer"
+    last = result.stderr.strip().rpartition("\n")[2][:300]
+    return f"test {number}: {result.verdict}: {result.detail}" + (f": {last}" if last else "")
 
 
 class CodeOptions(ServiceOptions):

@@ -120,21 +120,12 @@ def alternating_case(text: str) -> bool:
     return plain and len(said) > 2 and all(a != b for a, b in itertools.pairwise(turns))
 
 
-CHECKS: dict[str, Callable[..., bool]] = {
-    "count:word_count_range": word_count_range,
-    "count:unique_word_count": unique_word_count,
-    "count:numbers": numbers,
-    "count:punctuation": punctuation,
-    "count:lines": line_count,
-    "words:alphabet": alphabet,
-    "words:no_consecutive": no_consecutive,
-    "words:repeats": repeats,
-    "words:palindrome": palindrome,
-    "words:alternating_case": alternating_case,
-    "sentence:last_first": last_first,
-    "words:last_first": last_first,
-    "sentence:increment": increment,
-    "format:newline": newline,
-    "format:no_whitespace": no_whitespace,
-    "format:title_case": title_case,
+GROUPS: dict[str, tuple[Callable[..., bool], ...]] = {
+    "count": (word_count_range, unique_word_count, numbers, punctuation),
+    "words": (alphabet, no_consecutive, repeats, palindrome, alternating_case, last_first),
+    "sentence": (last_first, increment),
+    "format": (newline, no_whitespace, title_case),
+}
+CHECKS = {f"{group}:{check.__name__}": check for group, checks in GROUPS.items() for check in checks} | {
+    "count:lines": line_count
 }

@@ -149,29 +149,22 @@ def _parts(text: str, divider: str) -> list[str]:
     return [part for part in text.split(divider) if any(c.isalnum() for c in part)]
 
 
-CHECKS: dict[str, Callable[..., bool]] = {
-    "count:lowercase_counting": lowercase_counting,
-    "count:count_unique": count_unique,
-    "count:count_increment_word": count_increment_word,
-    "count:counting_composition": counting_composition,
-    "letters:letter_counting": letter_counting,
-    "letters:letter_counting2": letter_counting2,
-    "paragraphs:paragraphs": paragraphs,
-    "paragraphs:paragraphs2": paragraphs2,
-    "first_word:first_word_sent": first_word_sent,
-    "first_word:first_word_answer": first_word_answer,
-    "last_word:last_word_sent": last_word_sent,
-    "last_word:last_word_answer": last_word_answer,
-    "keywords:word_once": word_once,
-    "keywords:word_count_different_numbers": word_count_different_numbers,
-    "keywords:exclude_word_harder": exclude_word_harder,
-    "keywords:keyword_specific_position": keyword_specific_position,
-    "keywords:start_end": start_end,
-    "keywords:no_adjacent_consecutive": no_adjacent_consecutive,
-    "keywords:palindrome": palindrome,
-    "detectable_format:square_brackets": square_brackets,
-    "detectable_format:bigram_wrapping": bigram_wrapping,
-    "detectable_format:sentence_hyphens": sentence_hyphens,
-    "punctuation:punctuation_dot": punctuation_dot,
-    "punctuation:punctuation_exclamation": punctuation_exclamation,
+GROUPS: dict[str, tuple[Callable[..., bool], ...]] = {
+    "count": (lowercase_counting, count_unique, count_increment_word, counting_composition),
+    "letters": (letter_counting, letter_counting2),
+    "paragraphs": (paragraphs, paragraphs2),
+    "first_word": (first_word_sent, first_word_answer),
+    "last_word": (last_word_sent, last_word_answer),
+    "keywords": (
+        word_once,
+        word_count_different_numbers,
+        exclude_word_harder,
+        keyword_specific_position,
+        start_end,
+        no_adjacent_consecutive,
+        palindrome,
+    ),
+    "detectable_format": (square_brackets, bigram_wrapping, sentence_hyphens),
+    "punctuation": (punctuation_dot, punctuation_exclamation),
 }
+CHECKS = {f"{group}:{check.__name__}": check for group, checks in GROUPS.items() for check in checks}

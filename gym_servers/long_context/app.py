@@ -1,7 +1,20 @@
-"""long_context: questions about needles, chains of variables, counts and final states in a generated document."""
+"""long_context: questions about needles, chains of variables, counts and final states in a generated document.
 
+A page is generated when it is read, in time that does not depend on the document's length.
+
+    needle     many gates with codes; asks for the code of one
+    variables  chains of copies; asks which variables have one value
+    counting   couriers from several towns; asks how many came from one
+    state      a key that is moved between rooms; asks where it is at the end
+"""
+
+from __future__ import annotations
+
+import random
 import re
-from typing import Any
+from collections import defaultdict
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -12,7 +25,181 @@ from ngym.grading.text_match import exact
 from ngym.schema import Json
 from ngym.stats.score_summary import means_by
 
-from .document import Document, Kind, Spec, named
+Kind = Literal["needle", "variables", "counting", "state"]
+KINDS: tuple[Kind, ...] = ("needle", "variables", "counting", "state")
+SENTENCES_A_PAGE = 16
+COLOURS = [
+    "amber",
+    "azure",
+    "black",
+    "blue",
+    "bronze",
+    "brown",
+    "copper",
+    "crimson",
+    "golden",
+    "green",
+    "grey",
+    "indigo",
+    "ivory",
+    "olive",
+    "orange",
+    "purple",
+    "red",
+    "silver",
+    "violet",
+    "white",
+]
+THINGS = ["gate", "tower", "bridge", "door", "vault", "tunnel", "stair", "lift", "hatch", "bunker"]
+TOWNS = ["Lima", "Oslo", "Kyoto", "Accra", "Quito", "Turin", "Perth", "Hanoi", "Leeds", "Izmir"]
+ROOMS = [
+    "attic",
+    "cellar",
+    "kitchen",
+    "library",
+    "stable",
+    "pantry",
+    "workshop",
+    "chapel",
+    "laundry",
+    "study",
+    "greenhouse",
+]
+WHO = (
+    "The gardener",
+    "A neighbour",
+    "The old clerk",
+    "Somebody",
+    "The baker",
+    "A traveller",
+    "The twins",
+    "The captain",
+)
+DID = ("looked at", "painted", "forgot", "described", "bought", "repaired", "carried", "sold", "measured", "cleaned")
+WHAT = (
+    "a bench",
+    "two chairs",
+    "the fence",
+    "a lantern",
+    "some rope",
+    "a clock",
+    "the old map",
+    "a kettle",
+    "three boxes",
+    "a drum",
+)
+WHEN = (
+    "in the morning",
+    "before lunch",
+    "at dusk",
+    "on the way home",
+    "without a word",
+    "in the rain",
+    "once more",
+    "for a friend",
+)
+
+
+class Spec(NamedTuple):
+    kind: Kind
+    seed: int
+    pages: int
+    facts: int
+
+
+class Document:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @property
+    def question(self) -> str:
+        return self._plan[0]
+
+    @property
+    def answer(self) -> str:
+        return self._plan[1]
+
+    def page(self, page: int) -> str:
+        """The text of a page, counted from 1."""
+        rng = self._rng(f"page {page}")
+        sentences = [
+            f"{rng.choice(WHO)} {rng.choice(DID)} {rng.choice(WHAT)} {rng.choice(WHEN)}."
+            for _ in range(SENTENCES_A_PAGE)
+        ]
+        told = self._placed.get(page, [])
+        places = sorted(rng.randrange(len(sentences) + 1) for _ in told)
+        for place, fact in reversed(list(zip(places, told, strict=True))):
+            sentences.insert(place, fact)
+        return f"Page {page} of {self.spec.pages}. {' '.join(sentences)}"
+
+    def _rng(self, use: str) -> random.Random:
+        return random.Random(f"{self.spec.seed} {self.spec.kind} {self.spec.pages} {self.spec.facts} {use}")
+
+    @cached_property
+    def _plan(self) -> tuple[str, str, list[str]]:
+        """The question, the answer, and the facts in the order of the document."""
+        rng = self._rng("plan")
+        return {"needle": needle, "variables": variables, "counting": counting, "state": state}[self.spec.kind](
+            rng, self.spec.facts
+        )
+
+    @cached_property
+    def _placed(self) -> dict[int, list[str]]:
+        rng = self._rng("places")
+        facts = self._plan[2]
+        placed: dict[int, list[str]] = defaultdict(list)
+        for page, fact in zip(sorted(rng.randint(1, self.spec.pages) for _ in facts), facts, strict=True):
+            placed[page].append(fact)
+        return placed
+
+
+def needle(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
+    gates = rng.sample([f"{colour} {thing}" for colour in COLOURS for thing in THINGS], facts)
+    codes = [str(code) for code in rng.sample(range(10_000, 100_000), facts)]
+    told = [f"The code of the {gate} is {code}." for gate, code in zip(gates, codes, strict=True)]
+    asked = rng.randrange(facts)
+    return f"What is the code of the {gates[asked]}?", codes[asked], told
+
+
+def variables(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
+    names = rng.sample([f"{a}{b}{n}" for a in "BCDFGHKM" for b in "PQRSTVWX" for n in range(10)], facts)
+    values = [str(value) for value in rng.sample(range(10_000, 100_000), 2)]
+    chains: tuple[list[str], list[str]] = ([], [])
+    told = []
+    for place, name in enumerate(names):
+        side = place % 2 if place < 2 else rng.randrange(2)
+        source = rng.choice(chains[side]) if chains[side] else ""
+        told.append(f"Variable {name} is set to {f'the value of variable {source}' if source else values[side]}.")
+        chains[side].append(name)
+    return f"Which variables have the value {values[0]}? Name all of them.", ", ".join(chains[0]), told
+
+
+def counting(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
+    towns = rng.sample(TOWNS, 3)
+    came = [towns[0]] * rng.randint(facts // 4, facts // 2)
+    came += rng.choices(towns[1:], k=facts - len(came))
+    rng.shuffle(came)
+    count = came.count(towns[0])
+    return (
+        f"How many couriers came from {towns[0]}?",
+        str(count),
+        [f"A courier from {town} came to the house." for town in came],
+    )
+
+
+def state(rng: random.Random, facts: int) -> tuple[str, str, list[str]]:
+    rooms = [rng.choice(ROOMS)]
+    while len(rooms) < facts:
+        rooms.append(rng.choice([room for room in ROOMS if room != rooms[-1]]))
+    told = [f"The {rng.choice(('key', 'key', 'lamp'))} was brought to the {room}." for room in rooms]
+    told[-2] = f"The key was brought to the {rooms[-2]}."
+    keys = [room for room, fact in zip(rooms, told, strict=True) if fact.startswith("The key")]
+    return "In which room is the key at the end?", keys[-1], told
+
+
+def named(text: str) -> frozenset[str]:
+    """The variables that a text names."""
+    return frozenset(re.findall(r"\b[A-Z]{2}\d\b", text))
 
 
 class LongOptions(ServiceOptions):
@@ -30,7 +217,7 @@ class LongTask(VerifyRequest):
         return Document(Spec(self.kind, self.seed, self.pages, self.facts))
 
     @model_validator(mode="after")
-    def _can_be_made(self) -> "LongTask":
+    def _can_be_made(self) -> LongTask:
         if self.seed < 0:
             raise ValueError("seed must be 0 or more")
         return self

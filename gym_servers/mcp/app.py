@@ -2,39 +2,300 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import json
 import logging
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Protocol, Self
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
 
+import httpx2
 import mcp_types as types
 import orjson
 from fastapi import Request
-from pydantic import BaseModel, StrictFloat, StrictInt, field_validator, model_validator
+from mcp import Client, MCPError
+from mcp.client.sse import sse_client
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from pydantic import BaseModel, Field, StrictFloat, StrictInt, ValidationError, field_validator, model_validator
 from starlette.responses import Response
 
-from ngym import ServiceContext, Session, ToolError, VerifyRequest, gym_server
+from ngym import ServiceContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, gym_server
 from ngym.config.shipped_files import shipped_file
-from ngym.errors import ConfigError
+from ngym.errors import ConfigError, Overloaded, PeerTimeout, Unreachable, UpstreamError
 from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
 from ngym.rollout import calls_in
 from ngym.services.gym.server import ReferenceText
 from ngym.services.gym.tools import RESERVED, Tool, inspected, offer
 
-from .connection import Connections, Options
-
 log = logging.getLogger("ngym.mcp")
+MOST_TOOLS = 1000
+WRITE_S = 1.0  # to send a call; the SDK's timeout starts after that
+# The server is broken or gone. Other errors (unknown tool, wrong arguments, its own codes) are answers for the model.
+BROKEN = (types.INTERNAL_ERROR, types.INVALID_REQUEST, types.PARSE_ERROR, types.CONNECTION_CLOSED)
 MAX_NAME_CHARS = 64  # of a function's name in OpenAI's APIs
 MAX_DESCRIPTION_CHARS = 4000
 MAX_RESULT_CHARS = 200_000
+
+
+class Options(ServiceOptions):
+    server: str | list[str] = Field(description="The URL of an MCP server, or the command that starts one (stdio).")
+    transport: Literal["http", "sse"] = Field(
+        default="http", description="For a URL: streamable HTTP, or the older SSE."
+    )
+    headers: dict[str, str] = Field(default={}, description="Sent to a URL, such as Authorization.")
+    env: dict[str, str] = Field(
+        default={}, description="Variables for a command, in addition to PATH, HOME and the like."
+    )
+    shared: bool = Field(default=False, description="One connection for all rollouts; only for servers without state.")
+    max_servers: int = Field(default=16, ge=1, description="Most connections (for a command: processes) at a time.")
+    start_timeout_s: float = Field(
+        default=120, gt=0, description="To start a server, and to wait until one of max_servers is free."
+    )
+    timeout_s: float = Field(default=60, gt=0, description="For one call.")
+    idle_s: float = Field(default=900, gt=0, description="A rollout's server without a call for this long is stopped.")
+    verify: str | None = Field(default=None, description="A Python file with your own `verify`.")
+
+    @field_validator("server")
+    @classmethod
+    def _is_one(cls, server: str | list[str]) -> str | list[str]:
+        if not server or (isinstance(server, str) and not server.startswith(("http://", "https://"))):
+            raise ValueError("must be a URL (http://...) or a command as a list ([npx, -y, some-server])")
+        return server
+
+
+class Connections:
+    """All connections to one MCP server; they end with the block."""
+
+    def __init__(self, options: Options, root: Path) -> None:
+        self.options = options
+        self.root = root
+        self._places = asyncio.Semaphore(options.max_servers)
+        self._alive: set[Connection] = set()
+        self._shared: Connection | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._alive:
+            connection.end()
+        await asyncio.gather(*(connection.task for connection in self._alive), return_exceptions=True)
+
+    async def list_tools(self) -> list[types.Tool]:
+        """The server's tools. Raises ConfigError if a command does not start, Unreachable if a URL does not answer."""
+        connection = self._connect()
+        try:
+            return await connection.list_tools()
+        except ServiceError as error:
+            if isinstance(self.options.server, str):
+                raise
+            raise ConfigError(
+                f"server: {' '.join(self.options.server)}: {error.detail} (its own output is above)"
+            ) from error
+        finally:
+            if self.options.shared:
+                self._shared = connection
+            else:
+                connection.end()
+
+    async def call(self, session: Session, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
+        return await self._of(session).call(tool, arguments)
+
+    def _of(self, session: Session) -> Connection:
+        if self.options.shared:
+            if self._shared is None or self._shared.is_over:
+                self._shared = self._connect()
+            return self._shared
+        if "mcp" not in session:
+            connection = self._connect()
+            session["mcp"] = connection
+            session.when_over(connection.end)
+        found: Connection = session["mcp"]
+        return found
+
+    def _connect(self) -> Connection:
+        connection = Connection(self.options, self.root, self._places)
+        self._alive.add(connection)
+        connection.task.add_done_callback(lambda _: self._alive.discard(connection))
+        return connection
+
+
+class Connection:
+    """One MCP session in its own task, because the SDK's scopes must end in the task that began them."""
+
+    def __init__(self, options: Options, root: Path, places: asyncio.Semaphore) -> None:
+        self._options = options
+        self._places = places
+        self._over = asyncio.Event()
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._calls = 0
+        self._used = time.monotonic()
+        self.task = asyncio.create_task(self._live(root))
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def end(self) -> None:
+        """Have its task close it; cancel the task if the server has not started yet."""
+        self._over.set()
+        if not self._client.done():
+            self.task.cancel()
+
+    async def call(self, tool: str, arguments: dict[str, Any] | None = None) -> types.CallToolResult:
+        """The tool's answer, which may be an error result.
+
+        Raises:
+            ToolError: the server refuses the call.
+            ServiceError: the server is dead, hangs or sends an invalid result.
+        """
+        timeout_s = self._options.timeout_s
+        try:
+            async with self._used_by_a_call():
+                client = await self._ready()
+                async with asyncio.timeout(timeout_s + WRITE_S):
+                    return await client.call_tool(tool, arguments or {}, read_timeout_seconds=timeout_s)
+        except TimeoutError:  # the server has stopped reading, so its pipe is full
+            self.end()
+            raise PeerTimeout(f"{tool}: the MCP server read nothing within {timeout_s + WRITE_S:g} s") from None
+        except MCPError as error:
+            raise self._failure(error, tool) from error
+        except (RuntimeError, ValidationError) as error:
+            raise UpstreamError(f"{tool}: the MCP server's result is invalid: {error}") from error
+
+    async def list_tools(self) -> list[types.Tool]:
+        found: list[types.Tool] = []
+        limit_s = self._options.start_timeout_s + self._options.timeout_s
+        try:
+            async with self._used_by_a_call(), asyncio.timeout(limit_s):
+                client, cursor = await self._ready(), None
+                while len(found) <= MOST_TOOLS:
+                    page = await client.list_tools(cursor=cursor)
+                    found += page.tools
+                    cursor = page.next_cursor
+                    if not cursor:
+                        return found
+        except MCPError as error:
+            raise self._failure(error, "tools/list") from error
+        except TimeoutError:
+            raise PeerTimeout(f"the MCP server did not list its tools within {limit_s:g} s") from None
+        raise ConfigError(f"server: it lists more than {MOST_TOOLS} tools")
+
+    async def _ready(self) -> Client:
+        if self._over.is_set():
+            raise Unreachable("this rollout's MCP server is gone: it died, hung, or was idle for too long")
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                return await asyncio.shield(self._client)
+        except TimeoutError:
+            self.end()
+            raise PeerTimeout(f"the MCP server did not start within {self._options.start_timeout_s:g} s") from None
+
+    async def _live(self, root: Path) -> None:
+        try:
+            async with self._place(), _client(self._options, root) as client:
+                self._client.set_result(client)
+                await self._until_over()
+        except Exception as error:  # noqa: BLE001  (reported to the waiting caller, or logged)
+            if not self._client.done():
+                self._fail(_reason(error))
+            elif not self._over.is_set():
+                log.warning("a connection to the MCP server broke: %s", _reason(error))
+        finally:
+            self._over.set()
+            if not self._client.done():
+                self._fail(Unreachable("the MCP server was stopped before it had started"))
+
+    def _fail(self, error: ServiceError) -> None:
+        self._client.set_exception(error)
+        self._client.exception()  # marks it as retrieved: perhaps no caller waits any more
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of max_servers places. Raises Overloaded if none is free in time."""
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                f"max_servers: {self._options.max_servers} MCP servers run for other rollouts; raise it, or collect "
+                "with less --concurrency"
+            ) from None
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    async def _until_over(self) -> None:
+        while not self._over.is_set():
+            left = self._options.idle_s - (time.monotonic() - self._used)
+            if left <= 0 and not self._calls and not self._options.shared:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), max(left, 1.0))
+
+    @asynccontextmanager
+    async def _used_by_a_call(self) -> AsyncIterator[None]:
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._used = time.monotonic()
+
+    def _failure(self, error: MCPError, tool: str) -> ServiceError:
+        if error.code == types.REQUEST_TIMEOUT:
+            if not self._options.shared:
+                self.end()  # stop a server that hangs
+            return PeerTimeout(f"{tool}: the MCP server did not answer within {self._options.timeout_s:g} s")
+        if error.code in BROKEN:
+            self.end()
+            return Unreachable(f"{tool}: the MCP server failed: {error.message}")
+        return ToolError(error.message)
+
+
+@asynccontextmanager
+async def _client(options: Options, root: Path) -> AsyncIterator[Client]:
+    async with AsyncExitStack() as stack:
+        transport: Any
+        if not isinstance(options.server, str):
+            program, *arguments = options.server
+            program = sys.executable if program == "python" else program
+            parameters = StdioServerParameters(command=program, args=arguments, env=options.env, cwd=root)
+            transport = stdio_client(parameters)
+        elif options.transport == "sse":
+            transport = sse_client(options.server, headers=options.headers)
+        else:
+            read_s = max(options.start_timeout_s, options.timeout_s)
+            http = httpx2.AsyncClient(headers=options.headers, timeout=httpx2.Timeout(30, read=read_s))
+            transport = streamable_http_client(options.server, http_client=await stack.enter_async_context(http))
+        yield await stack.enter_async_context(
+            Client(
+                transport, read_timeout_seconds=options.start_timeout_s, cache=None
+            )  # no cache: each call goes to the server
+        )
+
+
+def _reason(error: BaseException) -> ServiceError:
+    """Why there is no connection. The SDK wraps one failure in nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ServiceError):
+        return error
+    return Unreachable(f"the MCP server cannot be reached: {type(error).__name__}: {error}")
 
 
 class Calls(Protocol):

@@ -255,9 +255,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_refused_and_does_not_run(
                 (aside / name).write_bytes(bomb)
 
         kept.save(step, {"step": step}, write)
-        with pytest.raises(
-            optimizer.StateMissing, match="is not a safetensors file, and no other format is loaded"
-        ):
+        with pytest.raises(optimizer.StateMissing, match="is not a safetensors file, and no other format is loaded"):
             learner(root).load_state(kept.newest().folder, {"optimizer_steps": {}, "steps": 0, "random": []})
         assert not canary.exists()
     with pytest.raises(FileExistsError):  # the bomb is one
