@@ -2,21 +2,196 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from ngym import ModelCall, ServiceContext, model_server
-from ngym.convert import MaxTokensField, ReasoningStyle
-from ngym.remote import RemoteOptions, Upstream, watched
+from ngym.convert import (
+    MaxTokensField,
+    ReasoningStyle,
+    ResponseStream,
+    chat_request,
+    extra_body,
+    overflow_response,
+    response_events,
+    response_from_chat,
+)
+from ngym.errors import UpstreamError
+from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Upstream, shapes, watched
+from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.server import ModelOptions
 
 from .access import Azure, address, headers
-from .backend import Backend
 
 Json = dict[str, Any]
+Api = Literal["auto", "responses", "chat"]
+log = logging.getLogger("ngym.models.openai")
+_FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # keys of metadata that are for ngym, not for the endpoint
+ENDS = frozenset({"response.completed", "response.incomplete"})
+_OURS = frozenset({*TOKEN_FIELDS, "ng"})
+
+
+class Backend:
+    """An endpoint and the API in use; with `api: auto` the first answer decides."""
+
+    def __init__(self, options: Options, upstream: Upstream) -> None:
+        self._options = options
+        self._upstream = upstream
+        self._model = (options.azure and options.azure.deployment) or options.model
+        self._api: Api = "chat" if options.token_ids else options.api
+
+    async def respond(self, params: Json) -> Json:
+        """The endpoint's Response to validated create params.
+
+        Raises:
+            ServiceError: as `Upstream.post`; BadRequest also for what Chat Completions cannot express.
+        """
+        try:
+            if self._api != "chat":
+                try:
+                    return self._decided("responses", await self._responses(params))
+                except NotOffered:
+                    if self._api == "responses":
+                        raise
+            return self._decided("chat", await self._chat(params))
+        except ContextOverflow:
+            return self._overflow(params)
+
+    async def stream(self, params: Json) -> AsyncGenerator[Json, None]:
+        """The events of the endpoint's Response, as they arrive. Raises as `respond`, and as `Upstream.stream`."""
+        try:
+            if self._api != "chat":
+                try:
+                    async with aclosing(self._responses_events(params)) as events:
+                        async for event in events:
+                            yield self._decided("responses", event)
+                    return
+                except NotOffered:
+                    if self._api == "responses":
+                        raise
+            async with aclosing(self._chat_events(params)) as events:
+                async for event in events:
+                    yield self._decided("chat", event)
+        except ContextOverflow:
+            for event in response_events(self._overflow(params)):
+                yield event
+
+    def _decided(self, api: Api, answer: Json) -> Json:
+        """Fix the API after a first answer; a failed call decides nothing."""
+        if self._api == "auto":
+            self._api = api
+            if api == "chat":
+                log.info("%s has no Responses API: using Chat Completions", self._options.base_url)
+        return answer
+
+    async def _responses(self, params: Json) -> Json:
+        response = await self._upstream.post("/responses", self._responses_request(params))
+        if not isinstance(response.get("output"), list):
+            raise UpstreamError(f"{self._options.base_url}/responses answered without an output", failure="model_error")
+        self._check("/responses", shapes.response(response))
+        self._raise_failed(response)
+        return response
+
+    async def _responses_events(self, params: Json) -> AsyncGenerator[Json, None]:
+        body = self._responses_request(params) | {"stream": True}
+        last = None
+        async with aclosing(self._upstream.stream("/responses", body)) as events:
+            async for event in events:
+                self._check("/responses", shapes.response_event(event))
+                last = event["type"]
+                if last == "response.failed":
+                    self._raise_failed(event["response"])
+                if last in ENDS and event["response"].get("status") == "incomplete":
+                    event["type"] = "response.incomplete"  # vLLM calls it completed
+                yield event
+        if last not in ENDS:
+            detail = f"{self._options.base_url}/responses ended without its last event"
+            raise UpstreamError(detail, failure="model_error", retryable=True)
+
+    def _responses_request(self, params: Json) -> Json:
+        body = self._options.extra_body | extra_body(params) | params | {"model": self._model}
+        body.pop("thinking", None)  # Anthropic's
+        if isinstance(params["input"], list):
+            body["input"] = [_without_ours(item) for item in params["input"]]
+        if "metadata" in params:
+            body["metadata"] = {k: v for k, v in params["metadata"].items() if k not in _FOR_ENGINES}
+        return body
+
+    def _raise_failed(self, response: Json) -> None:
+        if response.get("status") == "failed":
+            reason = (response.get("error") or {}).get("message", "no reason given")
+            raise UpstreamError(f"{self._options.base_url}: the response failed: {reason}", failure="model_error")
+
+    async def _chat(self, params: Json) -> Json:
+        request = self._chat_request(params)
+        completion = await self._upstream.post("/chat/completions", request)
+        style = self._options.reasoning
+        self._check("/chat/completions", shapes.chat_completion(completion))
+        _mark_cut_off(completion, request)
+        response = response_from_chat(completion, params, style=style)
+        if self._options.token_ids and TOKEN_FIELDS[0] not in response["output"][-1]:
+            raise self._without_tokens()
+        return response
+
+    async def _chat_events(self, params: Json) -> AsyncGenerator[Json, None]:
+        options = self._options
+        body = self._chat_request(params) | {"stream": True, "stream_options": {"include_usage": True}}
+        converter = ResponseStream(params, style=options.reasoning)
+        async with aclosing(self._upstream.stream("/chat/completions", body)) as chunks:
+            async for chunk in chunks:
+                self._check("/chat/completions", shapes.chat_chunk(chunk))
+                for event in converter.take(chunk):
+                    yield event
+        for event in converter.end():
+            if options.token_ids and event["type"] in ENDS and TOKEN_FIELDS[0] not in event["response"]["output"][-1]:
+                raise self._without_tokens()
+            yield event
+
+    def _chat_request(self, params: Json) -> Json:
+        options = self._options
+        translated = chat_request(params, style=options.reasoning, max_tokens_field=options.max_tokens_field)
+        body = options.extra_body | translated | {"model": self._model}
+        if options.token_ids:
+            body |= {"return_token_ids": True, "logprobs": True, "top_logprobs": body.get("top_logprobs", 0)}
+        return body
+
+    def _check(self, path: str, wrong: str | None) -> None:
+        if wrong is not None:
+            what = "Response" if path == "/responses" else "Chat Completion"
+            detail = f"{self._options.base_url}{path} answered with an invalid {what}: {wrong}"
+            raise UpstreamError(detail, failure="model_error")
+
+    def _without_tokens(self) -> UpstreamError:
+        detail = (
+            f"{self._options.base_url} returned no token ids: it does not support return_token_ids; "
+            "set token_ids: false"
+        )
+        return UpstreamError(detail, failure="model_error")
+
+    def _overflow(self, params: Json) -> Json:
+        return overflow_response(params, response_id=f"resp_{secrets.token_hex(12)}", model=self._options.model)
+
+
+def _mark_cut_off(completion: Json, request: Json) -> None:
+    """Set the finish_reason `length` where vLLM's server says `tool_calls` for a cut-off text that parses as a call.
+
+    The answer then has as many tokens as the limit allows. A call that ends exactly at the limit looks the same.
+    """
+    limits = [request[name] for name in ("max_completion_tokens", "max_tokens") if request.get(name) is not None]
+    sampled = (completion.get("usage") or {}).get("completion_tokens")
+    for choice in completion["choices"]:
+        if choice.get("finish_reason") == "tool_calls" and limits and sampled is not None and sampled >= min(limits):
+            choice["finish_reason"] = "length"
+
+
+def _without_ours(item: Json) -> Json:
+    """An item without the fields that only ngym's servers use."""
+    return {name: value for name, value in item.items() if name not in _OURS} if _OURS & item.keys() else item
 
 
 class Options(RemoteOptions, ModelOptions):

@@ -22,7 +22,7 @@ classes. Does not import torch.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -242,12 +242,21 @@ class PpoOptions(PolicyGradientOptions):
     shaping: Shaping = Shaping(skip_equal_groups=False)
 
 
-ALGORITHMS: dict[str, type[AlgorithmOptions]] = {
-    options.model_fields["name"].default: options
-    for options in (
-        SftOptions, DpoOptions, GrpoOptions, DrGrpoOptions, DapoOptions, GspoOptions, CispoOptions, RlooOptions, ReinforcePpOptions, ReinforcePpBaselineOptions, GdpoOptions, PpoOptions,
-    )
-}  # fmt: skip
+BuiltIn = (
+    SftOptions
+    | DpoOptions
+    | GrpoOptions
+    | DrGrpoOptions
+    | DapoOptions
+    | GspoOptions
+    | CispoOptions
+    | RlooOptions
+    | ReinforcePpOptions
+    | ReinforcePpBaselineOptions
+    | GdpoOptions
+    | PpoOptions
+)
+ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
 
 
 def options_class(name: str) -> type[AlgorithmOptions]:
@@ -271,24 +280,7 @@ def _parsed(value: object) -> object:
     return options_class(str(value.get("name", ""))).model_validate(value)
 
 
-AnyAlgorithm = Annotated[
-    SerializeAsAny[
-        SftOptions
-        | DpoOptions
-        | GrpoOptions
-        | DrGrpoOptions
-        | DapoOptions
-        | GspoOptions
-        | CispoOptions
-        | RlooOptions
-        | ReinforcePpOptions
-        | ReinforcePpBaselineOptions
-        | GdpoOptions
-        | PpoOptions
-        | AlgorithmOptions
-    ],
-    BeforeValidator(_parsed),
-]
+AnyAlgorithm = Annotated[SerializeAsAny[BuiltIn | AlgorithmOptions], BeforeValidator(_parsed)]
 
 
 def corrected(options: PolicyGradientOptions) -> PolicyGradientOptions:

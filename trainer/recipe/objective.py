@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -233,7 +234,7 @@ class Refusal(NamedTuple):
 
 def refusals(objective: Objective) -> list[Refusal]:
     """Every invalid combination; empty if the objective can be trained."""
-    parts = (_of_ratio, _of_bounds, _of_aggregation, _of_advantage, _of_correction, _of_kl)
+    parts = (_of_ratio, _of_aggregation, _of_advantage, _of_correction)
     return [refusal for part in parts for refusal in part(objective)]
 
 
@@ -244,94 +245,73 @@ def preference_refusals(preference: Preference) -> list[Refusal]:
     return []
 
 
-def _of_ratio(objective: Objective) -> list[Refusal]:
-    loss = objective.loss
-    found = []
+def _of_ratio(objective: Objective) -> Iterator[Refusal]:
+    loss, kl = objective.loss, objective.kl
     if loss.ratio != "token" and loss.surrogate != "clipped":
-        found.append(Refusal("loss.ratio", f"{loss.surrogate} weighs tokens one by one; use ratio token"))
+        yield Refusal("loss.ratio", f"{loss.surrogate} weighs tokens one by one; use ratio token")
     if loss.ratio != "token" and (why := _differ_by_token(objective)):
-        found.append(Refusal("loss.ratio", f"{why} makes advantages differ within a rollout; use ratio token"))
+        yield Refusal("loss.ratio", f"{why} makes advantages differ within a rollout; use ratio token")
     if loss.surrogate == "reinforce" and loss.anchor == "sampler":
-        found.append(Refusal("loss.anchor", "reinforce has no ratio; use surrogate clipped, or a correction"))
-    return found
-
-
-def _of_bounds(objective: Objective) -> list[Refusal]:
-    loss = objective.loss
-    if loss.dual_clip is None:
-        return []
-    if loss.surrogate != "clipped":
-        return [Refusal("loss.dual_clip", f"{loss.surrogate} does not clip its objective; remove dual_clip")]
-    if loss.dual_clip <= 1 + loss.clip_high:
+        yield Refusal("loss.anchor", "reinforce has no ratio; use surrogate clipped, or a correction")
+    if loss.dual_clip is not None and loss.surrogate != "clipped":
+        yield Refusal("loss.dual_clip", f"{loss.surrogate} does not clip its objective; remove dual_clip")
+    elif loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         reason = f"{loss.dual_clip:g} takes effect before 1 + clip_high = {1 + loss.clip_high:g}; use more, such as 3"
-        return [Refusal("loss.dual_clip", reason)]
-    return []
-
-
-def _of_aggregation(objective: Objective) -> list[Refusal]:
-    loss = objective.loss
-    found = []
-    if loss.ratio != "token" and loss.aggregation != "sequence":
-        reason = (
-            f"with one ratio a rollout, {loss.aggregation} would weigh rollouts by length; use aggregation sequence"
-        )
-        found.append(Refusal("loss.aggregation", reason))
-    if loss.aggregation == "fixed" and loss.fixed_length is None:
-        reason = "aggregation fixed divides by it; set the maximum number of tokens that a rollout may sample"
-        found.append(Refusal("loss.fixed_length", reason))
-    if loss.aggregation != "fixed" and loss.fixed_length is not None:
-        reason = f"aggregation {loss.aggregation} does not use it; remove it, or use aggregation fixed"
-        found.append(Refusal("loss.fixed_length", reason))
-    return found
-
-
-def _of_advantage(objective: Objective) -> list[Refusal]:
-    advantage = objective.advantage
-    name = advantage.estimator
-    found = []
-    if advantage.whiten and name in _UNDIVIDED:
-        reason = f"{name} already divides by a deviation; use estimator {_UNDIVIDED[name]}, or no whiten"
-        found.append(Refusal("advantage.whiten", reason))
-    if advantage.components != "sum" and name != "group_std":
-        reason = f"it normalises each reward within its group, {name} does not; use estimator group_std"
-        found.append(Refusal("advantage.components", reason))
-    if advantage.gamma < 1 and name not in UNCOMPARED:
-        reason = f"{name} compares whole rollouts; a discount needs estimator reward or gae, set 1"
-        found.append(Refusal("advantage.gamma", reason))
-    if advantage.lam < 1 and name != "gae":
-        found.append(Refusal("advantage.lam", f"{name} has no values to bootstrap from; set 1, or use estimator gae"))
-    if name == "gae" and objective.critic is None:
-        found.append(Refusal("critic", "estimator gae needs values; add `critic: {}`"))
-    if name != "gae" and objective.critic is not None:
-        found.append(Refusal("critic", f"{name} does not use it; remove it, or use advantage.estimator gae"))
-    return found
-
-
-def _of_correction(objective: Objective) -> list[Refusal]:
-    correction = objective.correction
-    if correction.kind == "none":
-        if correction.low is None and correction.high is None:
-            return []
-        return [Refusal("correction.kind", "bounds without a kind; name one: token, sequence, icepop, sequence_mask")]
-    found = []
-    if objective.loss.anchor == "sampler":
-        reason = "with loss.anchor sampler the ratio has this correction in it already; use none, or anchor trainer"
-        found.append(Refusal("correction.kind", reason))
-    low, high = correction.bounds
-    if low > high:
-        found.append(Refusal("correction.low", f"{low:g} is above high {high:g}"))
-    elif correction.kind in ("icepop", "sequence_mask") and not low <= 1 <= high:
-        reason = f"[{low:g}, {high:g}] drops tokens that trainer and sampler agree on; it must hold 1"
-        found.append(Refusal("correction.low" if low > 1 else "correction.high", reason))
-    return found
-
-
-def _of_kl(objective: Objective) -> list[Refusal]:
-    kl = objective.kl
+        yield Refusal("loss.dual_clip", reason)
     if kl.coef > 0 and (kl.where, kl.estimator, kl.gradient) == ("loss", "k1", "pathwise"):
         reason = "the pathwise gradient of k1 is zero on average, so it has no effect; use gradient exact"
-        return [Refusal("kl.gradient", reason)]
-    return []
+        yield Refusal("kl.gradient", reason)
+
+
+def _of_aggregation(objective: Objective) -> Iterator[Refusal]:
+    loss = objective.loss
+    if loss.ratio != "token" and loss.aggregation != "sequence":
+        reason = f"with one ratio a rollout, {loss.aggregation} would weigh rollouts by length"
+        yield Refusal("loss.aggregation", f"{reason}; use aggregation sequence")
+    if loss.aggregation == "fixed" and loss.fixed_length is None:
+        reason = "aggregation fixed divides by it; set the maximum number of tokens that a rollout may sample"
+        yield Refusal("loss.fixed_length", reason)
+    if loss.aggregation != "fixed" and loss.fixed_length is not None:
+        reason = f"aggregation {loss.aggregation} does not use it; remove it, or use aggregation fixed"
+        yield Refusal("loss.fixed_length", reason)
+
+
+def _of_advantage(objective: Objective) -> Iterator[Refusal]:
+    advantage = objective.advantage
+    name = advantage.estimator
+    if advantage.whiten and name in _UNDIVIDED:
+        reason = f"{name} already divides by a deviation; use estimator {_UNDIVIDED[name]}, or no whiten"
+        yield Refusal("advantage.whiten", reason)
+    if advantage.components != "sum" and name != "group_std":
+        reason = f"it normalises each reward within its group, {name} does not; use estimator group_std"
+        yield Refusal("advantage.components", reason)
+    if advantage.gamma < 1 and name not in UNCOMPARED:
+        reason = f"{name} compares whole rollouts; a discount needs estimator reward or gae, set 1"
+        yield Refusal("advantage.gamma", reason)
+    if advantage.lam < 1 and name != "gae":
+        yield Refusal("advantage.lam", f"{name} has no values to bootstrap from; set 1, or use estimator gae")
+    if name == "gae" and objective.critic is None:
+        yield Refusal("critic", "estimator gae needs values; add `critic: {}`")
+    if name != "gae" and objective.critic is not None:
+        yield Refusal("critic", f"{name} does not use it; remove it, or use advantage.estimator gae")
+
+
+def _of_correction(objective: Objective) -> Iterator[Refusal]:
+    correction = objective.correction
+    if correction.kind == "none":
+        if correction.low is not None or correction.high is not None:
+            reason = "bounds without a kind; name one: token, sequence, icepop, sequence_mask"
+            yield Refusal("correction.kind", reason)
+        return
+    low, high = correction.bounds
+    if objective.loss.anchor == "sampler":
+        reason = "with loss.anchor sampler the ratio has this correction in it already; use none, or anchor trainer"
+        yield Refusal("correction.kind", reason)
+    if low > high:
+        yield Refusal("correction.low", f"{low:g} is above high {high:g}")
+    elif correction.kind in ("icepop", "sequence_mask") and not low <= 1 <= high:
+        reason = f"[{low:g}, {high:g}] drops tokens that trainer and sampler agree on; it must hold 1"
+        yield Refusal("correction.low" if low > 1 else "correction.high", reason)
 
 
 def _differ_by_token(objective: Objective) -> str:

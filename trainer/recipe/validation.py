@@ -20,24 +20,21 @@ def impossible(recipe: Recipe, launch: Launch) -> list[Refusal]:
     if launch.ranks % together:
         key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
         return [Refusal(key, f"{launch.ranks} ranks cannot form groups of {together}; start a multiple of {together}")]
-    ranks = launch.ranks // together
     live = recipe.live
     if live is None:
         assert recipe.batch_size is not None
-        return list(_too_few("batch_size", recipe.batch_size, ranks))
-    rollouts = live.tasks_per_step * live.group_size
-    if live.updates_per_step > rollouts:
-        reason = (
-            f"{live.updates_per_step} optimizer steps cannot split {rollouts} rollouts; set it to {rollouts} or less"
-        )
-        return [Refusal("rollouts.updates_per_step", reason)]
-    return list(_too_few("rollouts.tasks_per_step", rollouts // live.updates_per_step, ranks))
-
-
-def _too_few(key: str, samples: int, ranks: int) -> Iterator[Refusal]:
-    if samples < ranks:
-        reason = f"an optimizer step has {samples} samples for {ranks} ranks, and some ranks would be idle; raise it"
-        yield Refusal(key, f"{reason}, or start fewer ranks")
+        key, samples = "batch_size", recipe.batch_size
+    else:
+        rollouts, updates = live.tasks_per_step * live.group_size, live.updates_per_step
+        if updates > rollouts:
+            reason = f"{updates} optimizer steps cannot split {rollouts} rollouts; set it to {rollouts} or less"
+            return [Refusal("rollouts.updates_per_step", reason)]
+        key, samples = "rollouts.tasks_per_step", rollouts // updates
+    ranks = launch.ranks // together
+    if samples >= ranks:
+        return []
+    reason = f"an optimizer step has {samples} samples for {ranks} ranks, and some ranks would be idle; raise it"
+    return [Refusal(key, f"{reason}, or start fewer ranks")]
 
 
 def of_file(recipe: Recipe, samples: Sequence[Sample], steps: int, launch: Launch) -> list[str]:
@@ -113,58 +110,47 @@ def refusals(recipe: Recipe) -> list[Refusal]:
     return [*found, *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
 
 
-def _of_single_attempts(recipe: Recipe) -> list[Refusal]:
+def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
-        return []
+        return
     advantage = recipe.algorithm.advantage
-    estimator = advantage.estimator
     if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
         reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
-        return [Refusal("algorithm.shaping.skip_equal_groups", reason)]
-    if estimator not in UNCOMPARED and not advantage.imported:
-        others = " or ".join(UNCOMPARED)
-        reason = f"{estimator} compares the attempts at a task: set at least 2, or advantage.estimator {others}"
-        return [Refusal("rollouts.group_size", reason)]
-    if recipe.live.dynamic_sampling > 1:
+        yield Refusal("algorithm.shaping.skip_equal_groups", reason)
+    elif advantage.estimator not in UNCOMPARED and not advantage.imported:
+        remedy = f"set at least 2, or advantage.estimator {' or '.join(UNCOMPARED)}"
+        yield Refusal("rollouts.group_size", f"{advantage.estimator} compares the attempts at a task: {remedy}")
+    elif recipe.live.dynamic_sampling > 1:
         reason = "a group of one has no other attempts to compare, so every group would be left out; set it to 1"
-        return [Refusal("rollouts.dynamic_sampling", reason)]
-    return []
+        yield Refusal("rollouts.dynamic_sampling", reason)
 
 
-def _of_adapters(recipe: Recipe) -> list[Refusal]:
-    found: list[Refusal] = []
-    if recipe.rollouts is not None and recipe.rollouts.transport == "lora" and recipe.model.lora is None:
-        found.append(
-            Refusal(
-                "rollouts.transport", "lora sends an adapter, but the recipe trains no adapter; set model.lora, or http"
-            )
-        )
-    of_rollouts = isinstance(recipe.algorithm, PolicyGradientOptions)
-    if recipe.model.lora is not None and recipe.model.lora.dropout > 0 and of_rollouts:
+def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
+    lora = recipe.model.lora
+    if lora is None:
+        if recipe.rollouts is not None and recipe.rollouts.transport == "lora":
+            reason = "lora sends an adapter, but the recipe trains no adapter; set model.lora, or http"
+            yield Refusal("rollouts.transport", reason)
+        return
+    if lora.dropout > 0 and isinstance(recipe.algorithm, PolicyGradientOptions):
         reason = "the ratio to the policy that sampled must come from the weights alone; set it to 0"
-        found.append(Refusal("model.lora.dropout", reason))
-    if recipe.model.lora is not None and recipe.engine.tensor_parallel > 1:
-        found.append(Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1"))
-    return found
+        yield Refusal("model.lora.dropout", reason)
+    if recipe.engine.tensor_parallel > 1:
+        yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
 
 
-def _of_shared_gpus(recipe: Recipe) -> list[Refusal]:
+def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.live is None or not recipe.live.colocated:
-        return []
-    found: list[Refusal] = []
+        return
+    algorithm = recipe.algorithm
     if recipe.live.max_lag > 0:
-        found.append(Refusal("rollouts.max_lag", "colocated servers sleep while the trainer works; set it to 0"))
+        yield Refusal("rollouts.max_lag", "colocated servers sleep while the trainer works; set it to 0")
     if recipe.engine.zero_stage not in (1, 2):
         reason = "DeepSpeed moves the states of ZeRO 1 and 2 out of the GPU for colocated servers; set it to 1 or 2"
-        found.append(Refusal("engine.zero_stage", reason))
+        yield Refusal("engine.zero_stage", reason)
     if recipe.engine.offload.optimizer is not None:
         reason = "rollouts.colocated moves the states for the time of sampling; keep one of the two"
-        found.append(Refusal("engine.offload.optimizer", reason))
-    if (
-        isinstance(recipe.algorithm, PolicyGradientOptions)
-        and recipe.algorithm.kl.coef > 0
-        and recipe.model.lora is None
-    ):
+        yield Refusal("engine.offload.optimizer", reason)
+    if isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coef > 0 and recipe.model.lora is None:
         reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
-        found.append(Refusal("algorithm.kl.coef", reason))
-    return found
+        yield Refusal("algorithm.kl.coef", reason)
