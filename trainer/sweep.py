@@ -156,7 +156,9 @@ def last_metrics(file: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     if file.exists():
         for line in jsonl.read(file):
-            found |= {name: _number(value) for name, value in line.row.items() if _decides(name)}
+            # JSON has no NaN or infinity; they are stored as null
+            values = {name: math.nan if value is None else value for name, value in line.row.items()}
+            found |= {name: value for name, value in values.items() if _decides(name)}
     return found
 
 
@@ -185,11 +187,6 @@ def _decides(name: str) -> bool:
 
 def _order(name: str) -> tuple[int, str]:
     return (SHOWN_METRICS.index(name) if name in SHOWN_METRICS else len(SHOWN_METRICS), name)
-
-
-def _number(value: float | None) -> float:
-    """JSON has no NaN or infinity; they are stored as null."""
-    return math.nan if value is None else value
 
 
 LONGEST_VALUE, LONGEST_NAME = 40, 160  # characters; a file name may have 255 bytes
@@ -357,12 +354,6 @@ def planned(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
             "--sweep starts its runs itself, and a launcher would start the sweep on every rank: leave it out"
         )
     wanted = axes(sweeps)
-    _refuse_settled(wanted, overrides)
-    return _planned(files, overrides, combinations(wanted))
-
-
-def _refuse_settled(wanted: Sequence[Axis], overrides: Sequence[str]) -> None:
-    """Refuse a swept key with another value, and a swept `output`."""
     settled = {override.partition("=")[0].lstrip("+") for override in overrides}
     wrong = [
         f"--sweep {axis.key}: {axis.key} is among the overrides, too; keep one of the two"
@@ -373,6 +364,7 @@ def _refuse_settled(wanted: Sequence[Axis], overrides: Sequence[str]) -> None:
         wrong.append("--sweep output: each run gets a separate folder under the recipe's output; leave it out")
     if wrong:
         raise UsageError("\n".join(wrong))
+    return _planned(files, overrides, combinations(wanted))
 
 
 def _planned(files: Sequence[str], overrides: Sequence[str], wanted: Sequence[Combination]) -> tuple[Path, list[Run]]:
@@ -425,12 +417,8 @@ def _finished(earlier: dict[str, Outcome], runs: Sequence[Run]) -> dict[str, Out
         if name in earlier and earlier[name].status == "finished" and (run.folder / POLICY).exists():
             finished[name] = earlier[name]
     if others:
-        raise UsageError(
-            "\n".join(
-                f"{path}: holds a run of another recipe; choose another output=FOLDER, or pass --overwrite"
-                for path in others
-            )
-        )
+        reason = f"holds a run of another recipe; {OTHERWISE}, or pass --overwrite"
+        raise UsageError("\n".join(f"{path}: {reason}" for path in others))
     return finished
 
 

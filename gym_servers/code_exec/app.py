@@ -50,15 +50,12 @@ def same_output(expected: str, got: str, tolerance: float) -> bool:
     wanted, lines = _lines(expected), _lines(got)
     if len(wanted) != len(lines):
         return False
-    return all(a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(wanted, lines, strict=True))
+    words = [(a.split(), b.split()) for a, b in zip(wanted, lines, strict=True)]
+    return all(len(a) == len(b) and all(map(_same_word, a, b, [tolerance] * len(b))) for a, b in words)
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().split("\n")]
-
-
-def _same_words(expected: list[str], got: list[str], tolerance: float) -> bool:
-    return len(expected) == len(got) and all(map(_same_word, expected, got, [tolerance] * len(got)))
 
 
 def _same_word(expected: str, got: str, tolerance: float) -> bool:

@@ -75,7 +75,9 @@ def same(made: Any, expected: Any, schema: Schema) -> bool:
         case bool() | None:
             return made is expected
         case int() | float():
-            return not isinstance(made, bool) and isinstance(made, int | float) and _same_number(made, expected)
+            if isinstance(made, bool) or not isinstance(made, int | float):
+                return False
+            return made == expected if isinstance(expected, int) else close(expected, made, RELATIVE_TOLERANCE)
         case str():
             return isinstance(made, str) and _plain(made) == _plain(expected)
     return False
@@ -88,12 +90,8 @@ def _same_object(made: dict[str, Any], expected: dict[str, Any], schema: Schema)
     if made.keys() - members.keys() - expected.keys() or any(name not in made for name in required):
         return False
     names = members.keys() | expected.keys()  # an object of free form declares no members
-    return all(_same_member(name, made, expected, members.get(name, {})) for name in names)
-
-
-def _same_member(name: str, made: dict[str, Any], expected: dict[str, Any], schema: Schema) -> bool:
-    default = schema.get("default")
-    return same(made.get(name, default), expected.get(name, default), schema)
+    known = [(name, members.get(name, {})) for name in names]
+    return all(same(made.get(n, s.get("default")), expected.get(n, s.get("default")), s) for n, s in known)
 
 
 def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
@@ -109,12 +107,6 @@ def _same_array(made: list[Any], expected: list[Any], schema: Schema) -> bool:
             return False
         del left[hit]
     return True
-
-
-def _same_number(made: float, expected: float) -> bool:
-    if isinstance(expected, int):
-        return made == expected
-    return close(expected, made, RELATIVE_TOLERANCE)
 
 
 def _plain(text: str) -> str:
@@ -146,7 +138,8 @@ class Task(VerifyRequest):
         for place, tool in enumerate(tools):
             if not isinstance(tool, dict):
                 raise ValueError(f"tools[{place}] must be an object, not {type(tool).__name__}")  # noqa: TRY004
-            if tool.get("type") == "function" and not _is_function(tool):
+            readable = isinstance(tool.get("name"), str) and is_schema(tool.get("parameters") or {})
+            if tool.get("type") == "function" and not readable:
                 raise ValueError(f"tools[{place}] must have a name, and a JSON Schema as its parameters")
         return params
 
@@ -163,10 +156,6 @@ class Task(VerifyRequest):
     def schemas(self) -> dict[str, dict[str, Any]]:
         tools = self.responses_create_params.get("tools") or []
         return {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
-
-
-def _is_function(tool: Json) -> bool:
-    return isinstance(tool.get("name"), str) and is_schema(tool.get("parameters") or {})
 
 
 async def verify(task: Task) -> dict[str, Any]:

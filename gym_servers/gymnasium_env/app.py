@@ -190,7 +190,8 @@ class Episode:
 
 
 def made(task: Task, options: Options) -> Any:
-    known = options.allowed if options.allowed is not None else own_ids()
+    own = [name for name, spec in registry.items() if str(spec.entry_point).startswith("gymnasium.envs.")]
+    known = own if options.allowed is None else options.allowed
     if task.env_id not in known:
         raise ServiceError(f"env_id: {task.env_id!r} is not allowed here{did_you_mean(task.env_id, known)}", status=422)
     try:
@@ -208,11 +209,6 @@ def modes(spec: Any) -> list[str]:
     entry = spec.entry_point
     env = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     return list(getattr(env, "metadata", {}).get("render_modes") or [])
-
-
-def own_ids() -> list[str]:
-    """The ids that gymnasium itself registers, not those of other packages or of `module:Env`."""
-    return [name for name, spec in registry.items() if str(spec.entry_point).startswith("gymnasium.envs.")]
 
 
 def begun(task: Task) -> Episode:

@@ -6,7 +6,6 @@ import re
 
 # ruff: noqa: RUF001  (Cyrillic letters are meant)
 import unicodedata
-from collections import Counter
 from functools import lru_cache
 
 _WORD = re.compile(r"\w+")
@@ -113,27 +112,14 @@ def is_in(text: str, language: str) -> bool:
 
 
 def common_words(text: str, language: str) -> int:
-    said = Counter(word.casefold() for word in (re.findall(r"\S+", text) if _marked(language) else words(text)))
-    return sum(said[word] for word in WORDS[language]) if not _marked(language) else _stripped(said, language)
-
-
-def _marked(language: str) -> bool:
-    """Whether its words contain vowel signs, which are not word characters for `re`."""
-    return SCRIPTS.get(language) == "DEVANAGARI"
-
-
-def _stripped(said: Counter[str], language: str) -> int:
-    return sum(count for word, count in said.items() if word.strip(".,!?\u0964\"'()") in WORDS[language])
+    said = words(text)
+    if SCRIPTS.get(language) == "DEVANAGARI":  # its words contain vowel signs, which are not word characters for `re`
+        said = [word.strip(".,!?\u0964\"'()") for word in text.split()]
+    return sum(word.casefold() in WORDS[language] for word in said)
 
 
 def script_share(text: str, script: str) -> float:
     """The share of the text's letters that belong to the script, 0 to 1."""
     letters = [c for c in text[:MAX_LETTERS] if c.isalpha()]
-    return sum(_belongs(c, script) for c in letters) / len(letters) if letters else 0.0
-
-
-def _belongs(letter: str, script: str) -> bool:
-    name = unicodedata.name(letter, "")
-    if script == "JAPANESE":
-        return name.startswith(("HIRAGANA", "KATAKANA", "CJK"))
-    return name.startswith(script)
+    names = ("HIRAGANA", "KATAKANA", "CJK") if script == "JAPANESE" else (script,)
+    return sum(unicodedata.name(c, "").startswith(names) for c in letters) / len(letters) if letters else 0.0

@@ -24,13 +24,8 @@ from sympy import Basic, I, MatrixBase, Symbol
 from ngym.grading.answers import boxed
 from ngym.grading.number_match import unit
 
-NUMERALS = dict(
-    zip(
-        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
-        range(2, 13),
-        strict=True,
-    )
-) | {"sixteen": 16}
+_NUMERALS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMERALS = dict(zip(_NUMERALS, range(2, 13), strict=True)) | {"sixteen": 16}
 WRAPPER = r"\\(?:text|textrm|textit|textbf|mathrm|mathbf|rm|mbox|operatorname)"
 _NAME = r"([0-9]{1,2}|[a-z]+)"
 _WRAPPED = rf"(?:{WRAPPER}\s*)?[{{(]?\s*(?:base\s*)?{_NAME}\s*[)}}]?"
@@ -114,15 +109,12 @@ def marks(text: str) -> Marks:
     def without_base(found: re.Match[str]) -> str:
         if not any(character.isdigit() for character in found[1]):  # `x_1` is a variable
             return found[0]
-        bases.append(base_of(found[2] or found[3]))
+        said = (found[2] or found[3]).casefold()
+        bases.append(str(NUMERALS.get(said, said)))
         return found[1]
 
     plain = BASED.sub(without_base, text)
     return Marks(plain, tuple(bases), unit_of(plain))
-
-
-def base_of(said: str) -> str:
-    return str(NUMERALS.get(said.casefold(), said.casefold()))
 
 
 def unit_of(text: str) -> str | None:

@@ -174,11 +174,7 @@ def equal(wanted: Rows, got: Rows, ordered: bool) -> bool:
         return False
     if not ordered:
         wanted, got = sorted(wanted, key=rank), sorted(got, key=rank)
-    return all(map(same_row, wanted, got))
-
-
-def same_row(wanted: tuple[Any, ...], got: tuple[Any, ...]) -> bool:
-    return len(wanted) == len(got) and all(map(same, wanted, got))
+    return all(len(row) == len(other) and all(map(same, row, other)) for row, other in zip(wanted, got, strict=True))
 
 
 def same(wanted: Any, got: Any) -> bool:

@@ -37,14 +37,10 @@ def fault(text: str, source: str, references: list[str]) -> str | None:
     script = script_of("".join(references))
     if script_share(text, script) < MIN_SCRIPT_SHARE * script_share("".join(references), script):
         return f"it is not written in {script.lower()} letters"
-    if is_copy(text, source, references):
+    to_source = CHRF_METRIC.sentence_score(text, [source]).score
+    if to_source > CHRF_METRIC.sentence_score(text, references).score and source not in references:
         return "it is closer to the source than to any reference"
     return None
-
-
-def is_copy(text: str, source: str, references: list[str]) -> bool:
-    to_source = CHRF_METRIC.sentence_score(text, [source]).score
-    return bool(to_source > CHRF_METRIC.sentence_score(text, references).score and source not in references)
 
 
 def score(text: str, references: list[str]) -> dict[str, float | None]:

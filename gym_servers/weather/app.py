@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -27,18 +26,13 @@ def reported(response: dict[str, Any], city: str) -> str | None:
         str(item.get("call_id")): item.get("output") for item in items if item.get("type") == "function_call_output"
     }
     word = None
-    for call_id in _calls_for(items, place(city)):
-        description = _field(outputs.get(call_id), "weather_description")
-        if description:
-            word = description.rstrip(" .").rpartition(" ")[2].casefold()
-    return word
-
-
-def _calls_for(items: list[dict[str, Any]], wanted: str) -> Iterator[str]:
     for item in items:
         is_call = item.get("type") == "function_call" and item.get("name") == "get_weather"
-        if is_call and place(_field(item.get("arguments"), "city")) == wanted:
-            yield str(item.get("call_id"))
+        if not is_call or place(_field(item.get("arguments"), "city")) != place(city):
+            continue
+        if description := _field(outputs.get(str(item.get("call_id"))), "weather_description"):
+            word = description.rstrip(" .").rpartition(" ")[2].casefold()
+    return word
 
 
 def _field(text: Any, name: str) -> str:

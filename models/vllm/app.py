@@ -39,7 +39,9 @@ async def serve(context: ServiceContext) -> None:
         arguments, engine = start_engine(context.name, options, model, doorkeeper.say)
         try:
             doorkeeper.say("loading: preparing the routes")
-            application = await build_application(context, arguments, engine, _push_options(context))
+            root = (context.root / options.weights_root).resolve() if options.weights_root else None
+            push = PushOptions(options.push_token or context.admin_token, root, options.push_lease_s, options.lora_rank)
+            application = await build_application(context, arguments, engine, push)
             doorkeeper.leave()
             watch = asyncio.create_task(engine.raise_when_dead())
             openers = [*api_keys(arguments), *filter(None, [options.push_token])]
@@ -49,12 +51,6 @@ async def serve(context: ServiceContext) -> None:
     watch.cancel()
     if watch.done() and not watch.cancelled():
         watch.result()
-
-
-def _push_options(context: ServiceContext) -> PushOptions:
-    options: Options = context.options
-    root = (context.root / options.weights_root).resolve() if options.weights_root else None
-    return PushOptions(options.push_token or context.admin_token, root, options.push_lease_s, options.lora_rank)
 
 
 def _die_at_once_when_told() -> None:

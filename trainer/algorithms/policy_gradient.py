@@ -82,7 +82,10 @@ def _of_rollouts(options: PolicyGradientOptions, rollouts: Sequence[Rollout], kl
         names = sorted({name for rollout in rollouts for name in rollout.components})
         components = [[rollout.components.get(name) for name in names] for rollout in rollouts]
         return component_advantages(options.advantage, components, [1.0] * len(names), groups)
-    rewards = [_shaped(options, rollout) for rollout in rollouts]
+    rewards, overlong = [rollout.reward for rollout in rollouts], options.shaping.soft_overlong
+    if overlong is not None:
+        penalties = [soft_overlong(rollout.trained, overlong.limit, overlong.buffer) for rollout in rollouts]
+        rewards = [reward + overlong.weight * penalty for reward, penalty in zip(rewards, penalties, strict=True)]
     if coef and not options.advantage.by_token:
         sums = [float(each.sum()) for each in kl_N.split([rollout.trained for rollout in rollouts])]
         rewards = cast(list[float], less_kl(rewards, sums, coef))
@@ -95,13 +98,6 @@ def _kl(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> Tensor:
     said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
     reference = torch.tensor([value for segment in segments for value in segment.reference or ()])
     return kl_estimate(said, reference, options.kl.estimator)
-
-
-def _shaped(options: PolicyGradientOptions, rollout: Rollout) -> float:
-    overlong = options.shaping.soft_overlong
-    if overlong is None:
-        return rollout.reward
-    return rollout.reward + overlong.weight * soft_overlong(rollout.trained, overlong.limit, overlong.buffer)
 
 
 def _by_segment(rollouts: Sequence[Rollout], values_N: Tensor) -> list[list[list[float]]]:

@@ -150,7 +150,12 @@ def _segments(
         except (TemplateError, TypeError, ValueError) as error:
             raise _Unrenderable(f"the chat template refuses it: {error}") from error
 
-    messages = [_for_templates(message) for message in messages]
+    messages = [
+        {**message, "tool_calls": [_call(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
     segment: list[Piece] = []
     so_far = ""
     for index in range(first, len(messages)):
@@ -173,13 +178,6 @@ def _segments(
         segment.append(Piece(said, True))
         so_far = prompt + said
     yield segment
-
-
-def _for_templates(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_call(call) for call in calls]}
 
 
 def _call(call: Any) -> Any:

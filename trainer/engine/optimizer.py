@@ -291,12 +291,6 @@ def _base(engine: Any) -> torch.optim.Optimizer:
     return base
 
 
-def _shards(engine: Any) -> list[Tensor]:
-    """The flat float32 shards of this rank."""
-    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-    return next(list(getattr(engine.optimizer, name)) for name in names if hasattr(engine.optimizer, name))
-
-
 def _kinds(engine: Any) -> list[str]:
     """The names of the optimizer's tensors."""
     state = (_base(engine) if _sharded(engine) else engine.optimizer).state
@@ -371,7 +365,8 @@ def _make_room(
         return
     count = max(steps.values(), default=0.0)
     base = _base(engine)
-    for shard in _shards(engine):
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    for shard in next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)):
         tensors = {kind: torch.zeros_like(shard) for kind in kinds}
         # DeepSpeed's own Adam for the CPU counts with a plain number
         whole = isinstance(base, torch.optim.AdamW)

@@ -11,9 +11,10 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ngym.errors import UsageError
 from ngym.schema import Json
@@ -24,7 +25,7 @@ from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.rl import RolloutOptions
 from ..weights.publisher import Publisher
-from .rollout_stream import Group, Stream, Taken
+from .rollout_stream import Stream, Taken
 from .services import Services
 from .task_sampler import TaskSource
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..evaluation.live_eval import Evaluation
 
 SPOOL = "rollouts.jsonl"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Live:
 
     def state(self) -> Json:
         """What `open` needs to continue after the last trained batch; less on ranks without services."""
-        stream = self._services.call(self._state_of(self._stream)) if self._services and self._stream else None
+        stream = self._services.call(_on_loop(self._stream.state)) if self._services and self._stream else None
         return {"version": self._publisher.version, "stream": stream}
 
     def close(self) -> None:
@@ -125,15 +127,11 @@ class Live:
             run.seed,
             run.steps,
             run.output / SPOOL,
-            _teaches_by_component if run.by_component else _teaches,
+            lambda group: informative_components(group.components) if run.by_component else informative(group.rewards),
         )
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
         return at_hand
-
-    @staticmethod
-    async def _state_of(stream: Stream) -> Json:
-        return stream.state()
 
     def _publish(self, step: int, last: bool = False) -> float:
         """Push the current weights and evaluate if due; returns the seconds of the push."""
@@ -152,7 +150,7 @@ class Live:
     def _call(self, tell: Callable[[Stream, int, int], None], step: int) -> None:
         """Call the stream, on its event loop, with the current version."""
         if self._services is not None and self._stream is not None:
-            self._services.call(_told(tell, self._stream, self._publisher.version, step))
+            self._services.call(_on_loop(partial(tell, self._stream, self._publisher.version, step)))
 
     def _collected(self, step: int) -> tuple[Read, dict[str, float]]:
         """The rollouts of this step, on every rank."""
@@ -171,16 +169,8 @@ class Live:
         return [order[part::count] for part in range(count)]
 
 
-def _teaches(group: Group) -> bool:
-    return informative(group.rewards)
-
-
-def _teaches_by_component(group: Group) -> bool:
-    return informative_components(group.components)
-
-
-async def _told(tell: Callable[[Stream, int, int], None], stream: Stream, version: int, step: int) -> None:
-    tell(stream, version, step)
+async def _on_loop(call: Callable[[], Result]) -> Result:
+    return call()
 
 
 def _read(taken: Taken, temperature: float) -> tuple[Read, dict[str, float]]:

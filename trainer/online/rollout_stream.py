@@ -391,15 +391,11 @@ class Stream:
 
     def _ask(self, group: Group, index: int) -> None:
         group.running += 1
-        recipe = Recipe(params={"temperature": self._temperature}, seed=self._seed_of(group, index))
-        for one in planned([group.task.row], recipe):
-            self._due.put_nowait(_renumbered(one, index))  # _judge compares the group once it is complete
-
-    def _seed_of(self, group: Group, index: int) -> int | None:
-        """The sampling seed of an attempt: the same weights give the same rollout."""
-        if not self._options.seeded:
-            return None
-        return sampling_seed(self._seed, group.task.number, index)
+        # with the same seed, the same weights give the same rollout
+        seed = sampling_seed(self._seed, group.task.number, index) if self._options.seeded else None
+        for one in planned([group.task.row], Recipe(params={"temperature": self._temperature}, seed=seed)):
+            key, row = one.key._replace(rollout_index=index), {**one.row, "_ng_rollout_index": index}
+            self._due.put_nowait(PlannedRollout(key, one.agent, row))  # _judge compares the group once it is complete
 
     async def _collect(self) -> None:
         async with aclosing(self._run.outcomes(self._plan())) as outcomes:
@@ -492,8 +488,3 @@ class Stream:
         """
         oldest: int = row[OURS]["oldest"]
         return max(0, self._step - oldest)
-
-
-def _renumbered(one: PlannedRollout, index: int) -> PlannedRollout:
-    row: dict[str, Any] = {**one.row, "_ng_rollout_index": index}
-    return PlannedRollout(one.key._replace(rollout_index=index), one.agent, row)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import orjson
 
@@ -160,8 +160,8 @@ MEASURED = {
 }
 
 
-class Display(Protocol):
-    """Receives each step, and the messages between steps."""
+class Display:
+    """Receives each step, and the messages between steps. This one shows nothing."""
 
     def step(self, step: int, values: Values) -> None: ...
     def say(self, text: str) -> None: ...
@@ -176,7 +176,7 @@ def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> 
         alone: no other rank writes to the same terminal.
     """
     if not shown:
-        yield Silent()
+        yield Display()
     elif alone and is_live(sys.stdout):
         with terminal() as screen, _drawn(Live(screen, steps, history)) as live:
             yield live
@@ -188,12 +188,7 @@ def display(steps: int, history: Sequence[Values], shown: bool, alone: bool) -> 
             lines.end()
 
 
-class Silent:
-    def step(self, step: int, values: Values) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class Lines:
+class Lines(Display):
     """A line for each step of live rollouts, else every few seconds, and always for the last step."""
 
     def __init__(self, steps: int) -> None:
@@ -221,7 +216,7 @@ class Lines:
             self._unsaid = ""
 
 
-class Live:
+class Live(Display):
     """A bar, the reward and its components, the held-out metrics, and the share of time of each part."""
 
     def __init__(self, screen: Screen, steps: int, history: Sequence[Values]) -> None:
@@ -438,27 +433,24 @@ class Metrics:
     def note(self, step: int, values: dict[str, float], text: str) -> None:
         """Record metrics that are computed after a step, and print a line."""
         self._record(step, values)
-        self._say(text)
+        self.say(text)
 
     def say(self, text: str) -> None:
         """Print a line between steps."""
-        self._say(text)
+        self._display.say(text)
 
     def _record(self, step: int, values: dict[str, float]) -> None:
         elapsed = time.monotonic() - self._began
         row = {"step": step, **values, "time/elapsed": round(elapsed, 3)}
         self.history.append(row)
         if problem := self._rows.append(orjson.dumps(row) + b"\n"):
-            self._say(problem)
+            self.say(problem)
         for line in self._sinks.put(step, values):
-            self._say(line)
+            self.say(line)
 
     def _close_sinks(self) -> None:
         for line in self._sinks.close():
-            self._say(line)
-
-    def _say(self, text: str) -> None:
-        self._display.say(text)
+            self.say(line)
 
 
 class _Rows:
