@@ -35,8 +35,15 @@ from ..model.layers import checkpoint_layers, compile_layers
 from ..model.packing import Group, Packed, pack, plan
 from ..model.policy import Made, Policy, adapter_off, adapter_tensors, checkpoint_tensors, write_adapter
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
-from . import optimizer, tensor_parallel
-from .distributed import wait_for_all
+from . import optimizer
+from .distributed import (
+    CUT_SIZES,
+    mark_shards,
+    parameter_shapes,
+    tensor_parallel_settings,
+    wait_for_all,
+    whole_parameters,
+)
 from .optimizer import gather_state, generator_states, load_state, restore_generators, steps_of, write_state
 
 if TYPE_CHECKING:
@@ -145,7 +152,7 @@ def settings(options: EngineOptions, optimizing: OptimizerOptions) -> dict[str, 
         zero["offload_optimizer"] = {"device": options.offload.optimizer, "pin_memory": pinned}
     if options.offload.parameters is not None:
         zero["offload_param"] = {"device": options.offload.parameters, "pin_memory": pinned}
-    parallel = {"tensor_parallel": tensor_parallel.settings(options.tensor_parallel)}
+    parallel = {"tensor_parallel": tensor_parallel_settings(options.tensor_parallel)}
     return {
         **(parallel if options.tensor_parallel > 1 else {}),
         "train_micro_batch_size_per_gpu": 1,
@@ -182,8 +189,8 @@ class Engine:
             policy.check_shared("engine.sequence_parallel", options.sequence_parallel, "num_key_value_heads")
             policy.group = Group.of(options.sequence_parallel)
         if options.tensor_parallel > 1:
-            policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *tensor_parallel.SIZES)
-        shapes = tensor_parallel.shapes(policy)
+            policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *CUT_SIZES)
+        shapes = parameter_shapes(policy)
         self._options = options
         self._optimizing = optimizing
         asked = {checkpoint_layers: options.activation_checkpointing, compile_layers: options.compile}
@@ -200,7 +207,7 @@ class Engine:
         if options.tensor_parallel > 1:
             # it compares the first arguments across ranks, which works only for tensors, lists and dicts
             self._deepspeed.first_dataloader_check.remove()
-            tensor_parallel.mark(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
+            mark_shards(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
         self.device = torch.device(self._deepspeed.device)
         self._offloaded = Offloaded(self._deepspeed, self.device)
 
@@ -404,7 +411,7 @@ class Engine:
             return {name: compute() for name, _, compute in made} if self.rank == 0 else {}
         import deepspeed
 
-        whole = deepspeed.zero.GatheredParameters if sharded else tensor_parallel.gathered
+        whole = deepspeed.zero.GatheredParameters if sharded else whole_parameters
         tensors: dict[str, Tensor] = {}
         for name, parameters, compute in made:
             with whole(parameters):

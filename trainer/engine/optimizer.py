@@ -23,7 +23,7 @@ from ngym.errors import NgymError
 from ngym.schema import Json
 
 from ..recipe.recipe import OptimizerOptions, ScheduleOptions
-from . import tensor_parallel
+from .distributed import own_part, whole_shape, whole_tensor
 
 if TYPE_CHECKING:
     from ..model.policy import CriticNetwork
@@ -196,7 +196,7 @@ def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]
         for kind in (MASTER, *kinds):
             value = _read(engine, parameter, kind)
             if value is not None:
-                whole = tensor_parallel.whole(parameter, value.detach())
+                whole = whole_tensor(parameter, value.detach())
                 yield Entry(name, kind).key, whole.to("cpu", torch.float32, copy=True)
 
 
@@ -234,10 +234,10 @@ def scatter(
     for name, parameter in trainable.items():
         for kind in stored[name]:
             value = read(Entry(name, kind).key)
-            shape = tensor_parallel.whole_shape(parameter)
+            shape = whole_shape(parameter)
             if tuple(value.shape) != shape:
                 raise StateMissing(f"{name} has the shape {list(value.shape)} in the checkpoint and {list(shape)} here")
-            _write(engine, parameter, kind, tensor_parallel.part(parameter, value))
+            _write(engine, parameter, kind, own_part(parameter, value))
 
 
 def write_state(folder: Path | None, tensors: Iterable[tuple[str, Tensor]]) -> None:
