@@ -8,10 +8,12 @@ the next start restores the files from `.old.partial/`.
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
-from ngym.files.jsonl import sync_folder
+from ngym.files.jsonl import read, sync_folder
+from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .online.live_batches import SPOOL
@@ -65,8 +67,8 @@ def replace(output: Path, in_use: Collection[Path] = ()) -> None:
 
     in_use: paths that the new run reads; files and folders that contain one of them stay.
     """
-    read = [path.resolve() for path in in_use]
-    names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in read)]
+    used = [path.resolve() for path in in_use]
+    names = [name for name in FILES if not any(path.is_relative_to((output / name).resolve()) for path in used)]
     has_results = _has_row(output / METRICS) or _has_row(output / SPOOL) or (output / POLICY).exists()
     set_aside(output, names)
     old, partial = output / OLD, output / PARTIAL
@@ -82,3 +84,11 @@ def replace(output: Path, in_use: Collection[Path] = ()) -> None:
 
 def _has_row(file: Path) -> bool:
     return file.is_file() and file.stat().st_size > 0
+
+
+def summary(output: Path) -> Json:
+    """What `ng_train --json` prints at the end: the paths of the results, and the last entry of the metrics (or {})."""
+    entries = (line.row for line in read(output / METRICS) if line.problem is None)
+    last = deque(entries, maxlen=1)
+    files = {"policy": str(output / POLICY), "metrics": str(output / METRICS)}
+    return {"output": str(output), **files, "last": last[0] if last else {}}

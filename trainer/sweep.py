@@ -36,6 +36,7 @@ from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.file_lock import held_folder
 from ngym.runtime.event_loop import await_exit, put_off
+from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .output_files import METRICS, POLICY, RESOLVED
@@ -144,6 +145,11 @@ def read(folder: Path) -> dict[str, Outcome]:
 
     rows = [line.row for line in jsonl.checked(folder / FILE, wrong)]
     return {row["run"]: Outcome(**row) for row in rows}
+
+
+def summary(folder: Path) -> Json:
+    """What `ng_train --sweep --json` prints at the end."""
+    return {"output": str(folder), "runs": [outcome._asdict() for outcome in read(folder).values()]}
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> None:

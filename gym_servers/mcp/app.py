@@ -36,7 +36,7 @@ from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
 from ngym.rollout import calls_in
 from ngym.services.gym.server import ReferenceText
-from ngym.services.gym.tools import RESERVED, Tool, inspected, offer
+from ngym.services.gym.tools import RESERVED, Tool, described, inspected, offer
 
 log = logging.getLogger("ngym.mcp")
 MOST_TOOLS = 1000
@@ -316,14 +316,7 @@ def offered(tools: Sequence[types.Tool], server: Calls) -> Iterator[Tool]:
             log.warning("the MCP server's tool %.100r is left out: its schema is not JSON: %s", tool.name, error)
             continue
         description = _utf8((tool.description or "")[:MAX_DESCRIPTION_CHARS]).decode()
-        described = {
-            "type": "function",
-            "name": name,
-            "description": description,
-            "parameters": schema,
-            "strict": False,
-        }
-        yield Tool(described, _asking(server, tool.name))
+        yield Tool(described(name, description, schema), _asking(server, tool.name))
 
 
 def named(theirs: str, taken: set[str]) -> str:

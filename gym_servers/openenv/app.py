@@ -24,7 +24,7 @@ from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.base.options import ServiceContext
 from ngym.services.gym.step_server import Step, step_server, turns_of
-from ngym.services.gym.tools import RESERVED, Tool, offer
+from ngym.services.gym.tools import RESERVED, Tool, described, offer
 
 MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # action schemas of a server of MCP tools
 OVER = "The episode is over."
@@ -90,16 +90,7 @@ async def _tools(server: Server) -> tuple[Json, ...]:
         raise ConfigError(f"the tools of {server.url} cannot be listed: {type(error).__name__} {error}") from error
     finally:
         await client.close()
-    return tuple(
-        {
-            "type": "function",
-            "name": tool["name"],
-            "description": tool["description"],
-            "parameters": tool["input_schema"],
-            "strict": False,
-        }
-        for tool in listed
-    )
+    return tuple(described(tool["name"], tool["description"], tool["input_schema"]) for tool in listed)
 
 
 class Refused(Exception):
@@ -205,10 +196,10 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     server = await asked(Server(options.server, options.timeout_s, options.headers))
     app.state.server = server
     app.state.places = asyncio.Semaphore(options.episodes)
-    for described in server.tools:
-        if described["name"] in RESERVED:
-            raise ConfigError(f"{options.server} has a tool called {described['name']!r}, a route of every gym server")
-        offer(app, Tool(described, partial(call_tool, described["name"])))
+    for tool in server.tools:
+        if tool["name"] in RESERVED:
+            raise ConfigError(f"{options.server} has a tool called {tool['name']!r}, a route of every gym server")
+        offer(app, Tool(tool, partial(call_tool, tool["name"])))
     yield
 
 

@@ -26,7 +26,7 @@ from ngym.errors import ConfigError, ServiceError
 from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.gym.step_server import turns_of
-from ngym.services.gym.tools import RESERVED
+from ngym.services.gym.tools import RESERVED, described
 
 from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn
 from .scoring import NotScored, pool, scored
@@ -95,15 +95,7 @@ class Toolbox:
                 f"invalid tool name {name!r}: it is a route of every gym server, or the name of another tool"
             )
         self.tools[name] = (server, tool.name)
-        self.described.append(
-            {
-                "type": "function",
-                "name": name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-                "strict": False,
-            }
-        )
+        self.described.append(described(name, tool.description, tool.input_schema))
 
 
 def toolsets_of(environment: Environment) -> Toolsets:

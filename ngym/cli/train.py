@@ -91,11 +91,11 @@ def main(
 
             output = train.main(files, overrides, overwrite=overwrite, resume=resume)
     if as_json:
-        from ngym.trainer import summary
+        from ngym.trainer import output_files, sweep
         from ngym.trainer.recipe.recipe import read_launch
 
         if read_launch().rank == 0:
-            click.echo(orjson.dumps(summary.of_sweep(output) if sweeps else summary.of_run(output)))
+            click.echo(orjson.dumps((sweep if sweeps else output_files).summary(output)))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import shutil
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ngym.errors import ConfigError
 
@@ -62,12 +61,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         if not layer.training:
-            _no_dropout_of_its_own(layer)
+            for name, value in vars(layer).items():  # some layers (OPT's) have the probability of their own dropout
+                if "drop" in name and isinstance(value, float):
+                    setattr(layer, name, 0.0)
             layer.training = True  # not layer.train(), which includes the submodules
-
-
-def _no_dropout_of_its_own(layer: nn.Module) -> None:
-    """Disable dropout in the layer's own forward: some layers (OPT's) have its probability as an attribute."""
-    for name, value in vars(layer).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(layer, name, 0.0)

@@ -66,7 +66,8 @@ def add_adapter(network: PreTrainedModel, options: LoraOptions) -> None:
     """
     import peft
 
-    known = _linear_layers(network)
+    linear = (name for name, module in network.get_decoder().named_modules() if isinstance(module, nn.Linear))
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     targets = list(options.targets or known)
     for target in targets:
         if target not in known:
@@ -104,7 +105,8 @@ def checkpoint_tensors(network: nn.Module) -> Iterator[Made]:
         seen.add(id(tensor))
         layer_name, base, field = name.rpartition(BASE_LAYER)
         if not base or field != "weight":
-            yield Made(name.replace(BASE_LAYER, "."), _gathered(tensor), tensor.detach)
+            gathered = [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded
+            yield Made(name.replace(BASE_LAYER, "."), gathered, tensor.detach)
             continue
         layer = adapted[layer_name]
         parameters = [tensor, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
@@ -126,13 +128,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], options: LoraOptions
     from safetensors.torch import save_file
 
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)
-    described = {**_described(tensors, options), "base_model_name_or_path": base}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-
-
-def _described(tensors: dict[str, Tensor], options: LoraOptions) -> dict[str, Any]:
     layers = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in tensors}
-    return {
+    described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": options.rank,
@@ -140,7 +137,9 @@ def _described(tensors: dict[str, Tensor], options: LoraOptions) -> dict[str, An
         "lora_dropout": options.dropout,
         "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
         "bias": "none",
+        "base_model_name_or_path": base,
     }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
 def _merged(layer: Any) -> Tensor:
@@ -153,16 +152,6 @@ def _merged(layer: Any) -> Tensor:
 def _adapted(network: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in network.named_modules() if hasattr(module, "lora_A")}
-
-
-def _linear_layers(network: PreTrainedModel) -> list[str]:
-    """The last parts of the names of the decoder's linear layers, in order."""
-    linear = (name for name, module in network.get_decoder().named_modules() if isinstance(module, nn.Linear))
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-
-
-def _gathered(tensor: Tensor) -> list[nn.Parameter]:
-    return [tensor] if isinstance(tensor, nn.Parameter) else []  # buffers are never sharded
 
 
 class CriticNetwork(nn.Module):

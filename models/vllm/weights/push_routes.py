@@ -192,52 +192,42 @@ def while_alive(route: Route) -> Route:
     return told
 
 
-class Begin(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+
+class Begin(Body):
     version: int = Field(ge=1)
     tensors: list[Announced]
     adapter: AdapterShape | None = None
     transfer: bool = False
 
 
-class NamedFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class NamedFile(Body):
     path: str
 
 
-class Commit(BaseModel):
+class Commit(Body):
     """mode: keep: generations in flight continue with the new weights; wait: they finish first; abort: they end now."""
-
-    model_config = ConfigDict(extra="forbid")
 
     mode: PauseMode = "keep"
 
 
-class Received(BaseModel):
+class Received(Body):
     """info: the record of vLLM's weight transfer for the backend."""
-
-    model_config = ConfigDict(extra="forbid")
 
     info: dict[str, Any]
 
 
-class Rest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Rest(Body):
     level: Literal[1, 2] = 1
 
 
-class Wake(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Wake(Body):
     parts: tuple[Literal["weights", "kv_cache"], ...] = ("weights", "kv_cache")
 
 
-class Prove(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class Prove(Body):
     prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
 
 

@@ -81,17 +81,7 @@ def shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 def check_announced(announced: list[Announced], ours: Shapes) -> None:
     """Raise BadRequest unless these are the names and shapes of our checkpoint."""
-    theirs = _by_name(announced)
-    wrong = [
-        *(f"{name} is missing" for name in ours if name not in theirs),
-        *(f"{name} is not a tensor of this model" for name in theirs if name not in ours),
-        *(
-            f"{name} has the shape {list(shape)}, expected {list(ours[name])}"
-            for name, shape in theirs.items()
-            if name in ours and shape != ours[name]
-        ),
-    ]
-    _refuse("not the weights of this model", wrong)
+    _compare("the weights of this model", _by_name(announced), ours, "is not a tensor of this model")
 
 
 def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> None:
@@ -105,16 +95,10 @@ def check_adapter(announced: list[Announced], rank: int, matrices: Shapes) -> No
         if shape is not None:
             shapes = ((rank, shape[1]), (shape[0], rank))
             expected |= {f"{PEFT_PREFIX}{layer}{end}": expects for end, expects in zip(PEFT_ENDS, shapes, strict=True)}
-    wrong = [
-        *(f"{name} is missing" for name in expected if name not in theirs),
-        *(f"{name} belongs to no matrix that an adapter may change" for name in theirs if name not in expected),
-        *(
-            f"{name} has the shape {list(shape)}, expected {list(expected[name])}"
-            for name, shape in theirs.items()
-            if name in expected and shape != expected[name]
-        ),
-    ]
-    _refuse(f"not an adapter of rank {rank} for this model", wrong or ([] if theirs else ["it has no tensors"]))
+    what = f"an adapter of rank {rank} for this model"
+    if not theirs:
+        raise BadRequest(f"field 'tensors': not {what}: it has no tensors")
+    _compare(what, theirs, expected, "belongs to no matrix that an adapter may change")
 
 
 def _by_name(announced: list[Announced]) -> dict[str, tuple[int, ...]]:
@@ -124,10 +108,20 @@ def _by_name(announced: list[Announced]) -> dict[str, tuple[int, ...]]:
     return theirs
 
 
-def _refuse(what: str, wrong: list[str]) -> None:
+def _compare(what: str, theirs: Shapes, expected: Shapes, unknown: str) -> None:
+    """Raise BadRequest unless the names and shapes are equal. unknown: what is wrong with another name."""
+    wrong = [
+        *(f"{name} is missing" for name in expected if name not in theirs),
+        *(f"{name} {unknown}" for name in theirs if name not in expected),
+        *(
+            f"{name} has the shape {list(shape)}, expected {list(expected[name])}"
+            for name, shape in theirs.items()
+            if name in expected and shape != expected[name]
+        ),
+    ]
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise BadRequest(f"field 'tensors': {what}: {'; '.join(wrong[:3])}{more}")
+        raise BadRequest(f"field 'tensors': not {what}: {'; '.join(wrong[:3])}{more}")
 
 
 class PrivateFolder:

@@ -238,5 +238,10 @@ def _describe(name: str, tool: Author) -> Json:
     for field in schema.get("properties", {}).values():
         field.pop("title", None)
     schema["additionalProperties"] = False
-    description = inspect.getdoc(tool.call) or ""
-    return {"type": "function", "name": name, "description": description, "parameters": schema, "strict": False}
+    return described(name, inspect.getdoc(tool.call), schema)
+
+
+def described(name: str, description: str | None, schema: Json) -> Json:
+    """A function tool in the format of the Responses API."""
+    text = description or ""
+    return {"type": "function", "name": name, "description": text, "parameters": schema, "strict": False}
