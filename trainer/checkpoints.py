@@ -24,7 +24,6 @@ are in the spool and are not collected again. On a CPU, a resumed run has the sa
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -40,7 +39,7 @@ from pydantic import TypeAdapter
 
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
-from ngym.files.jsonl import sync_folder
+from ngym.files.jsonl import file_digest, sync_folder
 from ngym.schema import Json
 
 from .recipe.objective import Record
@@ -146,7 +145,8 @@ class Checkpoints:
             (aside / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             manifest = {
-                str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
+                str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+                for path in files
             }
             (aside / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
@@ -219,17 +219,12 @@ def _problem(folder: Path) -> str | None:
     manifest = WRITTEN.validate_json((folder / MANIFEST).read_bytes())
     for name, written in manifest.items():
         path = folder / name
-        if path.stat().st_size != written.bytes or _digest(path) != written.sha256:
+        if path.stat().st_size != written.bytes or file_digest(path) != written.sha256:
             return f"{name} is not what was written"
     # other programs may use `policy/` and add files to it; the files next to it are loaded
     beside = {path.name for path in folder.iterdir() if path.is_file()} - {MANIFEST}
     unknown = sorted(beside - manifest.keys())
     return f"{unknown[0]} was not written with it" if unknown else None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def differences(before: Json, now: Json, free: Sequence[str]) -> list[str]:

@@ -1,34 +1,386 @@
-"""verifiers_env: an environment of Prime Intellect's `verifiers` as a gym server, with its own rewards and tools."""
+"""verifiers_env: an environment of Prime Intellect's `verifiers` as a gym server, with its own rewards and tools.
+
+The `run` of a turn-based environment is a separate task, which waits for the model's turns:
+
+    run(task, agents)    agents.player.interaction(task).turn("your move")  ->  observation ─┐
+                                                     Segment(...)           <-  the turn   <─┘  /reset, /step
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import orjson
+import verifiers.v1 as vf
 from anyio.to_thread import run_sync
 from fastapi import Request
-from pydantic import Field
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import Field, ValidationError
 from starlette.responses import Response
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.types import content_text
 
 from ngym import ServiceOptions, Session, VerifyRequest
-from ngym.errors import BadRequest, boundary
+from ngym.errors import BadRequest, ConfigError, ServiceError, boundary
+from ngym.rollout import calls_in
 from ngym.schema import Json
 from ngym.services.base.app import add_route
 from ngym.services.base.options import ServiceContext
-from ngym.services.gym.step_server import Step, step_server
-from ngym.services.gym.tools import Tool, offer
+from ngym.services.gym.step_server import Step, step_server, turns_of
+from ngym.services.gym.tools import RESERVED, Tool, described, offer
 
-from .bridge import Bridge
-from .environment import Source
-from .scoring import NotScored
+from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn
+from .scoring import NotScored, pool, scored
 
+_state: ContextVar[vf.State] = ContextVar("state")  # state of the rollout whose tool is running
+Toolsets = Sequence[vf.Toolset[Any, Any]]
+Trace: TypeAlias = vf.Trace[Any, Any, Any]
+Score = Callable[[Trace], Awaitable[None]]
 PLAIN_RESPONSE: Json = {
     "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "0"}]}]
 }
 ROWS = "application/x-ndjson"
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Toolsets that are ready, with their tools by verifiers' names, `<server>_<tool>`."""
+
+    tools: dict[str, tuple[MCPServer, str]]
+    described: list[Json]
+    stack: AsyncExitStack
+
+    @classmethod
+    async def open(cls, toolsets: Toolsets, data: vf.TaskData | None = None) -> Toolbox:
+        """Set toolsets up. data: of the task, for the toolsets of one rollout; None for shared ones."""
+        box = cls({}, [], AsyncExitStack())
+        try:
+            for toolset in toolsets:
+                await box._take(toolset, data)
+        except BaseException:  # for example, the session ends meanwhile
+            await box.stack.aclose()
+            raise
+        return box
+
+    async def call(self, name: str, arguments: Json, state: vf.State) -> str:
+        """The tool's answer, or its refusal, as the text that the model sees.
+
+        Raises:
+            ServiceError: the answer is not text. Any exception of the tool but MCP's ToolError is raised unchanged.
+        """
+        server, own_name = self.tools[name]
+        token = _state.set(state)
+        try:
+            result = await server.call_tool(own_name, arguments)
+        except ToolError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, ToolError | ValidationError):
+                return str(error)
+            raise error.__cause__ from None  # a crash, which the SDK also wraps in a ToolError
+        finally:
+            _state.reset(token)
+        texts = [getattr(block, "text", None) for block in getattr(result, "content", [])]
+        if not all(isinstance(text, str) for text in texts):
+            raise ServiceError(f"tool {name!r} answered with more than text", failure="tool_error")
+        return "\n".join(str(text) for text in texts)
+
+    async def _take(self, toolset: vf.Toolset[Any, Any], data: vf.TaskData | None) -> None:
+        _bind(toolset)
+        await self.stack.enter_async_context(toolset._exit_stack)
+        await toolset.setup()
+        if data is not None:
+            await toolset.setup_task(data)
+        server = MCPServer(toolset.server_name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            self._add(f"{toolset.server_name}_{tool.name}".removeprefix("_"), server, tool)
+
+    def _add(self, name: str, server: MCPServer, tool: Any) -> None:
+        if name in RESERVED or name in self.tools:
+            raise ConfigError(
+                f"invalid tool name {name!r}: it is a route of every gym server, or the name of another tool"
+            )
+        self.tools[name] = (server, tool.name)
+        self.described.append(described(name, tool.description, tool.input_schema))
+
+
+def toolsets_of(environment: Environment) -> Toolsets:
+    """New toolsets for one rollout."""
+    toolsets: Toolsets = environment.task_type.toolsets(environment.tasks.config.task)
+    return toolsets
+
+
+def shared_toolsets_of(environment: Environment) -> Toolsets:
+    """New toolsets that all rollouts share."""
+    toolsets: Toolsets = type(environment.tasks).toolsets(environment.tasks.config)
+    return toolsets
+
+
+def _bind(toolset: vf.Toolset[Any, Any]) -> None:
+    """Give the toolset the rollout's state itself; verifiers would copy it before and after each call."""
+
+    async def pull() -> vf.State:
+        return _state.get()
+
+    async def push(before: bytes) -> None:
+        return None
+
+    toolset._pull_state = pull
+    toolset._push_state = push
+
+
+class Game:
+    """One episode."""
+
+    def __init__(self, environment: Environment, task: vf.Task[Any, Any, Any], score: Score) -> None:
+        self.environment = environment
+        self.task = task
+        self.score = score
+        self.traces: list[Trace] = []
+        self._shown: asyncio.Queue[str | None] = asyncio.Queue()
+        self._said: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._run = asyncio.create_task(self._play())
+
+    async def observe(self) -> str | None:
+        """The next observation, or None when `run` is over. `finish` raises its error, if any."""
+        shown = await self._shown.get()
+        if shown is None:
+            self._shown.put_nowait(None)  # for later calls
+        return shown
+
+    @property
+    def problem(self) -> str:
+        """Why `run` ended early."""
+        error = self._run.exception() if self._run.done() else None
+        return "it made no move" if error is None else f"{type(error).__name__}: {error}"
+
+    async def say(self, response: Json) -> str | None:
+        """Pass on the model's turn. Returns the next observation."""
+        self._said.put_nowait(response)
+        return await self.observe()
+
+    async def finish(self) -> Trace:
+        """The trace with its rewards. An unfinished `run` sees its turn as `terminated`, as at verifiers' limits."""
+        self._said.put_nowait(None)
+        await self._run
+        return self.traces[0]
+
+    def abandon(self) -> None:
+        self._run.cancel()
+
+    async def _play(self) -> None:
+        env = self.environment.env
+        agents: Any = vf.Agents(env.config, lambda name, spec: _Player(self))
+        try:
+            await env.setup(agents)
+            await env.run(self.task, agents)
+            if not self.traces:
+                raise ValueError(f"{type(env).__name__}.run() ran no agent")
+            trace = self.traces[0]
+            await env.finalize(self.task, vf.Episode(task=trace.task, traces=[trace], ok=True))
+        finally:
+            self._shown.put_nowait(None)
+
+    async def turn(self, observation: str) -> Json | None:
+        self._shown.put_nowait(observation)
+        return await self._said.get()
+
+
+class _Player:
+    """Replaces the agent of a role that `run` expects."""
+
+    trainable = True
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+
+    async def run(self, task: vf.Task[Any, Any, Any]) -> Trace:
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: vf.Task[Any, Any, Any]) -> AsyncIterator[_Interaction]:
+        if self._game.traces:
+            raise ValueError("run() begins a second conversation with its agent; a rollout has only one")
+        interaction = _Interaction(self._game, await self._game.environment.begin(task))
+        self._game.traces.append(interaction.trace)
+        yield interaction
+        interaction.trace.stop("user_closed")
+        interaction.trace.ok = True
+        await self._game.score(interaction.trace)
+
+
+class _Interaction:
+    """Replaces the conversation that `run` expects, with the same errors as in verifiers."""
+
+    def __init__(self, game: Game, trace: Trace) -> None:
+        self.trace = trace
+        self._game = game
+        self._prompted = trace.task.data.prompt is not None
+        self._over = False
+
+    async def turn(self, message: str | vf.Messages | None = None) -> vf.Segment:
+        if self._over:
+            raise RuntimeError("the exchange is over (the run ended); read interaction.trace")
+        if (message is None) != self._prompted:
+            raise ValueError("a prompted task opens with a bare turn(); every other turn takes a message")
+        said = await self._game.turn(self._observation(message))
+        if said is None:
+            self._over = True
+            self.trace.stop("max_turns")
+            return vf.Segment(messages=[], terminated=True)
+        return vf.Segment(messages=record_turn(self.trace, said))
+
+    def _observation(self, message: str | vf.Messages | None) -> str:
+        """The text for the model: the message, or the last message of the prompt."""
+        if message is None:
+            self._prompted = False
+            last: str = content_text(self.trace.messages[-1].content)
+            return last
+        if isinstance(message, str):
+            messages: vf.Messages = [vf.UserMessage(content=message)]
+        else:
+            messages = [parse_message(each) if isinstance(each, dict) else each for each in message]
+        record_prompt(self.trace, messages)
+        return "\n\n".join(content_text(each.content) for each in messages)
+
+
+class Begun(NamedTuple):
+    """A rollout under way."""
+
+    trace: Trace
+    tools: Toolbox
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """A served environment. A session has `begun` after its first tool call, `game` after /reset."""
+
+    environment: Environment
+    source: Source
+    shared: Toolbox
+    described: list[Json]
+    deadline_s: float
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, source: Source, deadline_s: float) -> AsyncIterator[Bridge]:
+        """Load and start the environment. Raises ConfigError if it cannot be served."""
+        environment = load(source)
+        shared = await Toolbox.open(shared_toolsets_of(environment))
+        first = next(iter(environment.tasks.take(1)))
+        own = await Toolbox.open(toolsets_of(environment), first.data)  # only to read the names of its tools
+        await own.stack.aclose()
+        if both := shared.tools.keys() & own.tools.keys():
+            raise ConfigError(f"environment {source.environment!r} has two tools called {min(both)!r}")
+        async with shared.stack, pool.lifespan():
+            await environment.env.start()
+            try:
+                yield cls(environment, source, shared, shared.described + own.described, deadline_s)
+            finally:
+                await environment.env.stop()
+
+    def rows(self, skip: int, limit: int) -> list[bytes]:
+        """Tasks as rows. A turn-based environment shows the last prompt message as its first observation."""
+        return [orjson.dumps(self._row(task)) + b"\n" for task in self.environment.tasks.skip(skip).take(limit)]
+
+    def _row(self, task: vf.Task[Any, Any, Any]) -> Json:
+        prompt = prompt_of(task.data)
+        if self.environment.by_turns and task.data.prompt is not None:
+            prompt = prompt[:-1]
+        params: Json = {"input": items_of(prompt)}
+        if self.described:
+            params["tools"] = self.described
+        return {
+            "responses_create_params": params,
+            "task_data": task.data.model_dump(mode="json", exclude_defaults=True),
+        }
+
+    async def reset(self, data: Json, session: Session) -> str:
+        """Begin an episode. Returns the first observation."""
+        if not self.environment.by_turns:
+            raise ServiceError(f"{self.source.environment!r} is not turn-based; use agents/simple", status=409)
+        game = session["game"] = Game(self.environment, self.environment.task(data), self._score)
+        session.when_over(game.abandon)
+        observation = await game.observe()
+        if observation is None:
+            raise ServiceError(
+                f"the environment was over before the model's first turn: {game.problem}", failure="tool_error"
+            )
+        return observation
+
+    async def call(self, name: str, arguments: Json, session: Session) -> str:
+        """Call a tool. Returns its answer."""
+        begun = await self._begun(session["task"]["task_data"], session)
+        box = begun.tools if name in begun.tools.tools else self.shared
+        return await box.call(name, arguments, begun.trace.state)
+
+    async def finished(self, data: Json, response: Json, session: Session) -> Trace:
+        """The trace of a rollout with its rewards. A stored rollout, whose session is gone, is replayed.
+
+        Raises:
+            NotScored: the environment raised, or its rewards took too long.
+        """
+        try:
+            if self.environment.by_turns:
+                return await self._played(data, response, session)
+            if "begun" not in session:
+                session["task"] = {"task_data": data}
+                await self._repeat_calls(response, session)
+            trace = (await self._begun(data, session)).trace
+            record_turn(trace, response)
+            trace.stop("agent_completed")
+            trace.ok = True
+            await self._score(trace)
+            return trace
+        finally:
+            session.over()
+
+    async def _played(self, data: Json, response: Json, session: Session) -> Trace:
+        if "game" not in session:
+            await self.reset(data, session)
+            for turn in turns_of(response.get("output") or []):
+                if await session["game"].say({**response, "output": turn}) is None:
+                    break
+        game: Game = session["game"]
+        try:
+            return await game.finish()
+        except NotScored:
+            raise
+        except Exception as error:  # `run` is code of the environment's author
+            raise NotScored("verify_error", f"{type(error).__name__}: {error}") from error
+
+    async def _repeat_calls(self, response: Json, session: Session) -> None:
+        """Repeat the tool calls, because the rewards read the state that they change."""
+        names = {tool["name"] for tool in self.described}
+        for call in calls_in(response):
+            if call.name in names and call.arguments is not None:
+                await self.call(call.name, call.arguments, session)
+
+    async def _begun(self, data: Json, session: Session) -> Begun:
+        """What tools and rewards need. Created once per session, also for concurrent first calls."""
+        if "begun" not in session:
+            session["begun"] = session.spawn(self._begin(data, session))
+        begun: Begun = await asyncio.shield(session["begun"])
+        return begun
+
+    async def _begin(self, data: Json, session: Session) -> Begun:
+        task = self.environment.task(data)
+        tools = await Toolbox.open(toolsets_of(self.environment), task.data)
+        session.when_over(lambda: asyncio.ensure_future(tools.stack.aclose()))
+        game: Game | None = session.get("game")
+        return Begun(game.traces[0] if game else await self.environment.begin(task), tools)
+
+    async def _score(self, trace: Trace) -> None:
+        await scored(self.source, trace, self.deadline_s)
 
 
 class Options(ServiceOptions):

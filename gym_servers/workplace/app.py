@@ -9,8 +9,7 @@ from pydantic import ValidationError, ValidationInfo, field_validator
 from ngym import ServiceError, Session, ToolError, VerifyRequest, gym_server
 from ngym.rollout import calls_in
 
-from .actions import TOOLS, act
-from .office import Action, Office, differences, office
+from .office import TOOLS, Action, Office, act, differences, office
 
 MAX_ROWS = 2000
 

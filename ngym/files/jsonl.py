@@ -6,6 +6,7 @@ problems together. For files that are appended to for hours and must survive a k
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -188,6 +189,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             beside.unlink()
     sync_folder(there.parent)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

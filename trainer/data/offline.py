@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import subprocess
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
+from ngym.files.jsonl import file_digest
 
 from ..recipe.objective import find
 from ..recipe.recipe import DataOptions, Recipe
@@ -49,9 +49,7 @@ def make(data: DataOptions, say: Say) -> None:
 
 
 def digest(data: DataOptions) -> str:
-    """The digest of the file's content."""
-    with (find(data.path) or Path(data.path)).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(find(data.path) or Path(data.path))
 
 
 def prepared(

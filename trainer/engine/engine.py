@@ -31,9 +31,17 @@ from ngym.schema import Json
 from ..checkpoints import committed
 from ..data.samples import Sample
 from ..model.chunked_logprobs import Asks, Scores
-from ..model.layers import checkpoint_layers, compile_layers
 from ..model.packing import Group, Packed, pack, plan
-from ..model.policy import Made, Policy, adapter_off, adapter_tensors, checkpoint_tensors, write_adapter
+from ..model.policy import (
+    Made,
+    Policy,
+    adapter_off,
+    adapter_tensors,
+    checkpoint_layers,
+    checkpoint_tensors,
+    compile_layers,
+    write_adapter,
+)
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer
 from .distributed import (

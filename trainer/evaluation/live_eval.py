@@ -251,13 +251,13 @@ def read_held_out(options: EvaluationOptions, rollouts: RolloutOptions) -> list[
     Raises:
         UsageError: rows that are not tasks of their agent.
     """
-    return [_read(each, rollouts, options.limit) for each in options.held_out(rollouts)]
-
-
-def _read(options: HeldOutOptions, rollouts: RolloutOptions, limit: int | None) -> HeldOut:
-    longest = options.max_output_tokens or rollouts.max_output_tokens
-    params = {} if longest is None else {"max_output_tokens": longest}
-    return HeldOut(options, TaskFile(Path(options.tasks), partial(task_problem, agent=options.agent), limit), params)
+    found = []
+    for each in options.held_out(rollouts):
+        longest = each.max_output_tokens or rollouts.max_output_tokens
+        params = {} if longest is None else {"max_output_tokens": longest}
+        tasks = TaskFile(Path(each.tasks), partial(task_problem, agent=each.agent), options.limit)
+        found.append(HeldOut(each, tasks, params))
+    return found
 
 
 def _with_interval(key: str, mean: float, interval: Interval | None) -> dict[str, float]:

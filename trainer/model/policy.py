@@ -1,4 +1,4 @@
-"""The policy, and a critic on a copy of its decoder.
+"""The policy: its network, adapters and compiled layers; and a critic on a copy of its decoder.
 
 The critic starts with a scalar head of zeros, so a new critic returns 0. It shares no weight with the policy, and its
 loss does not change the policy.
@@ -9,6 +9,13 @@ add_adapter(network, options)      # before the engine: only lora_A and lora_B o
 with adapter_off(network): ...     # the network before training: the reference of KL
 checkpoint_tensors(network)        # W + alpha / rank * B A under the name of W: a checkpoint like any other
 adapter_tensors(network)           # A and B under PEFT's names
+
+torch.compile leaves attention out: its layout is Python that differs between micro-batches, and each recompilation
+would take longer than the steps that it serves. Attention is one fused kernel anyway.
+
+Transformers checkpoints activations only in layers in training mode, but a policy under reinforcement learning is in
+evaluation mode, because dropout would break its ratios. So each layer is put into training mode by itself, without its
+submodules.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+COMPILERS = ("g++", "clang++")
 ADAPTER = "default"  # of the only adapter; PEFT omits it from the names in a file
 PEFT_PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer."
@@ -45,6 +54,47 @@ LORA_MATRICES = (".lora_A.", ".lora_B.")
 JUST_LOGPROBS = Asks()
 # Weights are data: pickles are not opened, and code that comes with a model does not run.
 SAFE = {"use_safetensors": True, "trust_remote_code": False}
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the model's layers on their first call, separately with and without a gradient.
+
+    Raises:
+        ConfigError: there is no C++ compiler.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if not any(map(shutil.which, COMPILERS)):
+        raise ConfigError(
+            f"engine.compile: there is no C++ compiler ({' or '.join(COMPILERS)}); install one, or set it to false"
+        )
+    ALL_ATTENTION_FUNCTIONS.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make the layers keep only their inputs and recompute the rest in the backward; gradients stay the same.
+
+    Raises:
+        ConfigError: the layers do not support it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"engine.activation_checkpointing: the layers of {type(model).__name__} cannot be checkpointed; set it to false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        if not layer.training:
+            for name, value in vars(layer).items():  # some layers (OPT's) have the probability of their own dropout
+                if "drop" in name and isinstance(value, float):
+                    setattr(layer, name, 0.0)
+            layer.training = True  # not layer.train(), which includes the submodules
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names

@@ -213,11 +213,6 @@ class TaskFile:
                 except orjson.JSONDecodeError:
                     raise UsageError(f"{self._path}: changed while this run reads it; leave it as it was") from None
 
-    def digest(self) -> str:
-        """The digest of the file's content."""
-        with self._path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
 
 def task_problem(row: Json, agent: str) -> str | None:
     """Why a row is not a task for this agent, or None."""
@@ -411,7 +406,7 @@ class _Environment:
         self.weight = options.weight
         self._options = options
         self._file = TaskFile(Path(options.tasks), self._problem)
-        self._digest = self._file.digest()
+        self._digest = jsonl.file_digest(Path(options.tasks))
         longest = options.max_output_tokens or rollouts.max_output_tokens
         self._params = {} if longest is None else {"max_output_tokens": longest}
         self._told: list[float] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -35,6 +34,7 @@ from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
 from ngym.errors import MOST_NAME, BadRequest, ConfigError, ServiceError, cut
+from ngym.files.jsonl import file_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -170,8 +170,7 @@ class Stage:
 
     def accept(self, part: Path, sha256: str) -> None:
         """Check a file and keep it. Raises BadRequest if it is damaged, or not as announced."""
-        with part.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_digest(part)
         if digest != sha256:
             size = part.stat().st_size
             raise BadRequest(f"the file's {size} bytes have the SHA-256 {digest}, expected {sha256}; push again")
