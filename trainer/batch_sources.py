@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ngym.errors import NgymError, UsageError
 from ngym.schema import Json
@@ -36,20 +36,11 @@ class Parts(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-class Source(Protocol):
-    """steps: how many batches there are, including those before a resumption."""
-
-    steps: int
-
-    def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
-        """The batches after the first `done`. state: the result of `state()` at that point; None at the beginning."""
-
-    def state(self) -> Json | None:
-        """The state on which the batches after the last trained one depend, as JSON."""
-
-
 class FileSource:
-    """A finished file: the next batch depends on the file, the seed and the number of batches so far."""
+    """A finished file: the next batch depends on the file, the seed and the number of batches so far.
+
+    steps: how many batches there are, including those before a resumption.
+    """
 
     def __init__(self, parts: Parts, say: Say) -> None:
         recipe, learner, algorithm, tokenizer = parts
@@ -63,7 +54,8 @@ class FileSource:
         self._held_out = _held_out(parts, say)
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:
-        """
+        """The batches after the first `done`. state: the result of `state()` at that point; None at the beginning.
+
         Raises:
             UsageError: the file differs from that of the state.
         """
@@ -87,6 +79,7 @@ class FileSource:
         return held_out.evaluated(batches, done)
 
     def state(self) -> Json | None:
+        """The state on which the batches after the last trained one depend, as JSON."""
         return {"digest": self._digest}
 
 
@@ -104,14 +97,14 @@ def _held_out(parts: Parts, say: Say) -> list[Sample]:
 
 
 class LiveSource:
-    """Live rollouts.
+    """Live rollouts, with the methods of FileSource.
 
     Args:
         services: on rank 0; None elsewhere.
     """
 
     def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
-        from .online.live_batches import Live, LiveRun
+        from .online.live_batches import Live
         from .weights.publisher import Colocated, Publisher, probe_ids, pusher_of
         from .weights.push import check_transport
 
@@ -128,20 +121,10 @@ class LiveSource:
             self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
         for line in of_live(recipe, read_launch()):
             say(line)
-        assert isinstance(recipe.algorithm, PolicyGradientOptions)
-        run = LiveRun(
-            options=options,
-            temperature=temperature(recipe),
-            seed=recipe.seed,
-            budget=recipe.micro_batch_tokens,
-            steps=recipe.max_steps,
-            output=recipe.output,
-            by_component=recipe.algorithm.advantage.components != "sum",
-        )
         pushed = learner.adapter if options.transport == "lora" else learner.weights
         colocated = Colocated(learner, self._pusher) if options.colocated else None
         publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed, colocated)
-        self._live = Live(run, algorithm, learner, publisher, services)
+        self._live = Live(recipe, algorithm, learner, publisher, services)
         self._say = say
 
     def batches(self, metrics: Metrics, done: int, state: Json | None) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import httpx2
 import mcp_types as types
@@ -298,11 +298,7 @@ def _reason(error: BaseException) -> ServiceError:
     return Unreachable(f"the MCP server cannot be reached: {type(error).__name__}: {error}")
 
 
-class Calls(Protocol):
-    async def call(self, session: Session, tool: str, arguments: dict[str, Any]) -> types.CallToolResult: ...
-
-
-def offered(tools: Sequence[types.Tool], server: Calls) -> Iterator[Tool]:
+def offered(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:
     """The server's tools as ours. A tool whose schema cannot be written as JSON is left out and logged."""
     taken: set[str] = set()
     for tool in tools:
@@ -331,7 +327,7 @@ def named(theirs: str, taken: set[str]) -> str:
     return name
 
 
-def _asking(server: Calls, tool: str) -> Any:
+def _asking(server: Connections, tool: str) -> Any:
     async def call(arguments: dict[str, Any], session: Session, request: Request) -> Response:
         result = await server.call(session, tool, arguments)
         text = text_of(result)

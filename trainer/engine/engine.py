@@ -99,43 +99,6 @@ def _score(
     return [[everyones[places[id(segment)] :][: segment.trained] for segment in sample.segments] for sample in samples]
 
 
-class Offloaded:
-    """Tracks which of a DeepSpeed engine's states are offloaded, and loads them back."""
-
-    def __init__(self, engine: Any, device: torch.device) -> None:
-        self._engine = engine
-        self._device = device
-        self._frozen = [
-            one for one in engine.module.parameters() if not one.requires_grad
-        ]  # ZeRO does not manage these
-
-    def away(self, *, weights: bool) -> None:
-        """Offload everything except the weights; these are offloaded or loaded as asked.
-
-        weights: offload the compute weights too; the optimizer's own copies are not among them.
-        """
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-
-        if not weights:
-            self.back()
-        wanted = [state for state in State if weights or state is not State.lp_params]
-        on_gpu = self._device.type == "cuda"
-        self._engine.offload_states(include=wanted, pin_memory=on_gpu)
-        if weights:
-            self._move_frozen(torch.device("cpu"))
-        if on_gpu:
-            torch.cuda.empty_cache()
-
-    def back(self) -> None:
-        """Load everything back to where it is computed."""
-        self._engine.reload_states()
-        self._move_frozen(self._device)
-
-    def _move_frozen(self, device: torch.device) -> None:
-        for one in self._frozen:
-            one.data = one.data.to(device)
-
-
 def imported() -> Any:
     """deepspeed with less logging. Without a GPU this is set explicitly; otherwise it would look for a compiler."""
     if not torch.cuda.is_available():
@@ -217,7 +180,8 @@ class Engine:
             self._deepspeed.first_dataloader_check.remove()
             mark_shards(policy, shapes, self._deepspeed.mpu.get_tensor_model_parallel_group())
         self.device = torch.device(self._deepspeed.device)
-        self._offloaded = Offloaded(self._deepspeed, self.device)
+        frozen = (parameter for parameter in policy.parameters() if not parameter.requires_grad)
+        self._frozen = list(frozen)  # ZeRO does not manage these
 
     @property
     def dtype(self) -> str:
@@ -346,12 +310,27 @@ class Engine:
         return [float(value) / self._together for value in total]
 
     def offload(self, *, weights: bool) -> None:
-        """Free the GPU's memory; without `weights`, the compute weights stay or come back."""
-        self._offloaded.away(weights=weights)
+        """Free the GPU's memory; without `weights`, the compute weights stay or come back.
+
+        The optimizer's own copies of the weights are always offloaded.
+        """
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+        if not weights:
+            self.reload()
+        wanted = [state for state in State if weights or state is not State.lp_params]
+        on_gpu = self.device.type == "cuda"
+        self._deepspeed.offload_states(include=wanted, pin_memory=on_gpu)
+        for parameter in self._frozen if weights else ():
+            parameter.data = parameter.data.to("cpu")
+        if on_gpu:
+            torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Load everything back for training."""
-        self._offloaded.back()
+        """Load everything back to where it is computed."""
+        self._deepspeed.reload_states()
+        for parameter in self._frozen:
+            parameter.data = parameter.data.to(self.device)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Commit a Hugging Face folder: config, safetensors, tokenizer. Every rank calls it, rank 0 writes."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,7 +21,8 @@ from ..algorithms import Algorithm
 from ..data.samples import Batch, Read, Sample, described, problem, take
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
-from ..recipe.rl import RolloutOptions
+from ..recipe.algorithms import PolicyGradientOptions
+from ..recipe.recipe import Recipe
 from ..weights.publisher import Publisher
 from .rollout_stream import Stream, Taken
 from .services import Services
@@ -36,45 +35,35 @@ SPOOL = "rollouts.jsonl"
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class LiveRun:
-    """The parameters of a live run. budget: tokens that a rank computes at once. output: the run's folder.
-
-    by_component: each component of the reward is considered separately.
-    """
-
-    options: RolloutOptions
-    temperature: float
-    seed: int
-    budget: int
-    steps: int
-    output: Path
-    by_component: bool
-
-
 class Live:
     """The batches of a live run.
 
     Args:
+        recipe: with live rollouts.
         services: on rank 0; None elsewhere.
     """
 
     def __init__(
         self,
-        run: LiveRun,
+        recipe: Recipe,
         algorithm: Algorithm,
         engine: Engine,
         publisher: Publisher,
         services: Services | None,
     ) -> None:
-        self._run = run
-        self._options = run.options
+        assert recipe.live is not None and recipe.max_steps is not None
+        assert isinstance(recipe.algorithm, PolicyGradientOptions)
+        self._recipe = recipe
+        self._options = recipe.live
+        self._steps = recipe.max_steps
+        self._temperature = recipe.algorithm.temperature
+        self._by_component = recipe.algorithm.advantage.components != "sum"
         self._algorithm = algorithm
         self._engine = engine
         self._publisher = publisher
         self._services = services
         self._evaluation: Evaluation | None = None
-        self._tasks = TaskSource(run.options, run.seed) if services else None
+        self._tasks = TaskSource(recipe.live, recipe.seed) if services else None
         self._stream: Stream | None = None
         self._at_hand = 0
 
@@ -99,13 +88,13 @@ class Live:
     def batches(self, done: int, evaluation: Evaluation | None) -> Iterator[Batch]:
         """One batch for each step after the first `done`; the weights after the last one are pushed too."""
         self._evaluation = evaluation
-        for step in range(done, self._run.steps):
+        for step in range(done, self._steps):
             sync_s = self._publish(step)
             began = time.monotonic()
             read, values = self._collected(step)
             collected = time.monotonic()
             self._publisher.train()
-            samples = self._algorithm.prepare(read.rollouts, self._engine, self._run.budget)
+            samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
             times = {
                 "time/weight_sync": sync_s,
                 "time/generation": collected - began,
@@ -113,21 +102,22 @@ class Live:
             }
             values = {**described(read), **values, **times, "policy_version": self._publisher.version}
             yield Batch(self._split(samples, step), values)
-        self._publish(self._run.steps, last=True)
+        self._publish(self._steps, last=True)
         self._publisher.train()
 
     async def _open(self, services: Services, state: Json | None) -> int:
-        run = self._run
         assert self._tasks is not None
         stream = Stream(
             services.reached.peers,
             self._tasks,
-            run.options,
-            run.temperature,
-            run.seed,
-            run.steps,
-            run.output / SPOOL,
-            lambda group: informative_components(group.components) if run.by_component else informative(group.rewards),
+            self._options,
+            self._temperature,
+            self._recipe.seed,
+            self._steps,
+            self._recipe.output / SPOOL,
+            lambda group: (
+                informative_components(group.components) if self._by_component else informative(group.rewards)
+            ),
         )
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
@@ -156,7 +146,7 @@ class Live:
         """The rollouts of this step, on every rank."""
         while True:
             taken = self._services.call(self._stream.take()) if self._services and self._stream else None
-            shared = self._engine.share(_read(taken, self._run.temperature) if taken else None)
+            shared = self._engine.share(_read(taken, self._temperature) if taken else None)
             if shared is not None:
                 return shared
             self._push(step)  # a server came back with other weights
@@ -164,7 +154,7 @@ class Live:
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
         """The samples in random order, in one part per update, of about equal size."""
-        order = random.Random(f"{self._run.seed} step {step}").sample(samples, len(samples))
+        order = random.Random(f"{self._recipe.seed} step {step}").sample(samples, len(samples))
         count = min(self._options.updates_per_step, len(order))
         return [order[part::count] for part in range(count)]
 

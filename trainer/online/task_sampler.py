@@ -27,7 +27,7 @@ from fractions import Fraction
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -411,7 +411,7 @@ class _Environment:
         self._params = {} if longest is None else {"max_output_tokens": longest}
         self._told: list[float] = []
         own, count = f"{seed} {options.key}", len(self._file)
-        self._sampler: Sampler = Epochs(own, count)
+        self._sampler: Epochs | Curriculum = Epochs(own, count)
         if rollouts.curriculum is not None:
             self._sampler = Curriculum(rollouts.curriculum, own, count)
 
@@ -485,27 +485,8 @@ class _Environment:
         return bent_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
 
 
-class Sampler(Protocol):
-    """Chooses indices of tasks, in an order determined by the seed and the recorded rewards."""
-
-    kind: str
-
-    def draw(self, count: int) -> list[int]: ...
-
-    def draw_again(self, index: int) -> None:
-        """Count a draw of this index from before a resumption."""
-
-    def learn(self, index: int, mean_reward: float) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def state(self) -> Json: ...
-
-    def restore(self, state: Json) -> None: ...
-
-
 class Epochs:
-    """A Sampler that takes each task once per epoch, in a new order each time."""
+    """Takes each task once per epoch, in a new order each time; with the methods of Curriculum."""
 
     kind = "epochs"
 
