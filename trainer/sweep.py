@@ -238,7 +238,9 @@ def axes(sweeps: Sequence[str]) -> list[Axis]:
 
 def combinations(of: Sequence[Axis]) -> list[Combination]:
     """The cartesian product of the axes; the last one changes fastest."""
-    labels = _labels([axis.key for axis in of])
+    ends = [axis.key.rpartition(".")[2] for axis in of]
+    # the whole key if two would be equal
+    labels = [end if ends.count(end) == 1 else axis.key for end, axis in zip(ends, of, strict=True)]
     words = [_words(axis.values) for axis in of]
     found = []
     for places in product(*(range(len(axis.values)) for axis in of)):
@@ -267,12 +269,6 @@ def _axis(sweep: str) -> Axis:
     if twice:
         raise UsageError(f"--sweep {sweep!r}: the value {twice[0]} stands twice")
     return Axis(key, values)
-
-
-def _labels(keys: Sequence[str]) -> list[str]:
-    """The last part of each key; the whole key if two would be equal."""
-    words = Counter(key.rpartition(".")[2] for key in keys)
-    return [word if words[word := key.rpartition(".")[2]] == 1 else key for key in keys]
 
 
 def _words(values: Sequence[str]) -> list[str]:

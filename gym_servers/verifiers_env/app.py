@@ -117,12 +117,6 @@ def toolsets_of(environment: Environment) -> Toolsets:
     return toolsets
 
 
-def shared_toolsets_of(environment: Environment) -> Toolsets:
-    """New toolsets that all rollouts share."""
-    toolsets: Toolsets = type(environment.tasks).toolsets(environment.tasks.config)
-    return toolsets
-
-
 def _bind(toolset: vf.Toolset[Any, Any]) -> None:
     """Give the toolset the rollout's state itself; verifiers would copy it before and after each call."""
 
@@ -275,7 +269,7 @@ class Bridge:
     async def open(cls, source: Source, deadline_s: float) -> AsyncIterator[Bridge]:
         """Load and start the environment. Raises ConfigError if it cannot be served."""
         environment = load(source)
-        shared = await Toolbox.open(shared_toolsets_of(environment))
+        shared = await Toolbox.open(type(environment.tasks).toolsets(environment.tasks.config))
         first = next(iter(environment.tasks.take(1)))
         own = await Toolbox.open(toolsets_of(environment), first.data)  # only to read the names of its tools
         await own.stack.aclose()

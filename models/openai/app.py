@@ -33,7 +33,7 @@ Api = Literal["auto", "responses", "chat"]
 log = logging.getLogger("ngym.models.openai")
 _FOR_ENGINES = ("extra_body", "chat_template_kwargs")  # keys of metadata that are for ngym, not for the endpoint
 ENDS = frozenset({"response.completed", "response.incomplete"})
-_OURS = frozenset({*TOKEN_FIELDS, "ng"})
+_OURS = frozenset({*TOKEN_FIELDS, "ng"})  # fields of items that only ngym's servers use
 
 
 class Backend:
@@ -117,7 +117,7 @@ class Backend:
         body = self._options.extra_body | extra_body(params) | params | {"model": self._model}
         body.pop("thinking", None)  # Anthropic's
         if isinstance(params["input"], list):
-            body["input"] = [_without_ours(item) for item in params["input"]]
+            body["input"] = [{k: v for k, v in item.items() if k not in _OURS} for item in params["input"]]
         if "metadata" in params:
             body["metadata"] = {k: v for k, v in params["metadata"].items() if k not in _FOR_ENGINES}
         return body
@@ -187,11 +187,6 @@ def _mark_cut_off(completion: Json, request: Json) -> None:
     for choice in completion["choices"]:
         if choice.get("finish_reason") == "tool_calls" and limits and sampled is not None and sampled >= min(limits):
             choice["finish_reason"] = "length"
-
-
-def _without_ours(item: Json) -> Json:
-    """An item without the fields that only ngym's servers use."""
-    return {name: value for name, value in item.items() if name not in _OURS} if _OURS & item.keys() else item
 
 
 class Options(RemoteOptions, ModelOptions):

@@ -112,10 +112,5 @@ def _with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample
     """logprobs: by segment, by trained token."""
     sides = zip(cast(Sequence[Side], pair.segments), logprobs, strict=True)
     sums = [(side.chosen, math.fsum(each)) for side, each in sides]
-    return replace(
-        pair,
-        reference=(
-            math.fsum(value for chosen, value in sums if chosen),
-            math.fsum(value for chosen, value in sums if not chosen),
-        ),
-    )
+    chosen, rejected = (math.fsum(value for side, value in sums if side is wanted) for wanted in (True, False))
+    return replace(pair, reference=(chosen, rejected))

@@ -76,7 +76,12 @@ def checked(
             _is_the_sampler(engine, samples, budget, sampler_N, bound)
         with engine.gradients_seen() as seen:
             yield batch
-        _all_learn(engine, seen)
+        trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]
+        if without := [name for name in trainable if name not in seen]:
+            raise CheckFailed(
+                f"{len(without)} of {len(trainable)} trainable parameters got no gradient in the first step, among them "
+                f"{without[0]}; they would stay as they are while the run seems to train"
+            )
 
 
 def _repeats_itself(engine: Engine, samples: Sequence[Sample], budget: int) -> None:
@@ -109,16 +114,6 @@ def _is_the_sampler(
             f"token_mult_prob_error is {error:.3f} before the first step: the sampler's logprobs are not those of this policy "
             f"(bound: algorithm.max_mismatch = {bound:g}). Is model.path the policy that sampled, at algorithm.temperature? "
             "To learn from another policy's rollouts on purpose, raise the bound"
-        )
-
-
-def _all_learn(engine: Engine, seen: set[str]) -> None:
-    trainable = [name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad]
-    without = [name for name in trainable if name not in seen]
-    if without:
-        raise CheckFailed(
-            f"{len(without)} of {len(trainable)} trainable parameters got no gradient in the first step, among them "
-            f"{without[0]}; they would stay as they are while the run seems to train"
         )
 
 

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -172,20 +172,11 @@ class StateMissing(NgymError):
     """A stored state does not belong to these weights."""
 
 
-class Entry(NamedTuple):
-    """One tensor of one weight. kind: `master`, or the optimizer's own name for it."""
-
-    name: str
-    kind: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.kind}/{self.name}"
-
-
 def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(key, float32 tensor on the CPU) of every trainable weight, one after another; every rank must iterate to the
     end.
+
+    A key is `kind/name`; the kind is `master`, or the optimizer's own name for the tensor.
 
     engine: what deepspeed.initialize returned. Before the first step there are only masters.
     """
@@ -197,7 +188,7 @@ def gather_state(engine: Any, network: nn.Module) -> Iterator[tuple[str, Tensor]
             value = _read(engine, parameter, kind)
             if value is not None:
                 whole = whole_tensor(parameter, value.detach())
-                yield Entry(name, kind).key, whole.to("cpu", torch.float32, copy=True)
+                yield f"{kind}/{name}", whole.to("cpu", torch.float32, copy=True)
 
 
 def steps_of(engine: Any, network: nn.Module) -> dict[str, float]:
@@ -233,7 +224,7 @@ def scatter(
     _make_room(engine, trainable, stored, kinds, steps)
     for name, parameter in trainable.items():
         for kind in stored[name]:
-            value = read(Entry(name, kind).key)
+            value = read(f"{kind}/{name}")
             shape = whole_shape(parameter)
             if tuple(value.shape) != shape:
                 raise StateMissing(f"{name} has the shape {list(value.shape)} in the checkpoint and {list(shape)} here")

@@ -277,7 +277,7 @@ class Live(Display):
         self._read += len(new)
         for row in new:
             for name, value in row.items():
-                if (name in MAIN or _is_held_out(name)) and _is_number(value):
+                if (name in MAIN or _is_held_out(name)) and value is not None and math.isfinite(value):
                     self._curves.setdefault(name, Curve()).add(value)
 
 
@@ -382,10 +382,6 @@ def _shares(values: Values) -> list[str]:
 
 def _is_held_out(name: str) -> bool:
     return name == "val/loss" or (name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@"))
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 class Metrics:
