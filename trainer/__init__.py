@@ -6,9 +6,8 @@
 
 train         from a recipe to a saved policy; start reading here
 recipe        the typed recipe; rl and objective hold its parts about reinforcement learning
-loop          the training loop of every algorithm
+loop          the training loop of every algorithm, and its batches: from a file (data/offline) or live (online)
 algorithms    one file each: samples, preparation, and scores to loss
-batch_sources the batches of a run: from a file (data/offline) or live (online)
 data          rows and scored rollouts as samples
 online        live rollouts as batches; task_sampler chooses each step's tasks, by epochs or by curriculum
 weights       publishes new weights to the model servers

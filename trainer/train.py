@@ -103,14 +103,13 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             check_live(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
-        from . import loop
         from .algorithms import Setup
-        from .batch_sources import FileSource, LiveSource, Parts, make_room, temperature
         from .checkpoints import Saver
         from .engine import engine, optimizer
         from .engine.checks import Guard, Untrained
         from .engine.distributed import joined, wait_for_all
         from .evaluation.heldout_loss import HeldOutNotFinite
+        from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, load_policy, load_tokenizer
         from .reporting.metrics import Metrics
 
@@ -168,7 +167,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
 
             try:
                 with closing(cast("Generator[Batch]", batches)):
-                    loop.train(
+                    train(
                         learner,
                         algorithm,
                         batches,

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
 from ngym.errors import UsageError
-from ngym.trainer import batch_sources, loop
+from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
 from ngym.trainer.data import offline, samples
 from ngym.trainer.data import samples as rollout_samples
@@ -406,14 +406,14 @@ def test_a_run_that_goes_on_with_a_file_has_left_the_policy_that_sampled_it(
     recipe, _ = config.read_recipe(["grpo.yaml"], [*words, f"model.from_scratch={json.dumps(SHAPE)}"])
     trained = learner(tokenizer)
     algorithm = policy_gradient.PolicyGradient(recipe.algorithm, None, None)
-    parts = batch_sources.Parts(recipe, trained, algorithm, tokenizer)
-    source = batch_sources.FileSource(parts, lambda text: None)
+    parts = loop.Parts(recipe, trained, algorithm, tokenizer)
+    source = loop.FileSource(parts, lambda text: None)
     with pytest.raises(checks.CheckFailed, match="token_mult_prob_error"):
         next(source.batches(None, 0, None))
     assert len(next(source.batches(None, 1, source.state())).updates[0]) == 7
     write(path, rows()[1:])
     with pytest.raises(UsageError, match=r"out\.jsonl: changed since the run began with it.*restore the file"):
-        batch_sources.FileSource(parts, lambda text: None).batches(None, 1, source.state())
+        loop.FileSource(parts, lambda text: None).batches(None, 1, source.state())
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
