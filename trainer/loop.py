@@ -20,9 +20,10 @@ from ngym.schema import Json
 from ngym.telemetry import tracing
 
 from .algorithms import Algorithm
+from .algorithms.policy_gradient import PolicyGradient
 from .data import offline
 from .data.samples import Batch, Sample
-from .engine.checks import Guard
+from .engine import checks
 from .engine.engine import Engine, Update
 from .model.packing import pack
 from .recipe.algorithms import PolicyGradientOptions
@@ -56,7 +57,7 @@ def train(
     batches: Iterable[Batch],
     budget: int,
     factor: Callable[[int], float],
-    guard: Guard,
+    guard: checks.Guard,
     report: Callable[[int, dict[str, float]], None],
     done: int = 0,
 ) -> None:
@@ -297,9 +298,6 @@ def checked(parts: Parts, batches: Iterator[Batch], *, sampled: bool = True) -> 
 
     sampled: the current policy sampled them. A resumed run on a file has moved away from that policy, as intended.
     """
-    from .algorithms.policy_gradient import PolicyGradient
-    from .engine import checks
-
     if not isinstance(parts.algorithm, PolicyGradient) or not isinstance(parts.recipe.algorithm, PolicyGradientOptions):
         return batches
     bound = parts.recipe.algorithm.max_mismatch

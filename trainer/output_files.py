@@ -16,7 +16,7 @@ from ngym.files.jsonl import read, sync_folder
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
-from .online.live_batches import SPOOL
+from .recipe.rl import SPOOL
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"

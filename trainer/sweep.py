@@ -314,6 +314,21 @@ def main(
     return folder
 
 
+def dry_run(files: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str], *, as_json: bool) -> None:
+    """Print the folder and the values of every run.
+
+    Raises:
+        UsageError: a run has a mistake.
+    """
+    folder, runs = planned(files, overrides, sweeps)
+    if as_json:
+        each = [{"output": str(run.folder), "values": run.combination.values} for run in runs]
+        print(orjson.dumps({"output": str(folder), "runs": each}, option=orjson.OPT_INDENT_2).decode())
+        return
+    for run in runs:
+        print(f"{run.folder}  {' '.join(run.combination.overrides)}")
+
+
 def _sweep(
     folder: Path, runs: Sequence[Run], files: Sequence[str], overrides: Sequence[str], overwrite: bool, resume: bool
 ) -> None:

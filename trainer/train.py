@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import orjson
+import yaml
+
 from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
@@ -63,6 +66,33 @@ def main(files: Sequence[str], overrides: Sequence[str], *, overwrite: bool, res
         with _claimed(recipe, as_yaml(recipe, tree), overwrite, resume) as begin:
             _run(recipe, launch, resume, begin)
     return recipe.output
+
+
+def dry_run(files: Sequence[str], overrides: Sequence[str], *, resume: bool, overwrite: bool, as_json: bool) -> None:
+    """Check a recipe, its tasks and its services, without loading or writing anything.
+
+    Prints the resolved recipe on standard output, its sizes and output paths on standard error; or all of it as JSON.
+
+    Raises:
+        UsageError: the recipe cannot run, as far as this is known without loading anything.
+    """
+    recipe, tree = checked(files, overrides)
+    if recipe.live:
+        check_live(recipe, recipe.live)
+    text = as_yaml(recipe, tree)
+    taken = holds_a_run(recipe.output)
+    if resume:
+        resumable(recipe.output, text)
+    sizes = validation.of_live(recipe, read_launch()) if recipe.live else []
+    if as_json:
+        told = {"output": str(recipe.output), "holds_a_run": taken, "sizes": sizes, "recipe": yaml.safe_load(text)}
+        print(orjson.dumps(told, option=orjson.OPT_INDENT_2).decode())
+        return
+    print(text, end="")
+    for line in sizes:
+        print(line, file=sys.stderr)
+    needs = " (it holds a run: pass --overwrite or --resume)" if taken and not (resume or overwrite) else ""
+    print(f"would write {recipe.output / POLICY}{needs}; nothing was loaded or written", file=sys.stderr)
 
 
 def checked(files: Sequence[str], overrides: Sequence[str]) -> tuple[Recipe, Tree]:

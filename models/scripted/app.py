@@ -1,4 +1,4 @@
-"""scripted: a model with scripted answers, for tests, benchmarks and first steps. rules.py has the rules.
+"""scripted: a model with scripted answers, for tests, benchmarks and first steps.
 
 A reply's conditions: `match` (a regular expression, searched in the last user message), `contains` (a substring of it),
 `turn` (1 for the first call of a conversation, 2 after one assistant turn, ...). It has `text`, `tool_calls`, or both.

@@ -71,27 +71,20 @@ def main(
     overrides = [argument for argument in recipe if "=" in argument]
     if resume and overwrite:
         raise UsageError("--resume keeps what the run has, --overwrite removes it; give one of the two")
-    if dry_run and sweeps:
-        from ngym.trainer import dry_run as dry
+    from ngym.trainer import output_files, sweep, train
 
-        dry.sweep(files, overrides, sweeps, as_json=as_json)
+    if dry_run and sweeps:
+        sweep.dry_run(files, overrides, sweeps, as_json=as_json)
         return
     if dry_run:
-        from ngym.trainer import dry_run as dry
-
-        dry.run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
+        train.dry_run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
         return
     with _all_to_stderr() if as_json else nullcontext():
         if sweeps:
-            from ngym.trainer import sweep
-
             output = sweep.main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:
-            from ngym.trainer import train
-
             output = train.main(files, overrides, overwrite=overwrite, resume=resume)
     if as_json:
-        from ngym.trainer import output_files, sweep
         from ngym.trainer.recipe.recipe import read_launch
 
         if read_launch().rank == 0:

@@ -626,6 +626,7 @@ def test_a_step_in_which_nothing_is_trained_weighs_nothing() -> None:
 def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() -> None:
     script = """
 import sys
+from ngym.trainer import sweep, train
 from ngym.trainer.losses import advantages
 from ngym.trainer.recipe import objective
 assert "torch" not in sys.modules

@@ -273,6 +273,20 @@ class Company:
         )
 
 
+def in_daemon_thread(name: str, act: Callable[[], Told]) -> Future[Told]:
+    """The result of `act`, in a thread that may hang and ends with the process."""
+    told: Future[Told] = Future()
+
+    def run() -> None:
+        try:
+            told.set_result(act())
+        except BaseException as error:  # noqa: BLE001 (the waiting thread gets it)
+            told.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return told
+
+
 def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
     """Ask the store with a timeout. Its own timeout fails against a listener that never answers; the thread is then
     abandoned.
@@ -280,17 +294,8 @@ def _in_time(ask: Callable[[], Told], within_s: float) -> Told:
     Raises:
         RuntimeError: there was no answer.
     """
-    told: Future[Told] = Future()
-
-    def run() -> None:
-        try:
-            told.set_result(ask())
-        except BaseException as error:  # noqa: BLE001 (the waiting thread gets it)
-            told.set_exception(error)
-
-    threading.Thread(target=run, name="meet", daemon=True).start()
     try:
-        return told.result(within_s + STORE_S)
+        return in_daemon_thread("meet", ask).result(within_s + STORE_S)
     except TimeoutError:
         raise RuntimeError("nothing answers there") from None
 

@@ -19,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -270,7 +269,7 @@ class Engine:
         """The names of the policy's parameters that get a gradient in this block, from this rank's micro-batches."""
         seen: set[str] = set()
         hooks = [
-            parameter.register_hook(partial(_note, seen, name))
+            parameter.register_hook(lambda _, name=name: seen.add(name))
             for name, parameter in self.policy.named_parameters()
             if parameter.requires_grad
         ]
@@ -405,10 +404,6 @@ class Engine:
                 if self.rank == 0:
                     tensors[name] = compute().cpu().clone()
         return tensors
-
-
-def _note(seen: set[str], name: str, gradient: Tensor) -> None:
-    seen.add(name)
 
 
 def _let_all_read(folder: Path) -> None:

@@ -23,6 +23,7 @@ from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
+from ..recipe.rl import SPOOL
 from ..weights.publisher import Publisher
 from .rollout_stream import Stream, Taken
 from .services import Services
@@ -31,7 +32,6 @@ from .task_sampler import TaskSource
 if TYPE_CHECKING:
     from ..evaluation.live_eval import Evaluation
 
-SPOOL = "rollouts.jsonl"
 Result = TypeVar("Result")
 
 

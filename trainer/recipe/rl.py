@@ -11,6 +11,7 @@ from .extensions import TRANSPORTS, Transport
 from .objective import ExistingPath, Positive, Record, Share
 
 HELD_OUT = "validation.jsonl"
+SPOOL = "rollouts.jsonl"  # collected rollouts, in the run's folder
 
 
 class HeldOutOptions(Record):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import pickle  # noqa: TID251  (written, never loaded)
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ngym.errors import NgymError
 
+from ..engine.distributed import in_daemon_thread
 from .push import Json, Mode, OnAll, PushFailed, Replica
 
 GRACE_S = 10.0
@@ -175,15 +175,7 @@ class Transfer:
 
     def _within(self, act: Callable[[], Result], servers: Servers) -> Result:
         """Run act and return its result. It may hang if a server has failed, because NCCL has no timeout."""
-        done: futures.Future[Result] = futures.Future()
-
-        def run() -> None:
-            try:
-                done.set_result(act())
-            except BaseException as error:  # noqa: BLE001  # raised in the waiting thread
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="transfer", daemon=True).start()
+        done = in_daemon_thread("transfer", act)
         either: list[futures.Future[Any]] = [done, servers.failed]
         futures.wait(either, self._patience_s, futures.FIRST_COMPLETED)
         if not done.done():
