@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import click
 
-from ngym.cli.shell.exit_status import writing
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, writing
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped_path
 from ngym.schema import Json

@@ -12,8 +12,8 @@ from ngym.cli.shell.main import command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:
+    from ngym.view.app import Door
     from ngym.view.runs import Opened
-    from ngym.view.serve import Door
 
 EXIT_CODES = """\
 Exit codes: 0    stopped by Ctrl-C; with --export: the report is written
@@ -73,7 +73,7 @@ def main(
               ng_view runs/grpo
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
-    from ngym.view.index_store import said
+    from ngym.view.index import said
     from ngym.view.runs import opened
 
     if q is not None and report is None:
@@ -99,7 +99,7 @@ def main(
 
 
 def _serve(shown: Opened, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
-    from ngym.view.serve import door, open_browser, serve
+    from ngym.view.app import door, open_browser, serve
 
     entrance = door(host, port)
 

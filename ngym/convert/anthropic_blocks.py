@@ -300,19 +300,15 @@ def _user_items(content: list[Json], where: str) -> list[Json]:
         at = f"{where}[{index}]"
         if block["type"] == "tool_result":
             parts = None
-            items.append(_tool_output(block, at))
+            output = parts_from_blocks(block.get("content") or "", f"{at}.content")
+            item = {"type": "function_call_output", "call_id": block["tool_use_id"], "output": output}
+            items.append(item | ({"ng": {"is_error": True}} if block.get("is_error") else {}))
             continue
         if parts is None:
             parts = []
             items.append({"type": "message", "role": "user", "content": parts})
         parts.append(_part(block, at))
     return items or [{"type": "message", "role": "user", "content": ""}]
-
-
-def _tool_output(block: Json, where: str) -> Json:
-    output = parts_from_blocks(block.get("content") or "", f"{where}.content")
-    item = {"type": "function_call_output", "call_id": block["tool_use_id"], "output": output}
-    return item | ({"ng": {"is_error": True}} if block.get("is_error") else {})
 
 
 def _assistant_items(content: str | list[Json], stem: str, where: str) -> list[Json]:

@@ -7,21 +7,16 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from ngym.collect.plan import Recipe
-from ngym.collect.rollout_rows import TokenFormat
-from ngym.collect.run import Limits
 from ngym.errors import UsageError
 from ngym.schema import Json
 
 Input = Any
 """A path; an iterable of rows, such as a `datasets.Dataset`; or a data frame of pandas or polars."""
-NAME = "tasks.jsonl"
 
 
 class Folder:
@@ -42,7 +37,7 @@ def tasks_in(given: Input, folder: Path) -> Path:
         if not Path(given).is_file():
             raise UsageError(f"{given}: no such file (input=)")
         return Path(given)
-    path = folder / NAME
+    path = folder / "tasks.jsonl"
     with path.open("wb") as file:
         for number, row in enumerate(rows_of(given)):
             file.write(_line(row, number))
@@ -80,54 +75,6 @@ def _line(row: Any, number: int) -> bytes:
         return orjson.dumps(dict(row), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
     except TypeError as error:
         raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """tasks: a path, or rows. output: None: a temporary file that lives as long as the rollouts."""
-
-    recipe: Recipe
-    limits: Limits
-    token_format: TokenFormat
-    tasks: Input
-    output: Path | None
-    resume: bool
-    overwrite: bool
-
-    def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise UsageError("resume=True and overwrite=True contradict each other; keep one")
-        if self.resume and self.output is None:
-            raise UsageError("resume=True continues a file; name it with output=")
-
-
-def asked(
-    *,
-    input: Input,
-    agent: str | None,
-    output: str | Path | None,
-    repeats: int,
-    limit: int | None,
-    concurrency: int,
-    temperature: float | None,
-    max_output_tokens: int | None,
-    params: Mapping[str, Any] | None,
-    seed: int | None,
-    timeout_s: float,
-    max_attempts: int,
-    token_format: TokenFormat,
-    resume: bool,
-    overwrite: bool,
-    **_: object,
-) -> Asked:
-    """The arguments that concern rollouts, checked; those for services and the display are ignored."""
-    at_least_one(repeats=repeats, limit=limit, concurrency=concurrency, max_attempts=max_attempts)
-    named = {"temperature": temperature, "max_output_tokens": max_output_tokens}
-    laid_over = {**(params or {}), **{name: value for name, value in named.items() if value is not None}}
-    recipe = Recipe(agent, repeats, limit, laid_over, seed)
-    limits = Limits(concurrency, timeout_s, max_attempts)
-    path = Path(output) if output is not None else None
-    return Asked(recipe, limits, token_format, input, path, resume, overwrite)
 
 
 def at_least_one(**given: int | None) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import orjson
 
 from ngym.errors import UsageError
+from ngym.export.choose import Tally
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.run import export
-from ngym.export.tally import Tally
 from ngym.notebook.arguments import Folder
 from ngym.notebook.frames import library
 from ngym.notebook.rollouts import FileRows, Rollouts

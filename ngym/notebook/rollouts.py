@@ -18,8 +18,7 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Paths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, READ_BYTES, read
-from ngym.notebook.frames import KINDS, Table, full, slim
-from ngym.notebook.html import SHOWN_ROWS, Failures, Transcript, table
+from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, best_at_k
 

@@ -13,7 +13,7 @@ from ngym.collect.session import Known, Reached, discover
 from ngym.config.service_config import Config, load_config, shown_config
 from ngym.errors import UsageError
 from ngym.notebook.background import Background, Work
-from ngym.notebook.html import table
+from ngym.notebook.frames import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
 from ngym.supervise.head_file import head_of, token_of
@@ -124,7 +124,8 @@ class Place:
             Launcher.start() if config is not None else None
         )  # early, because its imports take longer than the checks below
         try:
-            self.config = load_config(paths_of(config), overrides) if config is not None else None
+            files = [config] if isinstance(config, str | Path) else config
+            self.config = load_config([Path(file) for file in files], overrides) if files is not None else None
         except BaseException:
             self.close()
             raise
@@ -133,12 +134,30 @@ class Place:
         if self._launcher is not None:
             self._launcher.close()
 
-    def carry(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
-        """Start a coroutine on the loop of the services; also returns a function to call at the end.
+    def run(self, work: Coroutine[Any, Any, Result], watch: Watch, progress: bool) -> Result:
+        """Run a coroutine on the loop of the services, and show its progress meanwhile.
 
         Raises:
             UsageError: the services were stopped.
         """
+        begun, end = self._begin(work)
+        try:
+            with watch.shown(progress) as tick:
+                return begun.result(tick, lambda: watch.hurry())
+        finally:
+            end()
+
+    async def run_async(self, work: Coroutine[Any, Any, Result], watch: Watch, progress: bool) -> Result:
+        """As `run`, without blocking the caller's loop."""
+        begun, end = self._begin(work)
+        try:
+            with watch.shown(progress) as tick:
+                return await begun.awaited(tick, lambda: watch.hurry())
+        finally:
+            await asyncio.to_thread(end)
+
+    def _begin(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
+        """The coroutine on the loop of the services, and a function to call at the end."""
         if self._life is not None:
             if not self._life.background.lives:
                 work.close()
@@ -213,11 +232,6 @@ async def run_async(*config: str | Path, only: Sequence[str] = (), progress: boo
         await asyncio.to_thread(life.background.close)
         raise
     return RunningServices(life)
-
-
-def paths_of(files: Files) -> list[Path]:
-    """One file, or several."""
-    return [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
 
 
 def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Watch]:

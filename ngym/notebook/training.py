@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.notebook.frames import Table
-from ngym.notebook.html import table
+from ngym.notebook.frames import Table, table
 from ngym.plot.runs import METRICS, read_history
 from ngym.schema import Json
 

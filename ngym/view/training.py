@@ -20,7 +20,7 @@ import orjson
 from ngym.errors import UsageError
 from ngym.plot.runs import ELAPSED, METRICS, RECIPE, STEP, metrics_file, read_recipe
 from ngym.schema import Json
-from ngym.view.index_store import said
+from ngym.view.index import said
 
 ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
 READ = (METRICS, RECIPE, ROLLOUTS, HELD_OUT)  # of a run's folder

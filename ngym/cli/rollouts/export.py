@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED
-from ngym.cli.shell.main import Choice, command
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, Choice, command
 from ngym.export.options import FORMATS, STRATEGIES, Options
 
 EXIT_CODES = """\

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import orjson
 
-from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, writing
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, writing
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.runtime.live_region import harmless
