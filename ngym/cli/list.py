@@ -15,8 +15,8 @@ from ngym.did_you_mean import did_you_mean
 from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
-    from ngym.config.environment_card import Facts
     from ngym.config.service_config import Config, Stanza
+    from ngym.validation import Facts
 
 DEFAULT = Path("global_config.yaml")
 SPLITS = ("train", "validation", "example")
@@ -58,8 +58,8 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
               ng_list --domain math --domain games
               ng_list --json
     """
-    from ngym.config.environment_card import Domain
     from ngym.errors import UsageError
+    from ngym.validation import Domain
 
     words = get_args(Domain)
     for domain in domains:
@@ -100,9 +100,8 @@ def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
 
 def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
     """None for a gym server with neither facts nor data, such as gym_servers/sandbox, which is not an environment."""
-    from ngym.config.environment_card import facts_in, readme_of
     from ngym.errors import ConfigError
-    from ngym.validation import data_places
+    from ngym.validation import data_places, facts_in, readme_of
 
     data = next((place for place in data_places(root, app) if place.is_dir()), None)
     rows = {split: _count(data / f"{split}.jsonl") for split in SPLITS} if data else {}

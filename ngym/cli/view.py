@@ -129,7 +129,11 @@ def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json:
     from ngym.view.export import MOST_BYTES, export
     from ngym.view.query import WrongFilter
 
-    tick = _Line() if sys.stderr.isatty() else lambda text: None
+    def tick(text: str) -> None:
+        """A line of progress that is overwritten in place."""
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)
+
     try:
         packed = export(shown, report, rows=rows, q=q, title=title, tick=tick)
     except WrongFilter as error:
@@ -148,13 +152,6 @@ def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json:
             f"{packed.left_out:,} more did not fit or are not JSON: a report holds at most {MOST_BYTES >> 20} MiB of "
             "rollouts in full; choose others with --filter or a smaller --rows"
         )
-
-
-class _Line:
-    """A line of progress that is overwritten in place."""
-
-    def __call__(self, text: str) -> None:
-        click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)
 
 
 if __name__ == "__main__":

@@ -188,16 +188,6 @@ class Fit:
 Pairing = Callable[[Sequence[Candidate], Fit], Iterator[Pair]]
 
 
-def pairing(strategy: Strategy) -> Pairing:
-    pairings: dict[Strategy, Pairing] = {
-        "best-worst": _best_worst,
-        "best-rest": _best_rest,
-        "adjacent": _adjacent,
-        "all": _all,
-    }
-    return pairings[strategy]
-
-
 def ranked(group: Sequence[Candidate], rng: random.Random) -> list[Candidate]:
     """Best first; ties in random order, because the order of a file favours rollouts that finished first."""
     shuffled = rng.sample(group, len(group))
@@ -252,7 +242,13 @@ def _singles(candidates: Sequence[Candidate], options: Options, tally: Tally, rn
 
 
 def _pairs(candidates: Sequence[Candidate], options: Options, tally: Tally, rng: random.Random) -> list[Row]:
-    fits, pair_up = Fit(options.margin or 0.0), pairing(options.strategy)
+    pairings: dict[Strategy, Pairing] = {
+        "best-worst": _best_worst,
+        "best-rest": _best_rest,
+        "adjacent": _adjacent,
+        "all": _all,
+    }
+    fits, pair_up = Fit(options.margin or 0.0), pairings[options.strategy]
     rows: list[Row] = []
     for group in _groups(candidates):
         best_first = ranked(group, rng)

@@ -323,19 +323,20 @@ class UpstreamMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         pace, budget, caps = self._upstream.pace, self._upstream.budget, self._upstream.caps
-        yield _gauge("ngym_upstream_limit", "The limit of requests in flight", pace.limit)
-        yield _gauge("ngym_upstream_in_flight", "Requests in flight", pace.in_flight)
-        yield _gauge("ngym_upstream_waiting", "Requests that wait for a slot", pace.waiting)
-        yield _gauge("ngym_upstream_paused_seconds", "Seconds until requests may start again", pace.paused_s())
-        yield _count("ngym_upstream_refused", "Requests refused for the rate (429, 503, 529)", pace.counts.refused)
-        yield _count("ngym_upstream_limit_halved", "Number of times the limit was halved", pace.counts.cuts)
-        yield _count("ngym_upstream_retries", "Retries after failures", budget.spent)
-        yield _count("ngym_upstream_retries_refused", "Retries that the budget did not allow", budget.refused)
-        tokens = CounterMetricFamily("ngym_upstream_tokens", "Tokens, from the usage of answers", labels=["way"])
+        gauge, count = GaugeMetricFamily, CounterMetricFamily
+        yield gauge("ngym_upstream_limit", "The limit of requests in flight", pace.limit)
+        yield gauge("ngym_upstream_in_flight", "Requests in flight", pace.in_flight)
+        yield gauge("ngym_upstream_waiting", "Requests that wait for a slot", pace.waiting)
+        yield gauge("ngym_upstream_paused_seconds", "Seconds until requests may start again", pace.paused_s())
+        yield count("ngym_upstream_refused", "Requests refused for the rate (429, 503, 529)", pace.counts.refused)
+        yield count("ngym_upstream_limit_halved", "Number of times the limit was halved", pace.counts.cuts)
+        yield count("ngym_upstream_retries", "Retries after failures", budget.spent)
+        yield count("ngym_upstream_retries_refused", "Retries that the budget did not allow", budget.refused)
+        tokens = count("ngym_upstream_tokens", "Tokens, from the usage of answers", labels=["way"])
         tokens.add_metric(["input"], caps.used.input)
         tokens.add_metric(["output"], caps.used.output)
         yield tokens
-        yield _count("ngym_upstream_spend", "Money spent, by price_input and price_output", caps.spend)
+        yield count("ngym_upstream_spend", "Money spent, by price_input and price_output", caps.spend)
 
 
 @asynccontextmanager
@@ -348,11 +349,3 @@ async def watched(upstream: Upstream, registry: CollectorRegistry) -> AsyncItera
     finally:
         registry.unregister(metrics)
         await upstream.close()
-
-
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, what, value=value)
-
-
-def _count(name: str, what: str, value: float) -> Metric:
-    return CounterMetricFamily(name, what, value=value)

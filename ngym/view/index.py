@@ -167,7 +167,12 @@ class Store:
             os.close(fd)
             raise
         self._lock_fd = fd
-        _remove_old(self.path.parent)
+        # indexes that were not opened for long: their files may be gone
+        for path in self.path.parent.glob("*.sqlite"):
+            with contextlib.suppress(OSError):  # another viewer does the same
+                if time.time() - path.stat().st_mtime > KEPT_S:
+                    _remove(path)
+                    path.with_suffix(".lock").unlink()
         return True
 
     def is_lost(self) -> bool:
@@ -235,15 +240,6 @@ def place(output: Path) -> Path:
 def _identity(path: Path) -> tuple[int, int] | None:
     found = status(path)
     return None if found is None else (found.st_dev, found.st_ino)
-
-
-def _remove_old(folder: Path) -> None:
-    """Indexes that were not opened for long: their files may be gone."""
-    for path in folder.glob("*.sqlite"):
-        with contextlib.suppress(OSError):  # another viewer does the same
-            if time.time() - path.stat().st_mtime > KEPT_S:
-                _remove(path)
-                path.with_suffix(".lock").unlink()
 
 
 def _remove(path: Path) -> None:
