@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 import orjson
 
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, config_files
 from ngym.config.shipped_files import app_file, shipped
 from ngym.did_you_mean import did_you_mean
 from ngym.runtime.live_region import aligned
@@ -42,10 +42,7 @@ class Listed(NamedTuple):
 
 
 @command("ng_list", epilog=EXIT_CODES)
-@click.option(
-    "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-    help="A config file; repeat it, and later files win.  [default: global_config.yaml, if there is one]",
-)  # fmt: skip
+@config_files("A config file; repeat it, and later files win.  [default: global_config.yaml, if there is one]")
 @click.option("--domain", "domains", multiple=True, metavar="DOMAIN", help="Only this domain, such as math; repeat it.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON array on standard output, with the public training sets.")
 def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> None:

@@ -223,6 +223,21 @@ class Connection(HttpToolsProtocol):
         await send({"type": "http.response.body", "body": body})
 
 
+def server_config(app: Any, **own: Any) -> uvicorn.Config:
+    """The settings that all servers share: limited connections on a running loop, no websockets, no access log."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        loop="none",
+        limit_concurrency=room(),
+        access_log=False,
+        timeout_keep_alive=KEEPALIVE_S,
+        server_header=False,
+        **own,
+    )
+
+
 class Server(uvicorn.Server):
     """A server that leaves signals to its caller: uvicorn re-raises SIGTERM after serving, and no `finally` runs."""
 

@@ -315,22 +315,9 @@ def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) 
 
 
 async def _served(app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:
-    import uvicorn
+    from ngym.net.connection_limits import Server, server_config
 
-    from ngym.net.connection_limits import Connection, Server, room
-
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        limit_concurrency=room(),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = Server(config)
+    server = Server(server_config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)

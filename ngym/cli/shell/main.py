@@ -313,18 +313,23 @@ def command(name: str, epilog: str = "", cls: type[Command] = Command) -> Callab
     return click.command(name, cls=cls, epilog=kept, context_settings=context_settings())
 
 
+def count(name: str, help: str, default: int | None = None) -> Callable[[Function], Function]:
+    """An option with a whole number, 1 or more."""
+    shown = default is not None
+    return click.option(name, type=click.IntRange(1), default=default, show_default=shown, metavar="N", help=help)
+
+
+def config_files(help: str, *default: str) -> Callable[[Function], Function]:
+    """`--config FILE ...`, as `configs`."""
+    path, shown = click.Path(path_type=Path), bool(default)
+    return click.option(
+        "--config", "configs", multiple=True, type=path, default=default, show_default=shown, metavar="FILE", help=help
+    )
+
+
 def config_options(function: Function) -> Function:
     """Add `--config FILE ...` and `key=value ...`, the options of every command that reads the global config."""
-    files = click.option(
-        "--config",
-        "configs",
-        multiple=True,
-        type=click.Path(path_type=Path),
-        default=["global_config.yaml"],
-        show_default=True,
-        metavar="FILE",
-        help="A config file; repeat it, and later files win.",
-    )
+    files = config_files("A config file; repeat it, and later files win.", "global_config.yaml")
     values = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=overrides)
     return values(files(function))
 
