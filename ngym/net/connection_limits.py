@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from http import HTTPStatus
 from typing import Any, Literal
 
 import orjson
@@ -187,9 +186,7 @@ class Connection(HttpToolsProtocol):
             return
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            error = ServiceError(detail, status=status, retryable=status == 408)
-            error.title = HTTPStatus(status).phrase
-            self.transport.write(_written(error))
+            self.transport.write(_written(ServiceError(detail, status=status, retryable=status == 408)))
         if cycle is not None:
             cycle.disconnected = True  # discards further output of its handler
             cycle.message_event.set()

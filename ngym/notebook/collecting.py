@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from ngym.collect.display import drawing
 from ngym.collect.files import Files, Source
@@ -17,13 +20,15 @@ from ngym.collect.session import CollectionSession, Known
 from ngym.config.service_config import tracing_of
 from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
-from ngym.notebook.arguments import Folder, Input, at_least_one, tasks_in
 from ngym.notebook.progress import Watch
-from ngym.notebook.rollouts import FileRows, Rollouts
+from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 from ngym.notebook.services import Place, RunningServices
 from ngym.runtime.event_loop import raise_file_limit
+from ngym.schema import Json
 from ngym.telemetry import tracing
 
+Input = Any
+"""A path; an iterable of rows, such as a `datasets.Dataset`; or a data frame of pandas or polars."""
 COMMAND = ["ngym.collect_rollouts"]
 MANY = 256  # rollouts in flight; more may need more sockets than the default limit
 SAMPLE_S = 0.25
@@ -183,3 +188,63 @@ class _Call:
             await session.collect(self.place.reached(known, needed, self.watch))
         finally:
             tracing.end()
+
+
+def tasks_in(given: Input, folder: Path) -> Path:
+    """The given file, or a new one in this folder with the given rows.
+
+    Raises:
+        UsageError: the input has another type.
+    """
+    if isinstance(given, str | Path):
+        if not Path(given).is_file():
+            raise UsageError(f"{given}: no such file (input=)")
+        return Path(given)
+    path = folder / "tasks.jsonl"
+    with path.open("wb") as file:
+        for number, row in enumerate(rows_of(given)):
+            file.write(_line(row, number))
+    return path
+
+
+def rows_of(given: Any) -> Iterable[Json]:
+    """The rows of an input; a missing value of a data frame is left out of its row."""
+    if isinstance(given, Mapping):
+        return [dict(given)]
+    if hasattr(given, "iter_rows"):  # polars
+        return map(_present, given.iter_rows(named=True))
+    if hasattr(given, "itertuples"):  # pandas
+        return map(_present, given.to_dict("records"))
+    if isinstance(given, Iterable):
+        return given
+    raise UsageError(f"input must be rows, a path or a data frame, not {type(given).__name__}")
+
+
+def _present(row: Mapping[str, Any]) -> Json:
+    # missing values are None, or NaN or NA of pandas
+    return {name: value for name, value in row.items() if value is not None and not _is_nan(value)}
+
+
+def _is_nan(value: Any) -> bool:
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+
+
+def _line(row: Any, number: int) -> bytes:
+    if not isinstance(row, Mapping):
+        raise UsageError(
+            f'row {number} must be an object such as {{"responses_create_params": {{"input": "..."}}}}, not {row!r:.60}'
+        )
+    try:
+        return orjson.dumps(dict(row), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    except TypeError as error:
+        raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
+
+
+def at_least_one(**given: int | None) -> None:
+    """
+    Raises:
+        UsageError: one of these arguments is less than 1.
+    """
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")

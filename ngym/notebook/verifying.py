@@ -13,7 +13,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.grading import reverify
 from ngym.grading.group_rewards import is_pending, judged
-from ngym.notebook.arguments import at_least_one, rows_of
+from ngym.notebook.collecting import at_least_one, rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, Place, RunningServices

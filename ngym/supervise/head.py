@@ -7,7 +7,6 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,7 +226,6 @@ def _app(supervisor: Supervisor) -> Starlette:
 async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    told.title = HTTPStatus(error.status_code).phrase
     return JSONResponse(told.problem("the head"), error.status_code, error.headers, "application/problem+json")
 
 

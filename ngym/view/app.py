@@ -14,7 +14,6 @@ import sys
 import webbrowser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -241,9 +240,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    told.title = HTTPStatus(error.status_code).phrase
-    return _problem(told)
+    return _problem(ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -289,11 +289,8 @@ def _components(row: Json, trace: Json) -> Json:
 def _fields(row: Json) -> Json:
     """What else the row says in a scalar each."""
     names = [name for name, value in row.items() if type(value) in SCALARS and name not in KNOWN and name[:4] != "_ng_"]
-    return {name: row[name] for name in names[:MOST_FIELDS] if '"' not in name and _is_short(row[name])}
-
-
-def _is_short(value: Any) -> bool:
-    return type(value) is not str or len(value) <= FIELD_CHARS
+    fields = {name: row[name] for name in names[:MOST_FIELDS] if '"' not in name}
+    return {name: value for name, value in fields.items() if type(value) is not str or len(value) <= FIELD_CHARS}
 
 
 def _dumped(value: Json) -> str | None:

@@ -129,7 +129,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     result: list[str] = []
     for argument in arguments:
         match = FLAG.fullmatch(argument)
-        if match and (match["plus"] or _root(match["key"]) in (*SAME, *SPECIAL, *NOT_NEEDED)):
+        if match and (match["plus"] or match["key"].partition(".")[0] in (*SAME, *SPECIAL, *NOT_NEEDED)):
             result += _ours(match["key"], match["value"])
         else:
             result.append(argument)
@@ -144,15 +144,11 @@ def hint(arguments: Sequence[str]) -> str | None:
     )
 
 
-def _root(key: str) -> str:
-    return key.partition(".")[0]
-
-
 def _ours(key: str, text: str) -> list[str]:
     value = _value(key, text)
     if key in SAME:
         return [] if value is None else [SAME[key], text if isinstance(value, str) else str(value)]
-    if _root(key) == PARAMS:
+    if key.partition(".")[0] == PARAMS:
         return list(_params(key, value))
     if key == "config_paths":
         paths = value if isinstance(value, list) else [value]
