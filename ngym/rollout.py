@@ -23,6 +23,7 @@ from ngym.schema import TOKEN_FIELDS, Json, Segment
 
 Turn = tuple[int, ...]
 OURS: Turn = ()
+"""Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
 LABEL_WIDTH = 11
 
 
@@ -111,9 +112,6 @@ def _added(left: Any, right: Any) -> Any:
     if isinstance(left, int | float) and isinstance(right, int | float):
         return left + right
     return None
-
-
-"""Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
 
 
 class Seen(NamedTuple):
