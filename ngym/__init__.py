@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ngym.notebook.collecting import collect_rollouts as collect_rollouts
     from ngym.notebook.collecting import collect_rollouts_async as collect_rollouts_async
     from ngym.notebook.exporting import export_rollouts as export_rollouts
+    from ngym.notebook.frames import training_metrics as training_metrics
     from ngym.notebook.rollouts import Rollouts as Rollouts
     from ngym.notebook.rollouts import load_rollouts as load_rollouts
     from ngym.notebook.services import run as run
     from ngym.notebook.services import run_async as run_async
-    from ngym.notebook.training import training_metrics as training_metrics
     from ngym.notebook.verifying import verify as verify
     from ngym.notebook.verifying import verify_async as verify_async
     from ngym.peers import Peers as Peers
@@ -66,7 +66,7 @@ _HOME = {
     "load_rollouts": "ngym.notebook.rollouts",
     "export_rollouts": "ngym.notebook.exporting",
     **dict.fromkeys(("run", "run_async"), "ngym.notebook.services"),
-    "training_metrics": "ngym.notebook.training",
+    "training_metrics": "ngym.notebook.frames",
     **dict.fromkeys(("verify", "verify_async"), "ngym.notebook.verifying"),
 }
 

@@ -77,6 +77,7 @@ class ServiceError(NgymError):
     status = 500
     title = "Internal error"
     retryable = False
+    failure: FailureClass | None = None
     is_for_the_model = False  # of a tool call: the model reads it and may do better; else the rollout fails
 
     def __init__(
@@ -93,7 +94,7 @@ class ServiceError(NgymError):
         detail = cut(detail, MOST_DETAIL)
         super().__init__(detail)
         self.detail = detail
-        self.failure = failure
+        self.failure = failure or type(self).failure
         self.upstream = upstream
         self.retryable = type(self).retryable if retryable is None else retryable
         self.status = type(self).status if status is None else status
@@ -193,20 +194,14 @@ class Unreachable(ServiceError):
     status = 502
     title = "A service could not be reached"
     retryable = True
-
-    def __init__(self, detail: str, **kwargs: Any) -> None:
-        kwargs.setdefault("failure", "connect")
-        super().__init__(detail, **kwargs)
+    failure = "connect"
 
 
 class PeerTimeout(ServiceError):
     status = 504
     title = "A service did not answer in time"
     retryable = True
-
-    def __init__(self, detail: str, **kwargs: Any) -> None:
-        kwargs.setdefault("failure", "timeout")
-        super().__init__(detail, **kwargs)
+    failure = "timeout"
 
 
 class UpstreamError(ServiceError):

@@ -390,6 +390,9 @@ def write(
     for split in SPLITS:
         lines = [orjson.dumps(each.made.row, option=orjson.OPT_APPEND_NEWLINE) for each in rows[split]]
         write_whole(folder / f"{split}.jsonl", b"".join(lines))
+    # the function that made the rows, and the sha256 of its file
+    file = Path(inspect.getfile(chosen.convert))
+    place = "/".join(file.parts[-4:] if file.parent.name == "data" else file.parts[-3:])
     manifest = {
         "set": chosen.name,
         "title": chosen.title,
@@ -399,7 +402,7 @@ def write(
         "licence": chosen.licence,
         "note": chosen.note,
         "files": files,
-        "converter": converter_of(chosen),
+        "converter": {"function": f"{place}:{chosen.convert.__name__}", "sha256": digest(file)},
         "ngym": version("ngym"),
         "rows": {split: {"count": len(rows[split]), "sha256": digest(folder / f"{split}.jsonl")} for split in SPLITS},
         "left_out": dict(sorted(left_out.items())),
@@ -417,13 +420,6 @@ def check_free(folder: Path, name: str) -> None:
     taken = [file for split in SPLITS if (file := folder / f"{split}.jsonl").exists()]
     if taken and not own:
         raise UsageError(f"{taken[0]} exists and was not prepared from {name}; choose another --output")
-
-
-def converter_of(chosen: PublicSet) -> Json:
-    """The function that made the rows, and the sha256 of its file."""
-    file = Path(inspect.getfile(chosen.convert))
-    place = "/".join(file.parts[-4:] if file.parent.name == "data" else file.parts[-3:])
-    return {"function": f"{place}:{chosen.convert.__name__}", "sha256": digest(file)}
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:

@@ -23,6 +23,7 @@ from ngym.schema import TOKEN_FIELDS, Json, Segment
 
 Turn = tuple[int, ...]
 OURS: Turn = ()
+"""Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
 LABEL_WIDTH = 11
 
 
@@ -113,9 +114,6 @@ def _added(left: Any, right: Any) -> Any:
     return None
 
 
-"""Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
-
-
 class Seen(NamedTuple):
     """The ids of an earlier call: its prompt [P] and the sampled ids [G]."""
 
@@ -150,7 +148,9 @@ def splice(rendered: list[int], history: list[int], seen: Seen, ends: Ends) -> l
     known = _turns(seen.prompt, ends.any)
     if not before:
         return None
-    opening = _after_last_turn(seen.prompt, ends.any)
+    # the generation prompt: every turn that the policy sampled begins with it
+    start = max((place + 1 for place, token in enumerate(seen.prompt) if token in ends.any), default=0)
+    opening = tuple(seen.prompt[start:])
     header = _common(opening, before[-1])  # a template may open a reasoning block that it leaves out of old answers
     if header != opening and (not known or _is_ours(known[-1], header, ends)):
         return None  # this beginning does not identify the policy's turns
@@ -187,12 +187,6 @@ def _turns(ids: list[int], ends: Collection[int]) -> list[Turn]:
             turns.append(tuple(ids[start : place + 1]))
             start = place + 1
     return turns
-
-
-def _after_last_turn(prompt: list[int], ends: Collection[int]) -> Turn:
-    """The generation prompt: every turn that the policy sampled begins with it."""
-    start = max((place + 1 for place, token in enumerate(prompt) if token in ends), default=0)
-    return tuple(prompt[start:])
 
 
 def _common(one: Turn, other: Turn) -> Turn:

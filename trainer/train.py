@@ -284,8 +284,7 @@ def _services(recipe: Recipe) -> Services:
 
 
 def _draw(metrics: Metrics, image: Path) -> None:
-    from ngym.plot.curves import told
-    from ngym.plot.picture import Line, Panel, as_text, write_picture
+    from ngym.plot.picture import Line, Panel, as_text, told, write_picture
 
     shown = told(metrics.history)
     if shown:

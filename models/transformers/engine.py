@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from ngym.dialogue import Sampled, Sampling
-from ngym.dialogue.engine import Finish
+from ngym.dialogue import Finish, Sampled, Sampling
 from ngym.errors import NotReady
 
 if TYPE_CHECKING:

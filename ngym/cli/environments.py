@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import click
 
-from ngym.config.environment_card import readme_of
 from ngym.config.service_config import Config
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
@@ -28,6 +27,7 @@ from ngym.validation import (
     examine,
     find_environment,
     others,
+    readme_of,
     with_stand_ins,
 )
 

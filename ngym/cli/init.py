@@ -13,8 +13,7 @@ from string import Template
 import click
 import orjson
 
-from ngym.cli.shell.exit_status import DISK_FULL, writing
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import DISK_FULL, command, writing
 from ngym.errors import UsageError
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")

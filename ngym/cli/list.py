@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import click
 import orjson
 
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, config_files
 from ngym.config.shipped_files import app_file, shipped
 from ngym.did_you_mean import did_you_mean
 from ngym.runtime.live_region import aligned
 
 if TYPE_CHECKING:
-    from ngym.config.environment_card import Facts
     from ngym.config.service_config import Config, Stanza
+    from ngym.validation import Facts
 
 DEFAULT = Path("global_config.yaml")
 SPLITS = ("train", "validation", "example")
@@ -42,10 +42,7 @@ class Listed(NamedTuple):
 
 
 @command("ng_list", epilog=EXIT_CODES)
-@click.option(
-    "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-    help="A config file; repeat it, and later files win.  [default: global_config.yaml, if there is one]",
-)  # fmt: skip
+@config_files("A config file; repeat it, and later files win.  [default: global_config.yaml, if there is one]")
 @click.option("--domain", "domains", multiple=True, metavar="DOMAIN", help="Only this domain, such as math; repeat it.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON array on standard output, with the public training sets.")
 def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> None:
@@ -58,8 +55,8 @@ def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> 
               ng_list --domain math --domain games
               ng_list --json
     """
-    from ngym.config.environment_card import Domain
     from ngym.errors import UsageError
+    from ngym.validation import Domain
 
     words = get_args(Domain)
     for domain in domains:
@@ -100,9 +97,8 @@ def _of_stanza(config: Config, stanza: Stanza) -> Listed | None:
 
 def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | None:
     """None for a gym server with neither facts nor data, such as gym_servers/sandbox, which is not an environment."""
-    from ngym.config.environment_card import facts_in, readme_of
     from ngym.errors import ConfigError
-    from ngym.validation import data_places
+    from ngym.validation import data_places, facts_in, readme_of
 
     data = next((place for place in data_places(root, app) if place.is_dir()), None)
     rows = {split: _count(data / f"{split}.jsonl") for split in SPLITS} if data else {}

@@ -9,8 +9,7 @@ from statistics import fmean
 
 import click
 
-from ngym.cli.shell.exit_status import writing
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, writing
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped_path
 

@@ -15,7 +15,7 @@ from ngym.cli.shell.main import Choice, command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngym.plot.curves import Curve
+    from ngym.plot.picture import Curve
     from ngym.plot.runs import Axis, Run
 
 PATH = click.Path(path_type=Path)
@@ -59,7 +59,7 @@ def main(
               ng_plot runs/seed-* --band --output curve.svg
               ng_plot runs/grpo --metric 'time/*' --x time --json
     """
-    from ngym.plot.curves import curves, panels
+    from ngym.plot.picture import curves, panels
     from ngym.plot.runs import read_runs
 
     axis: Axis = "time" if by == "time" else "step"
@@ -94,8 +94,7 @@ def _plots(found: Sequence[Curve], axis: Axis) -> Iterator[str]:
 
 def _table(runs: Sequence[Run], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
-    from ngym.plot.curves import asked, is_own
-    from ngym.plot.picture import number_text
+    from ngym.plot.picture import asked, is_own, number_text
     from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))

@@ -8,12 +8,10 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
-from ngym.cli.shell.exit_status import writing
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, count, writing
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped_path
 from ngym.schema import Json
@@ -50,9 +48,7 @@ Any other code is that of the step that failed; its message is above."""
     "--tasks", "limit", type=click.IntRange(1, 256), default=32, show_default=True, metavar="N",
     help="Held-out tasks to run.",
 )  # fmt: skip
-@click.option(
-    "--repeats", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rollouts of each task."
-)
+@count("--repeats", "Rollouts of each task.", 8)
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The random seed of every step.")
 @click.option("--dry-run", is_flag=True, help="Show the commands without running them.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
@@ -74,31 +70,21 @@ def main(folder: Path, limit: int, repeats: int, seed: int, dry_run: bool, as_js
         click.echo(json.dumps({"folder": str(folder), "commands": walk.commands}))
 
 
-class Places(NamedTuple):
-    """The files that the quickstart writes."""
+class Places:
+    """The files that the quickstart writes. taught: the policy of supervised fine-tuning. reinforced: the run of RL."""
 
-    folder: Path
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "global_config.yaml"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.folder / "rollouts.jsonl"
-
-    @property
-    def taught(self) -> Path:
-        """The policy that supervised fine-tuning makes."""
-        return self.folder / "sft" / "policy"
-
-    @property
-    def reinforced(self) -> Path:
-        """The run of reinforcement learning."""
-        return self.folder / "grpo"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "global_config.yaml"
+        self.rollouts = folder / "rollouts.jsonl"
+        self.taught = folder / "sft" / "policy"
+        self.reinforced = folder / "grpo"
+        self.data = shipped_path("data/calculator")
 
 
 def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:
+    from ngym.rollout import transcript
+
     recipes, folder = RECIPES, places.folder
     if not walk.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,29 +92,22 @@ def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> No
             places.config.write_text(CONFIG.format(file=places.config))
 
     walk.step("word problems, and demonstrations of how (and how not) to solve them")
-    script, made = _data() / "generate.py", folder / "demonstrations.jsonl"
+    script, made = places.data / "generate.py", folder / "demonstrations.jsonl"
     walk.python(str(script), "demonstrations", "--output", str(made), "--seed", str(seed))
     walk.step("supervised fine-tuning: a policy that can call the calculator, but prefers to guess")
     common = (f"seed={seed}", "--overwrite")
     walk.ng("train", str(recipes / "sft.yaml"), f"data.path={made}", f"output={places.taught.parent}", *common)
     walk.step(f"vLLM serves the policy; {repeats} rollouts of each of {limit} held-out tasks")
-    where = ("--config", str(places.config), "--agent", "calculator_agent", "--input", str(_tasks()))
+    tasks = str(places.data / "validation.jsonl")
+    where = ("--config", str(places.config), "--agent", "calculator_agent", "--input", tasks)
     how_many = ("--limit", str(limit), "--repeats", str(repeats))
     walk.ng("collect_rollouts", *where, "--output", str(places.rollouts), *how_many, "--overwrite")
     walk.step("three of the rollouts")
-    if not walk.dry_run:
-        _show(places.rollouts, walk)
+    for row in [] if walk.dry_run else _telling(places.rollouts):
+        walk.say(transcript(row) + "\n")
     walk.step("reinforcement learning: vLLM samples, the services score, DeepSpeed trains, new weights are pushed")
     live = (f"model.path={places.taught}", f"rollouts.services={places.config}")
     walk.ng("train", str(recipes / "grpo.yaml"), *live, f"output={places.reinforced}", *common)
-
-
-def _data() -> Path:
-    return shipped_path("data/calculator")
-
-
-def _tasks() -> Path:
-    return _data() / "validation.jsonl"
 
 
 def _tell(places: Places, seconds: float, as_json: bool) -> None:
@@ -144,14 +123,11 @@ def _tell(places: Places, seconds: float, as_json: bool) -> None:
     )
     bin_folder = Path(sys.executable).parent
     activate = "" if shutil.which("ng_run") else f" (after `. {os.path.relpath(bin_folder / 'activate')}`)"
-    click.echo(NEXT.format(activate=activate, config=places.config, folder=places.folder, tasks=_tasks()))
-
-
-def _show(rollouts: Path, walk: Walk) -> None:
-    from ngym.rollout import transcript
-
-    for row in _telling(rollouts):
-        walk.say(transcript(row) + "\n")
+    click.echo(
+        NEXT.format(
+            activate=activate, config=places.config, folder=places.folder, tasks=places.data / "validation.jsonl"
+        )
+    )
 
 
 def _telling(rollouts: Path) -> list[Json]:

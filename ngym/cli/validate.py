@@ -13,8 +13,7 @@ import click
 import orjson
 
 from ngym.cli.shell.completion_names import services
-from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED
-from ngym.cli.shell.main import command, config_options
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_options
 from ngym.errors import ConfigError
 
 if TYPE_CHECKING:

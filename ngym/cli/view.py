@@ -12,8 +12,8 @@ from ngym.cli.shell.main import command
 from ngym.errors import UsageError
 
 if TYPE_CHECKING:
+    from ngym.view.app import Door
     from ngym.view.runs import Opened
-    from ngym.view.serve import Door
 
 EXIT_CODES = """\
 Exit codes: 0    stopped by Ctrl-C; with --export: the report is written
@@ -73,7 +73,7 @@ def main(
               ng_view runs/grpo
               ng_view out.jsonl --export report.html --filter 'reward<0.5 agent:math_agent'
     """
-    from ngym.view.index_store import said
+    from ngym.view.index import said
     from ngym.view.runs import opened
 
     if q is not None and report is None:
@@ -99,7 +99,7 @@ def main(
 
 
 def _serve(shown: Opened, host: str, port: int | None, title: str, browse: bool, as_json: bool) -> None:
-    from ngym.view.serve import door, open_browser, serve
+    from ngym.view.app import door, open_browser, serve
 
     entrance = door(host, port)
 
@@ -129,7 +129,11 @@ def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json:
     from ngym.view.export import MOST_BYTES, export
     from ngym.view.query import WrongFilter
 
-    tick = _Line() if sys.stderr.isatty() else lambda text: None
+    def tick(text: str) -> None:
+        """A line of progress that is overwritten in place."""
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)
+
     try:
         packed = export(shown, report, rows=rows, q=q, title=title, tick=tick)
     except WrongFilter as error:
@@ -148,13 +152,6 @@ def _export(shown: Opened, report: Path, rows: int, q: str, title: str, as_json:
             f"{packed.left_out:,} more did not fit or are not JSON: a report holds at most {MOST_BYTES >> 20} MiB of "
             "rollouts in full; choose others with --filter or a smaller --rows"
         )
-
-
-class _Line:
-    """A line of progress that is overwritten in place."""
-
-    def __call__(self, text: str) -> None:
-        click.echo(f"\r\x1b[K{text}\r", err=True, nl=False)
 
 
 if __name__ == "__main__":

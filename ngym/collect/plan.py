@@ -148,7 +148,7 @@ class RowCheck:
         if not isinstance(metadata, dict):
             return f"responses_create_params.metadata must be an object, not {type(metadata).__name__}"
         extra = metadata.get("extra_body")
-        if extra is not None and not _is_json_object(extra):
+        if extra is not None and not (isinstance(extra, str) and _is_json(extra, dict)):
             return f"responses_create_params.metadata.extra_body must be a JSON object written as a string, not {extra!r:.60}"
         return None
 
@@ -177,9 +177,10 @@ class RowCheck:
         return None
 
 
-def _is_json_object(text: object) -> bool:
+def _is_json(text: str | bytes, kind: type) -> bool:
+    """Whether this is the JSON of a value of this type."""
     try:
-        return isinstance(text, str) and isinstance(orjson.loads(text), dict)
+        return isinstance(orjson.loads(text), kind)
     except orjson.JSONDecodeError:
         return False
 
@@ -286,7 +287,7 @@ class InputCheck:
             return set()
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = set(_NAMED.findall(content, self._end))
-        return {orjson.loads(name) for name in found if _is_text(name)}
+        return {orjson.loads(name) for name in found if _is_json(name, str)}
 
     def _check_rest(self) -> None:
         self._hurry.wait(BEGIN_S)
@@ -321,23 +322,11 @@ def digest_of(path: Path, stop: threading.Event | None = None) -> str | None:
     """
     digest = hashlib.sha256()
     try:
-        for part in _parts(path):
-            if stop is not None and stop.is_set():
-                return None
-            digest.update(part)
+        with path.open("rb", buffering=0) as file:
+            while part := file.read(READ_BYTES):
+                if stop is not None and stop.is_set():
+                    return None
+                digest.update(part)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()
-
-
-def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while part := file.read(READ_BYTES):
-            yield part
-
-
-def _is_text(name: bytes) -> bool:
-    try:
-        return isinstance(orjson.loads(name), str)
-    except orjson.JSONDecodeError:
-        return False

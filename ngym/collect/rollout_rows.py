@@ -91,7 +91,12 @@ class Pickup:
         """
         if not isinstance(answer, dict) or _has_tokens(answer):
             return
-        models = await self._known_models()
+        async with self._asking:
+            if self._models is None:
+                await self.begin()
+        if self._models is None:
+            raise Unreachable(f"the head at {self._peers.head_url} does not say which services are models")
+        models = self._models
         segments: list[Segment] = []
         calls: list[tuple[Span, FinishReason]] = []
         for model in self._of_agent.get(agent, models):
@@ -105,14 +110,6 @@ class Pickup:
             trace["segments"] = segments
             trace["finish_reasons"] = [finish_reason for _, finish_reason in calls]
             trace.setdefault("spans", [span for span, _ in calls])
-
-    async def _known_models(self) -> list[str]:
-        async with self._asking:
-            if self._models is None:
-                await self.begin()
-        if self._models is None:
-            raise Unreachable(f"the head at {self._peers.head_url} does not say which services are models")
-        return self._models
 
     async def _captured(
         self, model: str, url: str, began: float

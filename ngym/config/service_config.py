@@ -176,7 +176,13 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     if settings.tls is not None:
         settings = settings.model_copy(update={"tls": _checked(settings.tls.within(tree.root), tree)})
     if settings.tracing is not None:
-        _check_tracing(settings.tracing, tree)
+        where = tree.where(f"{SETTINGS_KEY}.tracing")
+        if problem := wrong_url(settings.tracing.endpoint):
+            raise ConfigError(f"{where}: {problem}")
+        if not _has_otel():
+            raise ConfigError(
+                f"{where}: traces need OpenTelemetry's packages: install the extra ngym[otel], or remove this key"
+            )
     services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}
     if not services:
         raise ConfigError(
@@ -230,16 +236,6 @@ def _checked(tls: TlsSettings, tree: Tree) -> TlsSettings:
     return tls
 
 
-def _check_tracing(tracing: TracingSettings, tree: Tree) -> None:
-    where = tree.where(f"{SETTINGS_KEY}.tracing")
-    if problem := wrong_url(tracing.endpoint):
-        raise ConfigError(f"{where}: {problem}")
-    if not _has_otel():
-        raise ConfigError(
-            f"{where}: traces need OpenTelemetry's packages: install the extra ngym[otel], or remove this key"
-        )
-
-
 def _stanza(name: str, tree: Tree) -> Stanza:
     part = subtree(tree, name)
     if not isinstance(part.values, dict) or not part.values:
@@ -268,7 +264,13 @@ def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
         if problem := wrong_url(url):
             raise ConfigError(f"{part.where('url' if stanza.url else 'urls')}: {problem}")
     if stanza.token_env is not None:
-        _check_token_env(stanza, part)
+        where = part.where("token_env")
+        if stanza.app:
+            raise ConfigError(f"{where}: {stanza.name!r} is started here and uses the run's token; remove token_env")
+        if not os.environ.get(stanza.token_env or ""):
+            raise ConfigError(
+                f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
+            )
     if not stanza.app and not stanza.external:
         raise ConfigError(
             f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"
@@ -279,16 +281,6 @@ def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
         if not stanza.app:
             raise ConfigError(f"{part.where('requirements')}: service {stanza.name!r} runs elsewhere; remove this key")
         shipped_file(stanza.requirements, root, part.where("requirements"))
-
-
-def _check_token_env(stanza: Stanza, part: Tree) -> None:
-    where = part.where("token_env")
-    if stanza.app:
-        raise ConfigError(f"{where}: {stanza.name!r} is started here and uses the run's token; remove token_env")
-    if not os.environ.get(stanza.token_env or ""):
-        raise ConfigError(
-            f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
-        )
 
 
 def shown_config(config: Config) -> dict[str, Any]:

@@ -44,15 +44,19 @@ from ngym.convert.chat_items import (
     messages_from_items,
     output_text,
 )
-from ngym.convert.chat_requests import MaxTokensField, chat_request, create_params, extra_body, without_allowed_tools
-from ngym.convert.chat_responses import (
+from ngym.convert.chat_requests import (
+    MaxTokensField,
     chat_from_response,
+    chat_request,
+    create_params,
+    extra_body,
     finish_reason,
     new_response,
     overflow_response,
     response_from_chat,
     usage_from_chat,
     usage_to_chat,
+    without_allowed_tools,
 )
 from ngym.convert.reasoning import ReasoningStyle, join_think, split_think
 from ngym.convert.request_validation import check_chat_request, check_create_params

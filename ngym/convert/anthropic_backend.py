@@ -92,7 +92,9 @@ def _messages(messages: list[Json]) -> tuple[str, list[Json]]:
             if results is None:
                 results = []
                 result.append({"role": "user", "content": results})
-            results.append(_tool_result(message, where))
+            content = _content(message.get("content"), where)
+            block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}
+            results.append(block | ({"is_error": True} if message.get("is_error") else {}))
             continue
         results = None
         if role in ("system", "developer"):
@@ -118,12 +120,6 @@ def _assistant_blocks(message: Json) -> list[Json]:
         given = arguments_object(call["function"]["arguments"])
         blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
     return blocks
-
-
-def _tool_result(message: Json, where: str) -> Json:
-    content = _content(message.get("content"), where)
-    block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}
-    return block | ({"is_error": True} if message.get("is_error") else {})
 
 
 def _content(content: str | list[Json] | None, where: str) -> str | list[Json]:

@@ -24,8 +24,10 @@ from ngym.convert.request_validation import (
     SAMPLING,
     TEXT,
     Check,
+    are_strings,
     are_tags,
     known,
+    must,
     object_of,
     of_type,
     one_of,
@@ -104,12 +106,6 @@ def _tool_choice(value: Any) -> str | None:
     return "must be {'type': 'auto'}, 'any' or 'none', or {'type': 'tool', 'name': ...}"
 
 
-def _stop_sequences(value: Any) -> str | None:
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return None
-    return "must be a list of strings"
-
-
 def _context_management(value: Any) -> str | None:
     """Only clear_thinking edits are accepted: the chat template decides about old reasoning."""
     edits = value.get("edits") or [] if isinstance(value, dict) else [None]
@@ -131,7 +127,7 @@ MESSAGES: dict[str, Check] = {
     "model": TEXT,
     "output_config": object_of(effort=TEXT, format=_format),
     "service_tier": one_of("auto", "standard_only"),
-    "stop_sequences": _stop_sequences,
+    "stop_sequences": must(are_strings, "a list of strings"),
     "stream": FLAG,
     "system": of_type((str, list), "a string or a list of text blocks"),
     "temperature": NUMBER_OF["temperature"],
@@ -300,19 +296,15 @@ def _user_items(content: list[Json], where: str) -> list[Json]:
         at = f"{where}[{index}]"
         if block["type"] == "tool_result":
             parts = None
-            items.append(_tool_output(block, at))
+            output = parts_from_blocks(block.get("content") or "", f"{at}.content")
+            item = {"type": "function_call_output", "call_id": block["tool_use_id"], "output": output}
+            items.append(item | ({"ng": {"is_error": True}} if block.get("is_error") else {}))
             continue
         if parts is None:
             parts = []
             items.append({"type": "message", "role": "user", "content": parts})
         parts.append(_part(block, at))
     return items or [{"type": "message", "role": "user", "content": ""}]
-
-
-def _tool_output(block: Json, where: str) -> Json:
-    output = parts_from_blocks(block.get("content") or "", f"{where}.content")
-    item = {"type": "function_call_output", "call_id": block["tool_use_id"], "output": output}
-    return item | ({"ng": {"is_error": True}} if block.get("is_error") else {})
 
 
 def _assistant_items(content: str | list[Json], stem: str, where: str) -> list[Json]:

@@ -17,8 +17,7 @@ import orjson
 
 from ngym.convert.anthropic_blocks import blocks_from_items, is_object, items_from_blocks, text_block, tool_use
 from ngym.convert.chat_items import CallIds
-from ngym.convert.chat_requests import chat_request
-from ngym.convert.chat_responses import response_from_chat
+from ngym.convert.chat_requests import chat_request, response_from_chat
 from ngym.convert.reasoning import ChunkReader, Piece, ReasoningStyle, thinking
 from ngym.convert.request_validation import SAMPLING
 from ngym.schema import Json

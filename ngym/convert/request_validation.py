@@ -230,11 +230,13 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) and len(str(value)) < 40 else f"a {type(value).__name__}"
 
 
-def of_type(kind: type | tuple[type, ...], name: str) -> Check:
-    def check(value: Any) -> str | None:
-        return None if isinstance(value, kind) else f"must be {name}"
+def must(right: Callable[[Any], bool], what: str) -> Check:
+    """A condition; `what`: a value for which it is true."""
+    return lambda value: None if right(value) else f"must be {what}"
 
-    return check
+
+def of_type(kind: type | tuple[type, ...], name: str) -> Check:
+    return must(lambda value: isinstance(value, kind), name)
 
 
 def number(low: float, high: float, *, whole: bool = False) -> Check:
@@ -296,18 +298,9 @@ LIST = of_type(list, "a list")
 COUNT = number(1, 2**31, whole=True)
 
 
-def strings(value: Any) -> str | None:
-    """A string or a list of them."""
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-        return None
-    return "must be a string or a list of strings"
-
-
-def metadata(value: Any) -> str | None:
-    """An object of strings."""
-    if isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()):
-        return None
-    return "must be an object whose values are strings"
+def are_strings(value: Any) -> bool:
+    """Whether this is a list of strings."""
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 def tool_choice(value: Any) -> str | None:
@@ -408,7 +401,7 @@ SAMPLING: dict[str, Check] = {
     "priority": number(-(2**31), 2**31, whole=True),
     "repetition_penalty": number(0, 100),
     "seed": number(-(2**63), 2**63 - 1, whole=True),
-    "stop": strings,
+    "stop": must(lambda value: isinstance(value, str) or are_strings(value), "a string or a list of strings"),
     "stop_token_ids": LIST,
     "structured_outputs": OBJECT,
     "top_k": NUMBER_OF["top_k"],
@@ -416,7 +409,9 @@ SAMPLING: dict[str, Check] = {
 """Extensions of `/v1/responses` beyond OpenAI's API, under vLLM's names, for back ends that support them."""
 
 _COMMON: dict[str, Check] = {
-    "metadata": metadata,
+    "metadata": must(
+        lambda value: isinstance(value, dict) and are_strings([*value.values()]), "an object whose values are strings"
+    ),
     "model": TEXT,
     "parallel_tool_calls": FLAG,
     "prompt_cache_key": TEXT,

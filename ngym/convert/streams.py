@@ -8,8 +8,7 @@ from typing import Any
 import orjson
 
 from ngym.convert.chat_items import CallIds, message_item, output_text, reasoning_item
-from ngym.convert.chat_requests import wants_logprobs
-from ngym.convert.chat_responses import INCOMPLETE, chat_from_response, new_response, usage_from_chat
+from ngym.convert.chat_requests import INCOMPLETE, chat_from_response, new_response, usage_from_chat, wants_logprobs
 from ngym.convert.reasoning import BETWEEN, Block, ChunkReader, Piece, ReasoningStyle, block_from_reasoning
 from ngym.schema import TOKEN_FIELDS, Json
 

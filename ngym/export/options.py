@@ -93,7 +93,7 @@ class Options:
             raise UsageError("--input FILE is missing: rollouts of ng_collect_rollouts")
         for number, path in enumerate(self.inputs):
             if not path.is_file():
-                raise UsageError(f"{path}: no such file (--input){_near(path)}")
+                raise UsageError(f"{path}: no such file (--input){near_file(path)}")
             if self.output.exists() and self.output.samefile(path):
                 raise UsageError(f"{self.output} is both --input and --output; choose another --output")
             if any(path.samefile(other) for other in self.inputs[:number]):
@@ -101,7 +101,3 @@ class Options:
         check_output(self.output)
         if self.output.exists() and not self.overwrite and not self.dry_run:
             raise UsageError(f"{self.output} exists; add --overwrite to replace it, or choose another --output")
-
-
-def _near(path: Path) -> str:
-    return near_file(path)

@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from http import HTTPStatus
 from typing import Any, Literal
 
 import orjson
@@ -187,9 +186,7 @@ class Connection(HttpToolsProtocol):
             return
         cycle = self.cycle
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            error = ServiceError(detail, status=status, retryable=status == 408)
-            error.title = HTTPStatus(status).phrase
-            self.transport.write(_written(error))
+            self.transport.write(_written(ServiceError(detail, status=status, retryable=status == 408)))
         if cycle is not None:
             cycle.disconnected = True  # discards further output of its handler
             cycle.message_event.set()
@@ -221,6 +218,21 @@ class Connection(HttpToolsProtocol):
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def server_config(app: Any, **own: Any) -> uvicorn.Config:
+    """The settings that all servers share: limited connections on a running loop, no websockets, no access log."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        loop="none",
+        limit_concurrency=room(),
+        access_log=False,
+        timeout_keep_alive=KEEPALIVE_S,
+        server_header=False,
+        **own,
+    )
 
 
 class Server(uvicorn.Server):

@@ -35,7 +35,8 @@ Result = TypeVar("Result")
 
 def is_room_for(size: int) -> bool:
     """Whether this many more bytes fit, with SPARE left."""
-    return size + SPARE < free_bytes()
+    # bytes that this process could still take
+    return size + SPARE < min(_of_the_limit(), _of_the_group(), _of_the_machine())
 
 
 def parsed_bytes(raw: bytes) -> int:
@@ -48,11 +49,6 @@ def fitted(data: bytes | memoryview) -> bytes:
     as large.
     """
     return bytes(memoryview(data))
-
-
-def free_bytes() -> int:
-    """Bytes that this process could still take."""
-    return min(_of_the_limit(), _of_the_group(), _of_the_machine())
 
 
 def _of_the_limit() -> int:

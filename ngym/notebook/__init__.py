@@ -5,8 +5,8 @@
     rollouts      ngym.load_rollouts; ngym.Rollouts, the result of both
     verifying     ngym.verify
     exporting     ngym.export_rollouts
-    training      ngym.training_metrics
+    frames        ngym.training_metrics; data frames and HTML
 
-A notebook has its own event loop and signal handlers: blocking calls run on a loop in another thread (background). When
+A notebook has its own event loop and signal handlers: blocking calls run on a loop in another thread (services). When
 the waiting cell is interrupted, they are cancelled, and their services are stopped.
 """

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from ngym.collect.display import drawing
 from ngym.collect.files import Files, Source
+from ngym.collect.plan import Recipe
 from ngym.collect.rollout_rows import TokenFormat
-from ngym.collect.run import Gate
+from ngym.collect.run import Gate, Limits
 from ngym.collect.session import CollectionSession, Known
 from ngym.config.service_config import tracing_of
-from ngym.errors import NgymError
+from ngym.errors import NgymError, UsageError
 from ngym.notebook import services
-from ngym.notebook.arguments import Asked, Folder, Input, asked, tasks_in
-from ngym.notebook.background import Work
 from ngym.notebook.progress import Watch
-from ngym.notebook.rollouts import FileRows, Rollouts
+from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 from ngym.notebook.services import Place, RunningServices
 from ngym.runtime.event_loop import raise_file_limit
+from ngym.schema import Json
 from ngym.telemetry import tracing
 
+Input = Any
+"""A path; an iterable of rows, such as a `datasets.Dataset`; or a data frame of pandas or polars."""
 COMMAND = ["ngym.collect_rollouts"]
 MANY = 256  # rollouts in flight; more may need more sockets than the default limit
 SAMPLE_S = 0.25
@@ -78,17 +83,8 @@ def collect_rollouts(
         UsageError: the config or the input is wrong. ServiceFailed, ServiceGone: a service does not start, or stayed
         down.
     """
-    call = _Call(asked(**locals()), Place(config, overrides, head))
-    work, end = call.begun()
-    try:
-        with call.watch.shown(progress) as tick:
-            try:
-                return work.result(tick, call.hurry)
-            except (KeyboardInterrupt, NgymError):
-                call.stopped()
-                raise
-    finally:
-        end()
+    call = _Call(locals())
+    return call.place.run(call.collected(), call.watch, progress)
 
 
 async def collect_rollouts_async(
@@ -114,62 +110,47 @@ async def collect_rollouts_async(
     progress: bool = True,
 ) -> Rollouts:
     """`collect_rollouts` for a coroutine, without blocking its loop; cancelling the task stops it."""
-    call = _Call(asked(**locals()), Place(config, overrides, head))
-    work, end = call.begun()
-    try:
-        with call.watch.shown(progress) as tick:
-            try:
-                return await work.awaited(tick, call.hurry)
-            except (asyncio.CancelledError, NgymError):
-                call.stopped()
-                raise
-    finally:
-        await asyncio.to_thread(end)
+    call = _Call(locals())
+    return await call.place.run_async(call.collected(), call.watch, progress)
 
 
 class _Call:
-    """One collection, from its input to its rollouts; `_collected` runs on the loop of its services."""
+    """One collection, from its input to its rollouts; `collected` runs on the loop of its services.
 
-    def __init__(self, call: Asked, place: Place) -> None:
-        self.watch = Watch()
-        self._asked = call
-        self._place = place
+    given: the arguments of `collect_rollouts` by name.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        at_least_one(**{name: given[name] for name in ("repeats", "limit", "concurrency", "max_attempts")})
+        if given["resume"] and given["overwrite"]:
+            raise UsageError("resume=True and overwrite=True contradict each other; keep one")
+        if given["resume"] and given["output"] is None:
+            raise UsageError("resume=True continues a file; name it with output=")
+        named = {name: given[name] for name in ("temperature", "max_output_tokens") if given[name] is not None}
+        params = {**(given["params"] or {}), **named}
+        self._recipe = Recipe(given["agent"], given["repeats"], given["limit"], params, given["seed"])
+        self._limits = Limits(given["concurrency"], given["timeout_s"], given["max_attempts"])
         self._folder = Folder()
-        self._output = call.output or self._folder.path / "out.jsonl"
+        self._output = Path(given["output"] or self._folder.path / "out.jsonl")
         self._done = 0
+        self.watch = Watch()
+        self.place = Place(given["config"], given["overrides"], given["head"])
 
-    def begun(self) -> tuple[Work[Rollouts], Callable[[], None]]:
-        if self._asked.limits.concurrency > MANY:
+    async def collected(self) -> Rollouts:
+        if self._limits.concurrency > MANY:
             raise_file_limit()
-        return self._place.carry(self._collected())
-
-    def hurry(self) -> None:
-        self.watch.hurry()
-
-    def stopped(self) -> None:
-        """Print the file of the finished rollouts."""
-        if not self._done:
-            return
-        again = "resume=True continues" if self._asked.output else "the file exists until this process ends"
-        if self._asked.output is None:
-            _STOPPED.append(self._folder)
-        self.watch.say(f"stopped; {self._done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
-
-    async def _collected(self) -> Rollouts:
-        call = self._asked
-        tasks = tasks_in(call.tasks, self._folder.path)
-        known = await self._place.known()
+        tasks = tasks_in(self._given["input"], self._folder.path)
+        known = await self.place.known()
         gate = Gate()
-        source = Source(tasks, call.recipe, call.token_format, known.services)
+        source = Source(tasks, self._recipe, self._given["token_format"], known.services)
         store = Files(self._output, source, on_stall=lambda reason: gate.hold("disk", reason))
         try:
-            self._prepare(store, known)
-            if store.progress.left:
-                await self._with_services(store, known, gate)
-            else:
-                store.finish("done")
+            await self._collect(store, known, gate)
+        except (asyncio.CancelledError, NgymError):
+            self._tell_stopped(store.aggregates.done)
+            raise
         finally:
-            self._done = store.aggregates.done
             store.close()
         given_up = sum(tally.given_up.total() for tally in store.aggregates.by_agent.values())
         if given_up:
@@ -177,24 +158,93 @@ class _Call:
         written = [self._output] if self._output.exists() else []
         return Rollouts(FileRows(written), paths=written, folder=self._folder)
 
-    def _prepare(self, store: Files, known: Known) -> None:
+    def _tell_stopped(self, done: int) -> None:
+        """Print the file of the finished rollouts."""
+        if not done:
+            return
+        again = "resume=True continues" if self._given["output"] else "the file exists until this process ends"
+        if self._given["output"] is None:
+            _STOPPED.append(self._folder)
+        self.watch.say(f"stopped; {done:,} rollouts are done: ngym.load_rollouts({str(self._output)!r}); {again}")
+
+    async def _collect(self, store: Files, known: Known, gate: Gate) -> None:
+        config = self.place.config
         store.prepare(
-            resume=self._asked.resume,
-            overwrite=self._asked.overwrite,
-            max_attempts=self._asked.limits.max_attempts,
+            resume=self._given["resume"],
+            overwrite=self._given["overwrite"],
+            max_attempts=self._limits.max_attempts,
             agents=known.agents,
             command=COMMAND,
-            starts=self._place.config is not None,
+            starts=config is not None,
         )
-
-    async def _with_services(self, store: Files, known: Known, gate: Gate) -> None:
-        config = self._place.config
+        if not store.progress.left:
+            store.finish("done")
+            return
         needed = config.only(store.progress.agents) if config is not None else None
         tracing.begin(config.tracing if config else tracing_of(known.services), services.OWNER)
-        session = CollectionSession(
-            store, self._asked.limits, gate, partial(drawing, show=self.watch, tick_s=SAMPLE_S), self.watch.say
-        )
+        shown = partial(drawing, show=self.watch, tick_s=SAMPLE_S)
         try:
-            await session.collect(self._place.reached(known, needed, self.watch))
+            session = CollectionSession(store, self._limits, gate, shown, self.watch.say)
+            await session.collect(self.place.reached(known, needed, self.watch))
         finally:
             tracing.end()
+
+
+def tasks_in(given: Input, folder: Path) -> Path:
+    """The given file, or a new one in this folder with the given rows.
+
+    Raises:
+        UsageError: the input has another type.
+    """
+    if isinstance(given, str | Path):
+        if not Path(given).is_file():
+            raise UsageError(f"{given}: no such file (input=)")
+        return Path(given)
+    path = folder / "tasks.jsonl"
+    with path.open("wb") as file:
+        for number, row in enumerate(rows_of(given)):
+            file.write(_line(row, number))
+    return path
+
+
+def rows_of(given: Any) -> Iterable[Json]:
+    """The rows of an input; a missing value of a data frame is left out of its row."""
+    if isinstance(given, Mapping):
+        return [dict(given)]
+    if hasattr(given, "iter_rows"):  # polars
+        return map(_present, given.iter_rows(named=True))
+    if hasattr(given, "itertuples"):  # pandas
+        return map(_present, given.to_dict("records"))
+    if isinstance(given, Iterable):
+        return given
+    raise UsageError(f"input must be rows, a path or a data frame, not {type(given).__name__}")
+
+
+def _present(row: Mapping[str, Any]) -> Json:
+    # missing values are None, or NaN or NA of pandas
+    return {name: value for name, value in row.items() if value is not None and not _is_nan(value)}
+
+
+def _is_nan(value: Any) -> bool:
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+
+
+def _line(row: Any, number: int) -> bytes:
+    if not isinstance(row, Mapping):
+        raise UsageError(
+            f'row {number} must be an object such as {{"responses_create_params": {{"input": "..."}}}}, not {row!r:.60}'
+        )
+    try:
+        return orjson.dumps(dict(row), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    except TypeError as error:
+        raise UsageError(f"row {number} cannot be written as JSON: {error}") from None
+
+
+def at_least_one(**given: int | None) -> None:
+    """
+    Raises:
+        UsageError: one of these arguments is less than 1.
+    """
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")

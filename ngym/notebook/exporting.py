@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import orjson
 
 from ngym.errors import UsageError
+from ngym.export.choose import Tally
 from ngym.export.options import Format, Options, Strategy
 from ngym.export.run import export
-from ngym.export.tally import Tally
-from ngym.notebook.arguments import Folder
 from ngym.notebook.frames import library
-from ngym.notebook.rollouts import FileRows, Rollouts
-from ngym.schema import Json
+from ngym.notebook.rollouts import FileRows, Folder, Rollouts
 
 if TYPE_CHECKING:
     import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -107,9 +105,5 @@ def _inputs(source: Source, folder: Folder) -> tuple[Path, ...]:
     path = folder.path / "rollouts.jsonl"
     with path.open("wb") as file:
         for row in source:
-            file.write(_line(row))
+            file.write(orjson.dumps({"_ng_task_index": 0, **row}) + b"\n")
     return (path,)
-
-
-def _line(row: Json) -> bytes:
-    return orjson.dumps({"_ng_task_index": 0, **row}) + b"\n"

@@ -1,16 +1,21 @@
-"""Data frames of rollouts and failed attempts."""
+"""Views of rollouts, failed attempts and training metrics for notebooks: data frames and HTML."""
 
 from __future__ import annotations
 
+import html
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import orjson
 
 from ngym.convert import last_user_text
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
 from ngym.grading.answers import last_text
+from ngym.plot.runs import METRICS, read_history
+from ngym.rollout import headline, printable, transcript, turns
 from ngym.schema import Json
 from ngym.stats.score_summary import parts_of
 
@@ -219,3 +224,152 @@ def _column_name(name: str) -> str:
 
 def _is_told(name: str) -> bool:
     return name.startswith("_ng_") or name in ELSEWHERE or name in NESTED
+
+
+CELL_CHARS = 120
+CARD = "border-left:3px solid {colour};padding:2px 0 2px 10px;margin:6px 0"
+BOX = "font-family:var(--jp-ui-font-family,system-ui,sans-serif);max-width:60em;line-height:1.4"
+TEXT = "margin:0;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit;background:none"
+COLOURS = {"user": "#4a7fd6", "assistant": "#3a9a5c", "tool": "#c28a1e", "system": "#888", "reasoning": "#999"}
+SHOWN_ROWS = 8
+
+
+def escaped(value: Any) -> str:
+    """The value as HTML text."""
+    return html.escape(printable(str(value)))
+
+
+def conversation(row: Json) -> str:
+    """A rollout as a conversation, with folded reasoning."""
+    parts = "".join(_turn(who, text) for who, text in turns(row))
+    return f'<div style="{BOX}"><strong>{escaped(headline(row))}</strong>{parts}</div>'
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
+    """An HTML table; None is an empty cell, long texts are cut."""
+    head = "".join(f"<th>{escaped(name)}</th>" for name in header)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    title = f"<div>{escaped(caption)}</div>" if caption else ""
+    return f'<div style="{BOX};max-width:100%">{title}<table><tr>{head}</tr>{body}</table></div>'
+
+
+def shortened(text: str, chars: int = CELL_CHARS) -> str:
+    """The text in one line, cut to `chars` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= chars else f"{line[: chars - 1]}…"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "<td></td>"
+    if isinstance(value, float):
+        return f"<td>{value:.4g}</td>"
+    if isinstance(value, int):
+        return f"<td>{value:,}</td>"
+    return f'<td style="text-align:left">{escaped(shortened(str(value)))}</td>'
+
+
+def _turn(who: str, text: str) -> str:
+    said = f'<pre style="{TEXT}">{escaped(text)}</pre>'
+    style = CARD.format(colour=COLOURS.get(who, "#888"))
+    if who == "reasoning":
+        return f'<details style="{style}"><summary>reasoning</summary>{said}</details>'
+    return f'<div style="{style}"><small>{escaped(who)}</small>{said}</div>'
+
+
+class Failures(list[Json]):
+    """Failed attempts, a row each."""
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Class, stage, service and message of each."""
+        return self._table().to_pandas()
+
+    def to_polars(self) -> polars.DataFrame:
+        return self._table().to_polars()
+
+    def _table(self) -> Table:
+        return Table(map(failed, self), OF_FAILURES)
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} failed attempts>"
+
+    def _repr_html_(self) -> str:
+        shown = [failed(row) for row in self[:SHOWN_ROWS]]
+        names = ("task_index", "rollout_index", "attempt", "class", "service", "message")
+        return table(names, [[record.get(name) for name in names] for record in shown], repr(self)[1:-1])
+
+
+class Transcript:
+    """A rollout as a conversation."""
+
+    def __init__(self, row: Json) -> None:
+        self.row = row
+
+    def __repr__(self) -> str:
+        return transcript(self.row)
+
+    def _repr_html_(self) -> str:
+        return conversation(self.row)
+
+
+FEW = ("step", "reward/mean", "frac_unscored", "loss", "lag", "completions/mean_length", "tokens_per_s", "time/elapsed")
+SHOWN_STEPS = 8
+
+
+class TrainingMetrics(list[Json]):
+    """A row for each step: its metrics, including evaluations after it (`eval/...`, `val/...`)."""
+
+    def __init__(self, rows: list[Json], path: Path) -> None:
+        super().__init__(rows)
+        self.path = path
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics, in alphabetical order."""
+        return sorted({name for row in self for name in row} - {"step"})
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps and values of a metric, for a plot: `plt.plot(*metrics.curve("reward/mean"))`.
+
+        Raises:
+            UsageError: no step has it.
+        """
+        points = [(row["step"], row[name]) for row in self if row.get(name) is not None]
+        if not points:
+            raise UsageError(f"{self.path}: no metric {name!r}{did_you_mean(name, self.names)}")
+        return [step for step, _ in points], [value for _, value in points]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A column for each metric, the step as the index."""
+        return Table(self, {"step": "int"}).to_pandas().set_index("step")
+
+    def to_polars(self) -> polars.DataFrame:
+        return Table(self, {"step": "int"}).to_polars()
+
+    def __repr__(self) -> str:
+        steps = f"{len(self):,} steps, {len(self.names):,} metrics; {self.path}"
+        return f"<{steps}>"
+
+    def _repr_html_(self) -> str:
+        names = [name for name in FEW if name == "step" or name in self.names]
+        shown = self[-SHOWN_STEPS:]
+        more = f"; the last {len(shown)}:" if len(self) > len(shown) else ""
+        return table(names, [[row.get(name) for name in names] for row in shown], repr(self)[1:-1] + more)
+
+
+def training_metrics(run: str | Path) -> TrainingMetrics:
+    """The metrics of a run, from its folder or its metrics.jsonl. Call it again for newer steps.
+
+    Steps that a resumed run repeated have their last values.
+
+        metrics = ngym.training_metrics("runs/grpo")
+        metrics.to_pandas()["reward/mean"].plot()
+
+    Raises:
+        UsageError: the run has no metrics.
+    """
+    path = Path(run)
+    path = path / METRICS if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file; name the output folder of an ng_train that has begun")
+    return TrainingMetrics(read_history(path).rows(), path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +21,7 @@ from ngym.collect.aggregate import Aggregates
 from ngym.collect.files import Paths
 from ngym.errors import UsageError
 from ngym.files.jsonl import BOM, READ_BYTES, read
-from ngym.notebook.frames import KINDS, Table, full, slim
-from ngym.notebook.html import SHOWN_ROWS, Failures, Transcript, table
+from ngym.notebook.frames import KINDS, SHOWN_ROWS, Failures, Table, Transcript, full, slim, table
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval, Rewards, best_at_k
 
@@ -34,6 +36,14 @@ NO_TASK = "rows name no task, which a comparison of a task's rollouts needs: giv
 READ_TO_SHOW = 20_000  # more rows are not read only for a repr
 FEW = ("task_index", "rollout_index", "reward", "stop_reason", "turns", "asked", "answered")
 BESIDE = ("_failures.jsonl", "_materialized_inputs.jsonl")  # files of a collection without rollouts
+
+
+class Folder:
+    """A temporary folder that lives as long as this object, at most as long as the process."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="ngym-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 class Fact(NamedTuple):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+import uvloop
 
 from ngym.collect.session import Known, Reached, discover
 from ngym.config.service_config import Config, load_config, shown_config
-from ngym.errors import UsageError
-from ngym.notebook.background import Background, Work
-from ngym.notebook.html import table
+from ngym.errors import NgymError, UsageError
+from ngym.notebook.frames import table
 from ngym.notebook.progress import Watch
 from ngym.peers import Peers
 from ngym.supervise.head_file import head_of, token_of
@@ -124,7 +126,8 @@ class Place:
             Launcher.start() if config is not None else None
         )  # early, because its imports take longer than the checks below
         try:
-            self.config = load_config(paths_of(config), overrides) if config is not None else None
+            files = [config] if isinstance(config, str | Path) else config
+            self.config = load_config([Path(file) for file in files], overrides) if files is not None else None
         except BaseException:
             self.close()
             raise
@@ -133,12 +136,30 @@ class Place:
         if self._launcher is not None:
             self._launcher.close()
 
-    def carry(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
-        """Start a coroutine on the loop of the services; also returns a function to call at the end.
+    def run(self, work: Coroutine[Any, Any, Result], watch: Watch, progress: bool) -> Result:
+        """Run a coroutine on the loop of the services, and show its progress meanwhile.
 
         Raises:
             UsageError: the services were stopped.
         """
+        begun, end = self._begin(work)
+        try:
+            with watch.shown(progress) as tick:
+                return begun.result(tick, lambda: watch.hurry())
+        finally:
+            end()
+
+    async def run_async(self, work: Coroutine[Any, Any, Result], watch: Watch, progress: bool) -> Result:
+        """As `run`, without blocking the caller's loop."""
+        begun, end = self._begin(work)
+        try:
+            with watch.shown(progress) as tick:
+                return await begun.awaited(tick, lambda: watch.hurry())
+        finally:
+            await asyncio.to_thread(end)
+
+    def _begin(self, work: Coroutine[Any, Any, Result]) -> tuple[Work[Result], Callable[[], None]]:
+        """The coroutine on the loop of the services, and a function to call at the end."""
         if self._life is not None:
             if not self._life.background.lives:
                 work.close()
@@ -215,11 +236,6 @@ async def run_async(*config: str | Path, only: Sequence[str] = (), progress: boo
     return RunningServices(life)
 
 
-def paths_of(files: Files) -> list[Path]:
-    """One file, or several."""
-    return [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
-
-
 def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Watch]:
     launcher = Launcher.start()
     try:
@@ -231,3 +247,131 @@ def _begun(words: Sequence[str | Path], only: Sequence[str]) -> tuple[_Life, Wat
     except BaseException:
         launcher.close()
         raise
+
+
+TICK_S = 0.25
+_RUNNING: set[asyncio.Task[Any]] = set()
+
+
+def _nothing() -> None:
+    return None
+
+
+class Background:
+    """An event loop in its own daemon thread, until `close`. It handles no signals."""
+
+    def __init__(self, name: str) -> None:
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread.start()
+        self._begun.wait()
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Work[Result]:
+        """Start a coroutine on the loop."""
+        return Work(self._loop, work)
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive() and not self._end.is_set()
+
+    def end(self) -> None:
+        """Stop the loop and cancel what still runs on it; returns at once."""
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._end.set)
+
+    def close(self) -> None:
+        """End the loop, and wait until everything on it has ended."""
+        self.end()
+        self._thread.join()
+
+    def _live(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._end = asyncio.Event()
+        self._begun.set()
+        await self._end.wait()
+
+
+class Work(Generic[Result]):
+    """A coroutine on a background loop, and two ways to wait for it: blocking, and awaited on another loop.
+
+    While waiting, they call `tick` a few times a second, in the waiting thread. If the wait is interrupted (Ctrl-C, a
+    kernel's interrupt, a cancelled task), the coroutine is cancelled, and the wait continues until it has ended;
+    another interrupt calls `hurry`, on the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Result]) -> None:
+        self._loop = loop
+        # Held until the end. A plain lock: an interrupt at any moment can leave the locks inside Event and Future held.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        self._ended = False
+        self._awaiting: list[Callable[[], object]] = []
+        loop.call_soon_threadsafe(self._start, work)
+
+    def result(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
+        """Block until the coroutine has ended, and return its result."""
+        try:
+            while not self._ended:
+                self._under_way.acquire(timeout=TICK_S)
+                tick()
+        except BaseException:
+            self._cancel()
+            while not self._ended:
+                try:
+                    self._under_way.acquire(timeout=TICK_S)
+                except KeyboardInterrupt:
+                    self._loop.call_soon_threadsafe(hurry)
+            raise
+        return self._outcome()
+
+    async def awaited(self, tick: Callable[[], None] = _nothing, hurry: Callable[[], None] = _nothing) -> Result:
+        """As `result`, for a coroutine: its own loop continues to run."""
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._loop.call_soon_threadsafe(self._tell, lambda: loop.call_soon_threadsafe(ended.set))
+        waiting = asyncio.create_task(ended.wait())
+        try:
+            while not ended.is_set():
+                await asyncio.wait([waiting], timeout=TICK_S)
+                tick()
+        except BaseException:
+            self._cancel()
+            while not ended.is_set():
+                try:
+                    await asyncio.wait([waiting])
+                except asyncio.CancelledError:
+                    self._loop.call_soon_threadsafe(hurry)
+            raise
+        return self._outcome()
+
+    def _outcome(self) -> Result:
+        if self._task.cancelled():
+            raise NgymError("the call was stopped before its end, and so were the services that it used")
+        return self._task.result()
+
+    def _start(self, work: Coroutine[Any, Any, Result]) -> None:
+        self._task = self._loop.create_task(work)
+        _RUNNING.add(self._task)  # an event loop only has weak references to its tasks
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._task.cancel())
+
+    def _tell(self, ended: Callable[[], object]) -> None:
+        if self._ended:
+            ended()
+        else:
+            self._awaiting.append(ended)
+
+    def _end(self, task: asyncio.Task[Result]) -> None:
+        _RUNNING.discard(task)
+        self._ended = True
+        self._under_way.release()
+        for tell in self._awaiting:
+            tell()
+        if not task.cancelled():
+            task.exception()  # marks the error as retrieved: there may be no waiter

@@ -13,7 +13,7 @@ from ngym.did_you_mean import did_you_mean
 from ngym.errors import ServiceError, UsageError
 from ngym.grading import reverify
 from ngym.grading.group_rewards import is_pending, judged
-from ngym.notebook.arguments import at_least_one, rows_of
+from ngym.notebook.collecting import at_least_one, rows_of
 from ngym.notebook.progress import Watch
 from ngym.notebook.rollouts import NO_TASK
 from ngym.notebook.services import Files, Place, RunningServices
@@ -95,12 +95,7 @@ def verify(
     """
     at_least_one(concurrency=concurrency)
     call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
-    work, end = call.place.carry(call.verdicts())
-    try:
-        with call.watch.shown(progress) as tick:
-            found = work.result(tick, lambda: call.watch.hurry())
-    finally:
-        end()
+    found = call.place.run(call.verdicts(), call.watch, progress)
     return found[0] if isinstance(rows, Mapping) else found
 
 
@@ -119,12 +114,7 @@ async def verify_async(
     """`verify` for a coroutine; always a list."""
     at_least_one(concurrency=concurrency)
     call = _Call(_rows(rows, answer), Place(config, overrides, head), server, models, concurrency)
-    work, end = call.place.carry(call.verdicts())
-    try:
-        with call.watch.shown(progress) as tick:
-            return await work.awaited(tick, lambda: call.watch.hurry())
-    finally:
-        await asyncio.to_thread(end)
+    return await call.place.run_async(call.verdicts(), call.watch, progress)
 
 
 class _Call:

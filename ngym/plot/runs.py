@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import digits
 from typing import Any, Literal, NamedTuple, Self
 
 import yaml
@@ -267,16 +268,12 @@ def by_seed(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _same_but_seed(one: Run, other: Run) -> bool:
     if not (one.recipe and other.recipe):
-        return one.recipe == other.recipe and _unnumbered(one.name) == _unnumbered(other.name)
+        return one.recipe == other.recipe and one.name.rstrip(digits) == other.name.rstrip(digits)
     keys = one.recipe.keys() - OWN
     return keys == other.recipe.keys() - OWN and all(
         one.recipe[key] == other.recipe[key] or _unseeded(one.recipe, key) == _unseeded(other.recipe, key)
         for key in keys
     )
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"\d+$", "", name)
 
 
 def _unseeded(recipe: Json, key: str) -> Any:

@@ -4,8 +4,15 @@ Each service has one `Upstream`: one pace (an adaptive concurrency limit, and pa
 one account of tokens and money. The back end defines paths and bodies, and interprets answers.
 """
 
-from ngym.remote.options import RemoteOptions
-from ngym.remote.problems import ContextOverflow, NotOffered, Site, Unanswered
-from ngym.remote.upstream import Headers, Upstream, watched
+from ngym.remote.upstream import (
+    ContextOverflow,
+    Headers,
+    NotOffered,
+    RemoteOptions,
+    Site,
+    Unanswered,
+    Upstream,
+    watched,
+)
 
 __all__ = ["ContextOverflow", "Headers", "NotOffered", "RemoteOptions", "Site", "Unanswered", "Upstream", "watched"]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
 from ngym.errors import Overloaded, ServiceError
 from ngym.schema import Json
@@ -134,7 +135,8 @@ class Pace:
         """Seconds until requests may be started again."""
         return max(0.0, self._resume_at - asyncio.get_running_loop().time())
 
-    def turn(self, remaining_s: float | None, patience_s: float) -> Turn:
+    @asynccontextmanager
+    async def turn(self, remaining_s: float | None, patience_s: float) -> AsyncIterator[Turn]:
         """`async with pace.turn(30, 600) as turn:` waits for its turn; report the result with its methods.
 
         Args:
@@ -144,7 +146,11 @@ class Pace:
         Raises (on entering):
             Overloaded: the API asked for a longer pause. TimeoutError: the turn did not come in time.
         """
-        return Turn(self, remaining_s, patience_s)
+        await self.enter(remaining_s, patience_s)
+        try:
+            yield Turn(self, asyncio.get_running_loop().time())
+        finally:
+            self.leave()
 
     async def enter(self, remaining_s: float | None, patience_s: float) -> None:
         patience_s = min(patience_s, patience_s if remaining_s is None else remaining_s)
@@ -233,27 +239,14 @@ class Pace:
             self._timer = asyncio.get_running_loop().call_at(when, self._let_in)
 
 
-class Turn:
-    """The slot of one request in flight, for an `async with` block."""
+class Turn(NamedTuple):
+    """The slot of one request in flight. started: in loop time."""
 
-    def __init__(self, pace: Pace, remaining_s: float | None, patience_s: float) -> None:
-        self._pace = pace
-        self._remaining_s = remaining_s
-        self._patience_s = patience_s
-        self._started = 0.0
-
-    async def __aenter__(self) -> Self:
-        await self._pace.enter(self._remaining_s, self._patience_s)
-        self._started = asyncio.get_running_loop().time()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pace.leave()
+    pace: Pace
+    started: float
 
     def answered(self) -> None:
-        self._pace.answered(self._started)
+        self.pace.answered(self.started)
 
     def refused(self, wait_s: float | None) -> None:
-        self._pace.refused(self._started, wait_s)
+        self.pace.refused(self.started, wait_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Required
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from ngym.schema import Json
@@ -16,13 +16,11 @@ from ngym.schema import Json
 Check = Callable[[Json], str | None]
 """Returns the problem of an answer or event, with the field, or None."""
 
-_strict = with_config(ConfigDict(strict=True))
 Object = dict[str, Any]
 Time = Annotated[float, Field(ge=0, le=2**53)]
 """Seconds since 1970."""
 
 
-@_strict
 class _Usage(TypedDict, total=False):
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -37,20 +35,17 @@ class _Usage(TypedDict, total=False):
     output_tokens_details: Object | None
 
 
-@_strict
 class _Function(TypedDict, total=False):
     name: str | None
     arguments: str | None
 
 
-@_strict
 class _Call(TypedDict, total=False):
     index: int | None
     id: str | None
     function: _Function | None
 
 
-@_strict
 class _Said(TypedDict, total=False):
     content: str | None
     refusal: str | None
@@ -59,34 +54,28 @@ class _Said(TypedDict, total=False):
     tool_calls: list[_Call] | None
 
 
-@_strict
 class _WholeFunction(TypedDict, total=False):
     name: Required[str]
     arguments: str | None
 
 
-@_strict
 class _WholeCall(TypedDict, total=False):
     id: str | None
     function: Required[_WholeFunction]
 
 
-@_strict
 class _SaidWhole(_Said, total=False):
     tool_calls: list[_WholeCall] | None  # type: ignore[misc]  # narrower: only chunks may have partial calls
 
 
-@_strict
 class _Logprob(TypedDict, total=False):
     logprob: Required[float]
 
 
-@_strict
 class _Logprobs(TypedDict, total=False):
     content: list[_Logprob] | None
 
 
-@_strict
 class _Choice(TypedDict, total=False):
     finish_reason: str | None
     stop_reason: str | int | None
@@ -94,17 +83,14 @@ class _Choice(TypedDict, total=False):
     token_ids: list[int] | None
 
 
-@_strict
 class _Whole(_Choice, total=False):
     message: Required[_SaidWhole]
 
 
-@_strict
 class _Part(_Choice, total=False):
     delta: _Said | None
 
 
-@_strict
 class _Head(TypedDict, total=False):
     id: str | None
     created: Time | None
@@ -113,17 +99,14 @@ class _Head(TypedDict, total=False):
     prompt_token_ids: list[int] | None
 
 
-@_strict
 class _Completion(_Head, total=False):
     choices: Required[list[_Whole]]
 
 
-@_strict
 class _Chunk(_Head, total=False):
     choices: list[_Part] | None
 
 
-@_strict
 class _Content(TypedDict, total=False):
     type: Required[str]
     text: str
@@ -131,7 +114,6 @@ class _Content(TypedDict, total=False):
     logprobs: list[Any] | None
 
 
-@_strict
 class _Item(TypedDict, total=False):
     type: Required[str]
     id: str | None
@@ -143,7 +125,6 @@ class _Item(TypedDict, total=False):
     encrypted_content: str | None
 
 
-@_strict
 class _Response(TypedDict, total=False):
     id: Required[str]
     created_at: Required[Time]
@@ -155,7 +136,6 @@ class _Response(TypedDict, total=False):
     incomplete_details: Object | None
 
 
-@_strict
 class _Event(TypedDict, total=False):
     type: Required[str]
     response: _Response
@@ -171,7 +151,6 @@ class _Event(TypedDict, total=False):
     arguments: str
 
 
-@_strict
 class _Block(TypedDict, total=False):
     type: Required[str]
     text: str
@@ -183,7 +162,6 @@ class _Block(TypedDict, total=False):
     input: Object
 
 
-@_strict
 class _Message(TypedDict, total=False):
     id: Required[str]
     model: Required[str]
@@ -193,7 +171,6 @@ class _Message(TypedDict, total=False):
     usage: Required[_Usage]
 
 
-@_strict
 class _Delta(TypedDict, total=False):
     type: str
     text: str
@@ -204,7 +181,6 @@ class _Delta(TypedDict, total=False):
     stop_sequence: str | None
 
 
-@_strict
 class _MessageEvent(TypedDict, total=False):
     type: Required[str]
     message: _Message
@@ -250,7 +226,7 @@ def _check(shape: Any) -> Check:
 
     def check(value: Json) -> str | None:
         try:
-            adapter.validate_python(value)
+            adapter.validate_python(value, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

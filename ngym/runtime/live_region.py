@@ -201,18 +201,14 @@ class _Above(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).replace("\r\n", "\n").split("\n")
         if lines:
-            self._screen.say("\n".join(map(_last_state, lines)))
+            self._screen.say("\n".join(line.rpartition("\r")[2] for line in lines))
         return len(text)
 
     def end(self) -> None:
         """Print the rest: the last line may have no line break."""
         if self._rest:
-            self._screen.say(_last_state(self._rest))
+            self._screen.say(self._rest.rpartition("\r")[2])
             self._rest = ""
-
-
-def _last_state(line: str) -> str:
-    return line.rpartition("\r")[2]
 
 
 @contextmanager

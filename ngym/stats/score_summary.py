@@ -1,4 +1,4 @@
-"""Summary of scored rollouts: mean, best and majority of k, reward components, the unscored share."""
+"""Summary of scored rollouts: mean, best and majority of k, reward components, the unscored share; the difficulty of tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import repeat
 from math import comb
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -63,7 +63,9 @@ class Votes:
         count, total = self.totals.get(None, (0, 0.0))
         silent = Camp(count, total / count if count else 0.0)
         if k == n:
-            return _vote_of_all(camps, silent)
+            most = max((camp.size for camp in camps), default=0)
+            elected = [camp.mean for camp in camps if camp.size == most]
+            return sum(elected) / len(elected) if elected else silent.mean
         return _expected(tuple(camps), silent, k)
 
 
@@ -73,12 +75,6 @@ def answer_key(answer: Any) -> int | None:
         return None
     text = answer.strip().encode() if isinstance(answer, str) else orjson.dumps(answer, option=orjson.OPT_SORT_KEYS)
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") if text else None
-
-
-def _vote_of_all(camps: list[Camp], silent: Camp) -> float:
-    most = max((camp.size for camp in camps), default=0)
-    elected = [camp.mean for camp in camps if camp.size == most]
-    return sum(elected) / len(elected) if elected else silent.mean
 
 
 @lru_cache(maxsize=8192)  # tasks with few rollouts and 0/1 rewards often repeat
@@ -214,3 +210,67 @@ def means_by(rows: Iterable[Json], name: str, value: str = "reward") -> dict[str
         if isinstance(row.get(value), int | float):
             found[value_of(row, name)].append(row[value])
     return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(found.items())}
+
+
+Verdict = Literal["always", "never", "mixed", "unscored"]
+"""always, never: all rewards reach the solved threshold, or none does; a group may still have different rewards."""
+
+
+@dataclass
+class Task:
+    """The rollouts of one task of one agent. rewards: of the scored ones. subset: the value of the requested field."""
+
+    agent: str
+    task_id: str
+    index: int
+    subset: str | None = None
+    rewards: list[float] = field(default_factory=list)
+    unscored: int = 0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a group of these has a learning signal: two rewards that differ."""
+        return len(set(self.rewards)) > 1
+
+    def verdict(self, solved_at: float) -> Verdict:
+        if not self.rewards:
+            return "unscored"
+        solved = sum(reward >= solved_at for reward in self.rewards)
+        return "always" if solved == len(self.rewards) else "mixed" if solved else "never"
+
+    def as_json(self, solved_at: float) -> Json:
+        rewards = self.rewards
+        return {
+            "agent": self.agent,
+            "task_id": self.task_id,
+            "_ng_task_index": self.index,
+            "rollouts": len(rewards) + self.unscored,
+            "unscored": self.unscored,
+            "pass_rate": sum(reward >= solved_at for reward in rewards) / len(rewards) if rewards else None,
+            "mean_reward": fmean(rewards) if rewards else None,
+            "min_reward": min(rewards, default=None),
+            "max_reward": max(rewards, default=None),
+            "verdict": self.verdict(solved_at),
+            "teaches": self.teaches,
+            **({} if self.subset is None else {"subset": self.subset}),
+        }
+
+
+def profile(rows: Iterable[Json], by: str | None = None) -> list[Task]:
+    """The tasks of these rollouts, in order of first appearance.
+
+    A task is identified by agent and task id, even if a training run drew it several times; rows without an id are
+    identified by their task index. by: the field with a task's subset.
+    """
+    tasks: dict[tuple[str, str | int], Task] = {}
+    for row in rows:
+        agent, task_id, index = row["agent_ref"]["name"], (row.get("ng") or {}).get("task_id"), row["_ng_task_index"]
+        key = (agent, index if task_id is None else str(task_id))
+        if key not in tasks:
+            tasks[key] = Task(agent, str(task_id or ""), index, None if by is None else value_of(row, by))
+        task = tasks[key]
+        if row["reward"] is None:
+            task.unscored += 1
+        else:
+            task.rewards.append(row["reward"])
+    return list(tasks.values())

@@ -7,13 +7,11 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import uvicorn
 import yaml
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -25,7 +23,7 @@ from starlette.routing import Route
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ServiceError, UsageError
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
-from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
+from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
 from ngym.supervise.service import State, listen, url_of
@@ -133,21 +131,8 @@ class Head:
         else:
             urls = chain([self.url], *(stanza.external_urls for stanza in supervisor.config.services.values()))
             app = Guarded(app, Visitors(hosts_of(urls)), "the head")
-        serve = uvicorn.Config(
-            app,
-            ssl_certfile=tls.certificate if tls else None,
-            ssl_keyfile=tls.key if tls else None,
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEPALIVE_S,
-            http=Connection,
-            limit_concurrency=room(),
-            ws="none",
-            server_header=False,
-        )
-        self._server = Server(serve)
+        files = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key} if tls else {}
+        self._server = Server(server_config(app, lifespan="off", log_config=None, **files))
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -241,7 +226,6 @@ def _app(supervisor: Supervisor) -> Starlette:
 async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    told.title = HTTPStatus(error.status_code).phrase
     return JSONResponse(told.problem("the head"), error.status_code, error.headers, "application/problem+json")
 
 

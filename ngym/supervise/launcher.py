@@ -123,7 +123,9 @@ class Launcher:
 
         python: the interpreter of the service's own environment, which the forked process executes.
         """
-        self._listen()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._control, self._hear)
         self._count += 1
         child = self._children[self._count] = Child(self, self._count)
         request = {"action": action, "number": self._count, "title": title, "spec": spec}
@@ -151,11 +153,6 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _listen(self) -> None:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._control, self._hear)
 
     def _unlisten(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -50,7 +50,10 @@ class Zygote:
 
     def serve(self) -> Job | None:
         """Serve until the socket closes: returns None. In each forked child: returns its job at once."""
-        self._watch_children()
+        self._wakeup.setblocking(False)
+        self._wakeup_write.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         while True:
@@ -69,12 +72,6 @@ class Zygote:
                 job = self._fork(message.content, message.fds)
                 if job is not None:
                     return job
-
-    def _watch_children(self) -> None:
-        self._wakeup.setblocking(False)
-        self._wakeup_write.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> Job | None:
         """Fork one service; fds are its log pipe and its sockets. In the child: its job."""
@@ -96,7 +93,10 @@ class Zygote:
         for mine in (self._control, self._wakeup, self._wakeup_write):
             mine.close()
         os.setsid()
-        die_with(zygote_pid)
+        # make the kernel kill this process when the parent dies (Linux; elsewhere the zygote's own end does it)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != zygote_pid:  # it died between the fork and the line above
+            os._exit(1)
         prctl(PR_SET_NAME, f"ng:{request['title']}"[:15].encode())
         log, *listening = fds
         with open(os.devnull, "rb") as nothing:
@@ -162,13 +162,6 @@ class Zygote:
     def _tell(self, content: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the other side is gone: the next receive ends the loop
             send(self._control, content)
-
-
-def die_with(parent: int) -> None:
-    """Make the kernel kill this process when the parent dies (Linux; elsewhere the zygote's own end does it)."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died between the fork and the line above
-        os._exit(1)
 
 
 def prctl(option: int, value: int | bytes) -> None:

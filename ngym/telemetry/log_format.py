@@ -39,12 +39,10 @@ SECRET_WORDS = frozenset(
 SECRET_NAMES = ("api_key", "api_keys", "apikey", "apikeys", "access_key", "access_keys", "private_key", "secret_key", "auth_key",
                 "account_key", "access_token", "auth_token", "x_auth")  # fmt: skip
 SECRET_MAPS = ("env", "environment", "environment_variables", "headers", "default_headers", "extra_headers")
+"""Options whose values are all secret: the arguments of a program or the headers of an external server."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s\"'@]*:[^/?#\s\"']*@")  # user:password@ in a URL
 _PASSWORD = re.compile(r"://[^/?#\s\"'@:]*:([^/?#\s\"']+)@")
 Form = Literal["text", "json"]
-
-
-"""Options whose values are all secret: the arguments of a program or the headers of an external server."""
 
 
 def redacted(value: Any, key: str = "") -> Any:

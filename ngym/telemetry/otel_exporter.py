@@ -21,18 +21,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    format_span_id,
-    format_trace_id,
-    set_span_in_context,
-)
 from opentelemetry.trace import Span as OtelSpan
+from opentelemetry.trace import SpanKind, Status, StatusCode, format_span_id, format_trace_id
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import ngym
 from ngym.errors import ServiceError
@@ -40,6 +31,7 @@ from ngym.net import request_context
 from ngym.telemetry import tracing
 
 PATH = "/v1/traces"
+PROPAGATOR = TraceContextTextMapPropagator()
 KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
 EXPORT_S = 10.0
 END_S = 1.0
@@ -77,12 +69,14 @@ class Telling:
             logging.getLogger(name).addFilter(_NowAndThen())
 
     def start(self, name: str, kind: tracing.SpanKind, is_rollout: bool) -> tracing.Span:
-        """Start a span now."""
+        """Start a span now. Its parent: the caller's span, else the rollout's own span, else none."""
         here = request_context.current.get()
         ids = request_context.trace_ids(here.rollout_id) if here.rollout_id else None
         token = _own.set(ids if is_rollout else None)
+        parent = "" if is_rollout else here.traceparent or (ids.traceparent if ids else "")
         try:
-            span = self._tracer.start_span(name, Context() if is_rollout else _parent(here, ids), KINDS[kind])
+            context = PROPAGATOR.extract({"traceparent": parent}, Context())
+            span = self._tracer.start_span(name, context, KINDS[kind])
         finally:
             _own.reset(token)
         if here.rollout_id:
@@ -166,18 +160,3 @@ class _NowAndThen(logging.Filter):
             return False
         self._next = now + SAYS_EVERY_S
         return True
-
-
-def _parent(here: request_context.Correlation, ids: request_context.TraceIds | None) -> Context:
-    """The parent: the caller's span, else the rollout's own span, else none."""
-    traceparent = here.traceparent or (ids.traceparent if ids else "")
-    version, _, rest = traceparent.partition("-")
-    parts = rest.split("-")
-    try:
-        trace, span, flags = int(parts[0], 16), int(parts[1], 16), int(parts[2], 16)
-    except (IndexError, ValueError):
-        return Context()
-    context = SpanContext(trace, span, is_remote=True, trace_flags=TraceFlags(flags & 1))
-    if version == "ff" or not context.is_valid:
-        return Context()
-    return set_span_in_context(NonRecordingSpan(context), Context())

@@ -1,4 +1,4 @@
-"""The web application of ng_view: read-only, and only the files that were opened. Refuses pages of another origin.
+"""The web application of ng_view, and its server: read-only, and only the files that were opened. Refuses pages of another origin.
 
 Bare Starlette: FastAPI's import alone takes longer than a page may take to open.
 """
@@ -6,10 +6,17 @@ Bare Starlette: FastAPI's import alone takes longer than a page may take to open
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
+import errno
+import os
+import signal
+import socket
+import sys
+import webbrowser
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from urllib.parse import quote
 
 import orjson
 from starlette.applications import Starlette
@@ -20,13 +27,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
-from ngym.net.auth import Lock, Visitors, refuse
+from ngym.net.auth import RUN_TOKEN, Lock, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
 from ngym.view import training
-from ngym.view.compare import compare
-from ngym.view.index_store import row_seq
+from ngym.view.index import row_seq
 from ngym.view.rows import MOST_ROWS, Rows
-from ngym.view.runs import Opened
+from ngym.view.runs import Opened, RolloutRun
+from ngym.view.stats import compare
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -51,8 +58,6 @@ KINDS = {
 }
 DEFAULT_ROWS = 200
 SERVICE = "the viewer"
-Answer = TypeVar("Answer")
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Guard:
@@ -134,81 +139,73 @@ def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | Non
 
 
 class Api:
-    """The answers under /api. What reads files or the index does so in a thread: the event loop never waits for a disk."""
+    """The answers under /api. Starlette runs them in threads: the event loop never waits for a disk."""
 
     def __init__(self, shown: Opened, title: str) -> None:
         self._shown = shown
         self._title = title
 
-    async def runs(self, request: Request) -> Response:
-        return _json({"title": self._title, "runs": await asyncio.to_thread(self._shown.as_json)})
+    def _run(self, request: Request) -> RolloutRun:
+        return self._shown.rollout_run(request.path_params["id"])
 
-    async def rows(self, request: Request) -> Response:
-        run = self._shown.rollout_run(request.path_params["id"])
-        page = await asyncio.to_thread(run.rows.page, *_table(request))
-        return _json(page.as_json())
+    def _training_run(self, request: Request) -> training.TrainingRun:
+        return self._shown.training_run(request.path_params["id"])
 
-    async def row(self, request: Request) -> Response:
-        run = self._shown.rollout_run(request.path_params["id"])
-        line = await asyncio.to_thread(run.index.line, row_seq(request.path_params["row"]))
+    def runs(self, request: Request) -> Response:
+        return _json({"title": self._title, "runs": self._shown.as_json()})
+
+    def rows(self, request: Request) -> Response:
+        return _json(self._run(request).rows.page(*_table(request)).as_json())
+
+    def row(self, request: Request) -> Response:
+        line = self._run(request).index.line(row_seq(request.path_params["row"]))
         return Response(line, media_type="application/json")
 
-    async def tokens(self, request: Request) -> Response:
-        run = self._shown.rollout_run(request.path_params["id"])
-        return _json(await asyncio.to_thread(run.tokens, row_seq(request.path_params["row"])))
+    def tokens(self, request: Request) -> Response:
+        return _json(self._run(request).tokens(row_seq(request.path_params["row"])))
 
-    async def group(self, request: Request) -> Response:
-        return await self._with_task(request, Rows.group)
+    def group(self, request: Request) -> Response:
+        return self._with_task(request, Rows.group)
 
-    async def task(self, request: Request) -> Response:
-        return await self._with_task(request, Rows.task)
+    def task(self, request: Request) -> Response:
+        return self._with_task(request, Rows.task)
 
-    async def _with_task(self, request: Request, read: Callable[[Rows, int], list[Json]]) -> Response:
-        run = self._shown.rollout_run(request.path_params["id"])
-        task = _whole("task", request.path_params["task"])
-        rows = await asyncio.to_thread(read, run.rows, task)
+    def _with_task(self, request: Request, read: Callable[[Rows, int], list[Json]]) -> Response:
+        run, task = self._run(request), _whole("task", request.path_params["task"])
+        rows = read(run.rows, task)
         if not rows:
             raise NotFound(f"there is no task {task} in {run.name}")
         return _json({"task": task, "rows": rows})
 
-    async def tasks(self, request: Request) -> Response:
-        run = self._shown.rollout_run(request.path_params["id"])
-        page = await asyncio.to_thread(run.rows.tasks, *_table(request))
-        return _json(page.as_json())
+    def tasks(self, request: Request) -> Response:
+        return _json(self._run(request).rows.tasks(*_table(request)).as_json())
 
-    async def stats(self, request: Request) -> Response:
-        run = self._shown.rollout_run(request.path_params["id"])
-        return _json(await asyncio.to_thread(run.stats.of, request.query_params.get("q", "")))
+    def stats(self, request: Request) -> Response:
+        return _json(self._run(request).stats.of(request.query_params.get("q", "")))
 
-    async def compare(self, request: Request) -> Response:
+    def compare(self, request: Request) -> Response:
         a, b = (self._shown.rollout_run(request.query_params.get(name, "")) for name in ("a", "b"))
-        return _json(await asyncio.to_thread(compare, a.rows, b.rows, *_table(request)))
+        return _json(compare(a.rows, b.rows, *_table(request)))
 
-    async def training(self, request: Request) -> Response:
-        return _json({"runs": await asyncio.to_thread(self._shown.training_as_json)})
+    def training(self, request: Request) -> Response:
+        return _json({"runs": self._shown.training_as_json()})
 
-    async def training_metrics(self, request: Request) -> Response:
-        run = self._shown.training_run(request.path_params["id"])
+    def training_metrics(self, request: Request) -> Response:
         after = request.query_params.get("after", training.BEGINNING)
-        return _json(await asyncio.to_thread(training.metrics, run, after))
+        return _json(training.metrics(self._training_run(request), after))
 
-    async def training_config(self, request: Request) -> Response:
-        run = self._shown.training_run(request.path_params["id"])
-        return _json(await asyncio.to_thread(training.config, run))
+    def training_config(self, request: Request) -> Response:
+        return _json(training.config(self._training_run(request)))
 
-    async def training_samples(self, request: Request) -> Response:
-        run = self._shown.training_run(request.path_params["id"])
-        found = await asyncio.to_thread(training.samples, run)
+    def training_samples(self, request: Request) -> Response:
+        run = self._training_run(request)
         files = {"file": self._shown.id_of(run.rollouts), "held_out": self._shown.id_of(run.held_out)}
-        return _json({**found, **files})
+        return _json({**training.samples(run), **files})
 
 
 async def _static(request: Request) -> Response:
-    return _file(request.path_params.get("name", "index.html"))
-
-
-def _file(name: str) -> Response:
     """One of the files that lie in the folder; a path from the client is never opened."""
+    name = request.path_params.get("name", "index.html")
     found = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in KINDS), None)
     if found is None:
         raise NotFound(f"there is no page file {name!r:.60}")
@@ -236,19 +233,14 @@ def _json(value: Any) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    told = (
-        error
-        if isinstance(error, ServiceError)
-        else ServiceError(str(error), status=400 if isinstance(error, UsageError) else 500)
-    )
-    return _problem(told)
+    if isinstance(error, ServiceError):
+        return _problem(error)
+    return _problem(ServiceError(str(error), status=400 if isinstance(error, UsageError) else 500))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    told.title = HTTPStatus(error.status_code).phrase
-    return _problem(told)
+    return _problem(ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code))
 
 
 async def _bug(request: Request, error: Exception) -> Response:
@@ -258,3 +250,101 @@ async def _bug(request: Request, error: Exception) -> Response:
 def _problem(error: ServiceError) -> Response:
     body = orjson.dumps(error.problem(SERVICE))
     return Response(body, status_code=error.status, media_type="application/problem+json")
+
+
+PORT, TRIED_PORTS = 8770, 30
+BACKLOG = 128
+GRACE_S = 1
+OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
+OTHER_PORT = "choose another --port, or --port 0 for any free one"
+OTHER_HOST = "name an address of this machine with --host, or 0.0.0.0 for all that it has"
+
+
+@dataclass(frozen=True)
+class Door:
+    """An open socket, and what a browser is given to find it. token: None on loopback without NGYM_TOKEN."""
+
+    socket: socket.socket
+    token: str | None
+
+    @property
+    def address(self) -> str:
+        """Without the token."""
+        host, port = self.socket.getsockname()[:2]
+        host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+        return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+    @property
+    def url(self) -> str:
+        """What is opened in a browser."""
+        return f"{self.address}#token={quote(self.token, safe='')}" if self.token else self.address
+
+
+def door(host: str, port: int | None) -> Door:
+    """Listen. Off loopback a token is needed: NGYM_TOKEN, or one that is made.
+
+    Args:
+        port: 0: any free one; None: the usual one, or the next that is free.
+
+    Raises:
+        UsageError: the port is in use, the host does not belong to this machine, or the token could be guessed.
+    """
+    token = token_from(RUN_TOKEN) or (None if is_loopback(host) else new_token())
+    ports = range(PORT, PORT + TRIED_PORTS) if port is None else [port]
+    for number in ports:
+        try:
+            return Door(_listening(host, number), token)
+        except OSError as error:
+            problem = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    remedy = OTHER_PORT if problem.errno in OF_THE_PORT else OTHER_HOST
+    raise UsageError(f"port {ports[0]} on {host}: {problem.strerror or problem}; {remedy}")
+
+
+def serve(shown: Opened, entrance: Door, title: str, ready: Callable[[], None]) -> None:
+    """Until SIGINT or SIGTERM. ready: called when the page can be asked for."""
+    lock = Lock([entrance.token]) if entrance.token else None
+    # A token is not a cookie, so a page of another name has none to send along.
+    hosts = None if lock else frozenset(hosts_of([entrance.address]))
+    app = application(shown, hosts=hosts, lock=lock, title=title)
+    asyncio.run(_served(app, entrance.socket, ready))
+
+
+async def _served(app: ASGIApp, listener: socket.socket, ready: Callable[[], None]) -> None:
+    from ngym.net.connection_limits import Server, server_config
+
+    server = Server(server_config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, setattr, server, "should_exit", True)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.005)
+    ready()
+    await serving
+
+
+def open_browser(url: str) -> None:
+    """If a user sits in front of it."""
+    display = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if display and sys.stdout.isatty():
+        webbrowser.open(url)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError:  # what cannot be a name does not get as far as the resolver
+        raise socket.gaierror(socket.EAI_NONAME, "no host can be called so") from None
+    listener = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # asyncio sets TCP_NODELAY where it sees TCP
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

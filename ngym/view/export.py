@@ -19,10 +19,10 @@ from ngym.errors import NgymError
 from ngym.files.jsonl import BOM, write_whole
 from ngym.schema import Json
 from ngym.view import training
-from ngym.view.compare import compare
-from ngym.view.index_store import row_name, row_seq
-from ngym.view.line_record import NoRollout, whole
+from ngym.view.index import row_name, row_seq
 from ngym.view.runs import Opened, RolloutRun
+from ngym.view.scan import NoRollout, whole
+from ngym.view.stats import compare
 
 ENTRY = "main.js"
 _IMPORT = re.compile(r'import (?:{[^}]*} from )?"\./([\w.-]+)";')
@@ -60,12 +60,8 @@ def bundle(folder: Path, data: bytes, title: str) -> bytes:
     before, _, after = _SCRIPT.sub("\0", page, count=1).partition("\0")
     tail = f'<script type="module">{script}</script>{after}'
     opening = '<script type="application/json" id="ngym-data">'
-    return b"".join([before.encode(), opening.encode(), in_html(data), b"</script>\n", tail.encode()])
-
-
-def in_html(data: bytes) -> bytes:
-    """JSON that cannot end a script element: `<` occurs only in strings, where it may be escaped."""
-    return data.replace(b"<", b"\\u003c")
+    # JSON that cannot end a script element: `<` occurs only in strings, where it may be escaped
+    return b"".join([before.encode(), opening.encode(), data.replace(b"<", b"\\u003c"), b"</script>\n", tail.encode()])
 
 
 def joined(folder: Path) -> str:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.schema import Json
-from ngym.view.index import Index
-from ngym.view.index_store import Extent, row_name
+from ngym.view.index import Extent, Index, row_name
 from ngym.view.query import FROM, MEAN, Query, Search, WrongFilter, order, parse
 
 MOST_ROWS = 1000  # of a page

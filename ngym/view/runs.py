@@ -13,8 +13,7 @@ import orjson
 from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
 from ngym.schema import Json
-from ngym.view.index import Index
-from ngym.view.index_store import Extent, said
+from ngym.view.index import Extent, Index, said
 from ngym.view.rows import Rows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file

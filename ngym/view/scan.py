@@ -6,6 +6,8 @@ A helper reads jobs, one JSON object a line, and answers each with a batch, one 
 from __future__ import annotations
 
 import fcntl
+import json
+import math
 import os
 import subprocess
 import sys
@@ -13,12 +15,287 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple, Self
+from hashlib import blake2b
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Self
 
 import orjson
 
 from ngym.errors import NgymError
-from ngym.view.line_record import FIRST_TEXT, NoRollout, Record, record
+from ngym.files.jsonl import BOM
+from ngym.grading.answers import last_text
+from ngym.schema import Json
+
+SHOWN_CHARS = 160  # of a prompt and of an answer
+FIELD_CHARS = 200  # a longer text is not a field to filter by
+MOST_FIELDS = 40
+OURS = "_ng_train"  # where a trainer says how many batches the weights had learned
+KNOWN = frozenset(
+    {"responses_create_params", "response", "agent_ref", "reward", "reward_components", "ng", "failure", "attempt"}
+)
+SCALARS = frozenset({str, int, float, bool})
+_SEGMENTS = b',"segments":[{"token_ids":['
+# What ends each list of a segment, and whether it is a list of numbers, not of lists.
+_PARTS = ((b'],"mask":[', True), (b'],"logprobs":[', False), (b'],"policy_version":[', True))
+_NEXT = b',{"token_ids":['
+
+
+class NoRollout(Exception):
+    """The line is not a rollout or a failure; the message says why."""
+
+
+class Record(NamedTuple):
+    """One line of a rollout file.
+
+    line: from 0. start, size: its bytes. g: the group that was sampled together, a digest of agent, task id and task index.
+    task_key: the task, a digest of agent and task id (of agent and task index where the row has no id); a task that a
+    training run draws several times has several groups. Both are None for a row with neither.
+
+    From `task_id` on are texts, which are kept apart: they are most of the bytes, and few questions need them.
+    """
+
+    line: int
+    start: int
+    size: int
+    g: int | None
+    task_key: int | None
+    task: int | None
+    rollout: int | None
+    agent: str | None
+    reward: float | None
+    status: str
+    stop_reason: str | None
+    turns: int | None
+    tool_calls: int | None
+    tool_errors: int | None
+    input_tokens: int | None
+    output_tokens: int | None
+    seconds: float | None
+    attempt: int | None
+    policy_version: int | None
+    learned: int | None
+    failure: str | None
+    tokens: int
+    task_id: str | None
+    rollout_id: str | None
+    run_id: str | None
+    prompt: str | None
+    answer: str | None
+    components: str | None
+    fields: str | None
+
+
+FIRST_TEXT = Record._fields.index("task_id")
+
+
+def record(text: bytes, line: int, start: int, size: int) -> Record:
+    """text: the line without its end.
+
+    Raises:
+        NoRollout: it is corrupt, or something else.
+    """
+    row = parsed(text)
+    failure = _object(row, "failure")
+    if not failure and "response" not in row:
+        raise NoRollout("no rollout: it has neither 'response' nor 'failure'")
+    trace, response = _object(row, "ng"), _object(row, "response")
+    usage, output = _object(response, "usage"), _items(response.get("output"))
+    task, task_id = _whole(row.get("_ng_task_index")), _text(trace.get("task_id"))
+    agent = _text(_object(row, "agent_ref").get("name"))
+    reward = None if failure else _number(row.get("reward"))
+    # by position: with names, this line alone would cost a tenth of the whole
+    return Record(
+        line,
+        start,
+        size,
+        _digest(agent, task_id, task),
+        _digest(agent, task_id, None if task_id is not None else task),
+        task,
+        _whole(row.get("_ng_rollout_index")),
+        agent,
+        reward,
+        "failed" if failure else _text(trace.get("status")) or ("unscored" if reward is None else "ok"),
+        _text(trace.get("stop_reason")),
+        _whole(trace.get("turns")),
+        _whole(trace["tool_calls"]) if "tool_calls" in trace else _calls(output, failure),
+        _whole(trace.get("tool_errors")),
+        _whole(usage.get("input_tokens")),
+        _whole(usage.get("output_tokens")),
+        _number(_object(trace, "timings").get("total_s")),
+        _whole(row.get("attempt") if failure else trace.get("attempt")),
+        _largest(trace.get("policy_version")),
+        _whole(_object(row, OURS).get("oldest")),
+        _text(failure.get("class")) or "unknown" if failure else None,
+        int(bool(trace.get("segments"))),
+        task_id,
+        _text(trace.get("rollout_id")),
+        _text(trace.get("run_id")),
+        _prompt(_object(row, "responses_create_params").get("input")),
+        _text(failure.get("message")) if failure else _answer(output),
+        _dumped(_components(row, trace)),
+        _dumped(_fields(row)),
+    )
+
+
+def parsed(text: bytes) -> Json:
+    """The line as an object; of its token segments only that there are some, because they are most of its bytes.
+
+    Raises:
+        NoRollout: it is not a JSON object.
+    """
+    return whole(without_segments(text.removeprefix(BOM)))
+
+
+def whole(text: bytes) -> Json:
+    """The line as an object.
+
+    Raises:
+        NoRollout: it is not a JSON object.
+    """
+    try:
+        row = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        row = _leniently(text)
+    if not isinstance(row, dict):
+        raise NoRollout(f"not a JSON object but {type(row).__name__}")
+    return row
+
+
+def without_segments(text: bytes) -> bytes:
+    """Each list of segments as the collector writes them becomes `[0]`. In a JSON string the quotes would be escaped."""
+    place = text.find(_SEGMENTS)
+    if place < 0:
+        return text
+    kept, done = [], 0
+    while place >= 0:
+        end = _segments_end(text, place + len(_SEGMENTS))
+        if end is None:
+            return text
+        kept += [text[done : place + len(b',"segments":[')], b"0]"]
+        done = end
+        place = text.find(_SEGMENTS, end)
+    return b"".join([*kept, text[done:]])
+
+
+def _segments_end(text: bytes, place: int) -> int | None:
+    """Where the list that holds this segment ends. place: its first token id. None: it is not as the collector writes it."""
+    while True:
+        start = place
+        for part, is_flat in _PARTS:
+            place = text.find(b"]" if is_flat else part, place)  # one byte is found ten times as fast as several
+            if place < 0 or not text.startswith(part, place):
+                return None
+            place += len(part)
+        end = text.find(b"}", place)
+        # A check at the speed of a copy: rejects strings and the remains of a crash; digits are not checked
+        if end < 0 or not (text.find(b"\0", start, end) < 0 and text.count(b'"', start, end) == 2 * len(_PARTS)):
+            return None
+        if text.startswith(b"]", end + 1):
+            return end + 2
+        if not text.startswith(_NEXT, end + 1):
+            return None
+        place = end + 1 + len(_NEXT)
+
+
+def _leniently(text: bytes) -> Any:
+    """JSON with half of a surrogate pair in it, which other programs write; NoRollout for a text that is not JSON."""
+    try:
+        row = json.loads(text, parse_constant=_no_constant)
+        return orjson.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise NoRollout(f"not JSON: {error}"[:FIELD_CHARS]) from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _object(row: Json, name: str) -> Json:
+    value = row.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise NoRollout(f"no rollout: {name!r} must be an object, not {type(value).__name__}")
+    return value
+
+
+def _items(output: Any) -> list[Json]:
+    items = _list(output)
+    for item in items:
+        if not isinstance(item, dict):
+            raise NoRollout("no rollout: the response's 'output' must be a list of objects")
+    return items
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str | None:
+    return value[:FIELD_CHARS] if isinstance(value, str) else None
+
+
+def _whole(value: Any) -> int | None:
+    """As far as a browser's numbers are exact."""
+    return value if type(value) is int and abs(value) < 1 << 53 else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _largest(versions: Any) -> int | None:
+    return max([version for version in _list(versions) if _whole(version) is not None], default=None)
+
+
+def _calls(output: list[Json], failure: Json) -> int | None:
+    return None if failure else sum(item.get("type") == "function_call" for item in output)
+
+
+def _digest(agent: str | None, task_id: str | None, task: int | None) -> int | None:
+    if task_id is None and task is None:
+        return None
+    key = f"{agent}\0{task_id}\0{task}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big", signed=True)
+
+
+def _prompt(given: Any) -> str | None:
+    """The beginning of the last user message."""
+    if isinstance(given, str):
+        return given.strip()[:SHOWN_CHARS] or None
+    for item in reversed(_list(given)):
+        if isinstance(item, dict) and item.get("role") == "user":
+            content = item.get("content")
+            if not isinstance(content, str):
+                parts = (part.get("text") for part in _list(content) if isinstance(part, dict))
+                content = "".join(part for part in parts if isinstance(part, str))
+            return content.strip()[:SHOWN_CHARS] or None
+    return None
+
+
+def _answer(output: list[Json]) -> str | None:
+    """The end of the last assistant message."""
+    try:
+        text = last_text({"output": output})
+    except (AttributeError, TypeError):
+        raise NoRollout("no rollout: the content of its last message has an unknown format") from None
+    return text.strip()[-SHOWN_CHARS:] or None
+
+
+def _components(row: Json, trace: Json) -> Json:
+    parts = _object(trace, "reward_components") or _object(row, "reward_components")
+    return {name: _number(value) for name, value in parts.items()}
+
+
+def _fields(row: Json) -> Json:
+    """What else the row says in a scalar each."""
+    names = [name for name, value in row.items() if type(value) in SCALARS and name not in KNOWN and name[:4] != "_ng_"]
+    fields = {name: row[name] for name in names[:MOST_FIELDS] if '"' not in name}
+    return {name: value for name, value in fields.items() if type(value) is not str or len(value) <= FIELD_CHARS}
+
+
+def _dumped(value: Json) -> str | None:
+    return orjson.dumps(value).decode() if value else None
+
 
 MOST_LINE_BYTES = 256 << 20
 REPORTED = 20  # bad lines of a batch that are named

@@ -20,7 +20,7 @@ import orjson
 from ngym.errors import UsageError
 from ngym.plot.runs import ELAPSED, METRICS, RECIPE, STEP, metrics_file, read_recipe
 from ngym.schema import Json
-from ngym.view.index_store import said
+from ngym.view.index import said
 
 ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
 READ = (METRICS, RECIPE, ROLLOUTS, HELD_OUT)  # of a run's folder
@@ -171,7 +171,8 @@ def _thinned(run: TrainingRun) -> Json:
     lines = run.metrics.read_bytes()
     entries = list(_entries(lines[: lines.rfind(b"\n") + 1]))
     every = math.ceil(len(entries) / PACKED_ENTRIES) or 1
-    kept = [entry for place, entry in enumerate(entries) if place % every == 0 or _is_evaluation(entry)]
+    evaluation = ("eval/", "val/")
+    kept = [e for place, e in enumerate(entries) if place % every == 0 or any(n.startswith(evaluation) for n in e)]
     return {"next": BEGINNING, "more": False, "reset": False, **_columns(kept)}
 
 
@@ -230,10 +231,6 @@ def _is_growing(run: TrainingRun, tail: _Tail) -> bool:
     times = [entry[ELAPSED] for entry in tail.entries if isinstance(entry.get(ELAPSED), int | float)]
     longest = max((later - earlier for earlier, later in pairwise(times[-10:])), default=0.0)
     return time.time() - tail.written < max(WAITED_S, WAITED_STEPS * longest)
-
-
-def _is_evaluation(entry: Json) -> bool:
-    return any(name.startswith(("eval/", "val/")) for name in entry)
 
 
 def _place(cursor: str) -> int:

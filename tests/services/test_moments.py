@@ -34,7 +34,7 @@ from ngym.peers import Peers
 from ngym.remote.pace import Pace
 from ngym.sandbox import LocalSandbox, confinement
 from ngym.schema import IDEMPOTENCY_HEADER
-from ngym.supervise.logs import ServiceLog
+from ngym.supervise.service import ServiceLog
 from ngym.workers import WorkerPool
 
 CAPTURED = {
@@ -233,7 +233,7 @@ async def test_who_waits_in_line_is_told_of_a_pause_that_is_too_long() -> None:
 async def test_a_log_that_could_not_be_rotated_once_is_written_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ngym.supervise.logs.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("ngym.supervise.service.MAX_FILE_BYTES", 1000)
     log = ServiceLog(tmp_path / "one.log", lambda text: None, lambda line: line)
     (tmp_path / "one.log.new").mkdir()  # nothing can be opened there
     fd = log.open()

@@ -20,10 +20,10 @@ from paths import ROOT
 from shipped import says, serving
 
 from ngym.cli.rollouts.prepare import main
-from ngym.config.environment_card import facts_in
 from ngym.errors import ConfigError, UsageError
 from ngym.files.jsonl import checked
 from ngym.prepare import DownloadFailed, Unfit, accepted, converted, distinct, fetch, find_sets, joined, records
+from ngym.validation import facts_in
 
 SETS = find_sets([ROOT])
 

@@ -20,8 +20,7 @@ from ngym.net import request_context
 from ngym.net.load_balancer import RetryBudget
 from ngym.remote import ContextOverflow, RemoteOptions, Unanswered, Upstream
 from ngym.remote.pace import Caps, Used, UsedUp
-from ngym.remote.problems import MAX_WAIT_S, wait_s
-from ngym.remote.upstream import EventData
+from ngym.remote.upstream import MAX_WAIT_S, EventData, wait_s
 from ngym.services import ServiceOptions
 
 Json = dict[str, Any]

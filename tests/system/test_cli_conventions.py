@@ -27,7 +27,7 @@ from click.testing import CliRunner, Result
 from machine import PATIENCE_S, wait_until
 
 from ngym.cli.init import _write, project
-from ngym.cli.shell import exit_status
+from ngym.cli.shell import main as shell
 from ngym.cli.shell.main import COMMANDS, GROUPS, OWN, command, context_settings
 from ngym.cli.shell.main import main as ng
 from ngym.errors import NgymError, UsageError
@@ -395,7 +395,7 @@ def test_a_step_of_a_walk_hears_of_what_the_walk_alone_was_told(
 def test_the_documented_exit_codes_are_the_ones_there_are(root: Path) -> None:
     table = re.findall(r"^\| ([\d, ]+) \|", (root / "docs" / "commands.md").read_text(), re.MULTILINE)
     documented = {int(code) for row in table for code in row.split(",")}
-    ours = {value for name, value in vars(exit_status).items() if name.startswith("EXIT_")}
+    ours = {value for name, value in vars(shell).items() if name.startswith("EXIT_")}
     assert documented - ours == {128 + signal.SIGHUP, 128 + signal.SIGTERM} and ours < documented
 
 

@@ -32,8 +32,7 @@ from ngym.collect.files import Progress
 from ngym.runtime.live_region import Screen, Size, captured, is_live, sparkline
 from ngym.schema import Json
 from ngym.supervise.display import Board, Traffic
-from ngym.supervise.logs import ServiceLog
-from ngym.supervise.service import State
+from ngym.supervise.service import ServiceLog, State
 
 ESCAPE = "\x1b"
 HOSTILE = "\x1b[2J\x1b]0;title\x07gone\rover"

@@ -18,13 +18,13 @@ from documents import ROOT, Snippet, inline_commands, pages, readmes, snippets
 from pydantic import create_model
 
 from ngym.cli import quickstart
-from ngym.config.environment_card import facts_in
 from ngym.config.service_config import SETTINGS_KEY, load_config
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError, NgymError
 from ngym.schema import Segment, Trace
 from ngym.services.base.app import load
 from ngym.services.base.options import parse_options
+from ngym.validation import facts_in
 
 ALL = [snippet for page in [*pages(), *readmes()] for snippet in snippets(page)]
 PAGES = [page for page in [*pages(), *readmes()] if any(snippet.page == page for snippet in ALL)]

@@ -13,9 +13,8 @@ from house import house
 from ngym import VerifyRequest, gym_server
 from ngym.cli.init import project
 from ngym.cli.list import main
-from ngym.config.environment_card import facts_in, readme_of
 from ngym.errors import ConfigError
-from ngym.validation import Environment, described
+from ngym.validation import Environment, described, facts_in, readme_of
 
 FACTS = "---\ndescription: Says a word.\ndomain: other\nkind: single_turn\nlicense: MIT\n---\n# words\n"
 

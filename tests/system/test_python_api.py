@@ -26,11 +26,10 @@ from stub_agents import head, scored, task, text_item
 
 import ngym
 import ngym.notebook
-from ngym.notebook.background import Background
 from ngym.notebook.frames import library
 from ngym.notebook.progress import BelowTheCell
 from ngym.notebook.rollouts import FileRows
-from ngym.notebook.services import RunningServices
+from ngym.notebook.services import Background, RunningServices
 from ngym.schema import Json
 
 LONGEST = '''

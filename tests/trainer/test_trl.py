@@ -25,8 +25,7 @@ from ngym import Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, Unreachable, UsageError
 from ngym.peers import ToolErrors
 from ngym.services.gym.step_server import Step, step_server
-from ngym.tool_signatures import docstring_of, parameters_of
-from ngym.trl import TrlGym
+from ngym.trl import TrlGym, docstring_of, parameters_of
 
 Serve = Callable[[FastAPI], AbstractContextManager[TrlGym]]
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minded import tokenizer
 
-from ngym.dialogue import Template, turn_ends
-from ngym.dialogue.dialogue import Detokenizer, Piece, Spoken, Stops
+from ngym.dialogue import Detokenizer, Piece, Spoken, Stops, Template, turn_ends
 from ngym.errors import BadRequest
 from ngym.schema import TOKEN_FIELDS
 from ngym.services.models.token_capture import take_seen

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym import VerifyRequest, gym_server
 from ngym.cli.rollouts.export import main
+from ngym.export.choose import Reason, Tally
 from ngym.export.options import FORMATS, Options
 from ngym.export.run import export
-from ngym.export.tally import Reason, Tally
 from ngym.services.base.app import load
 
 Row = dict[str, Any]

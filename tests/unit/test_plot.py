@@ -16,8 +16,7 @@ from click.testing import CliRunner, Result
 
 from ngym.cli.plot import main
 from ngym.errors import UsageError
-from ngym.plot.curves import asked, smoothed, telling, together, told
-from ngym.plot.picture import Line, Panel, as_text, picture, write_picture
+from ngym.plot.picture import Line, Panel, as_text, asked, picture, smoothed, telling, together, told, write_picture
 from ngym.plot.runs import History, Run, Series, by_seed, distinct, read_history
 
 PNG = b"\x89PNG"

@@ -23,8 +23,7 @@ from viewing import failure, rollout, segment, write
 
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog
-from ngym.view.index import Index
-from ngym.view.index_store import Store, extent_of, row_seq
+from ngym.view.index import Index, Store, extent_of, row_seq
 from ngym.view.rows import Rows
 from ngym.view.scan import Job, scan
 

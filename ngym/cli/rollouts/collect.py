@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ngym.cli.shell.completion_names import services
-from ngym.cli.shell.main import Choice, Command, command
+from ngym.cli.shell.main import Choice, Command, command, config_files, count
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
 
@@ -50,13 +50,9 @@ class CollectCommand(Command):
 )
 @click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N tasks.")
-@click.option(
-    "--repeats", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Rollouts of each task."
-)
-@click.option(
-    "--concurrency", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rollouts in flight."
-)
+@count("--limit", "Only the first N tasks.")
+@count("--repeats", "Rollouts of each task.", 1)
+@count("--concurrency", "Rollouts in flight.", 64)
 @click.option("--resume", is_flag=True, help="Continue a run that was stopped.")
 @click.option(
     "--overwrite",
@@ -64,7 +60,7 @@ class CollectCommand(Command):
     help="Replace --output when the first new row is written; the old file is kept as FILE.old.",
 )
 @click.option("--temperature", type=click.FloatRange(0), metavar="T", help="Overrides the value of every row.")
-@click.option("--max-output-tokens", type=click.IntRange(1), metavar="N", help="Overrides the value of every row.")
+@count("--max-output-tokens", "Overrides the value of every row.")
 @click.option(
     "--set",
     "settings",
@@ -84,18 +80,8 @@ class CollectCommand(Command):
     "--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, metavar="SECONDS",
     help="Limit of each attempt.",
 )  # fmt: skip
-@click.option(
-    "--max-attempts", type=click.IntRange(1), default=3, show_default=True, metavar="N",
-    help="Attempts per rollout, for failures that a retry can fix.",
-)  # fmt: skip
-@click.option(
-    "--config",
-    "configs",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help="Start the services of this config, and stop them at the end; repeat it.",
-)
+@count("--max-attempts", "Attempts per rollout, for failures that a retry can fix.", 3)
+@config_files("Start the services of this config, and stop them at the end; repeat it.")
 @click.option(
     "--head", metavar="URL", help="The run to use, such as http://127.0.0.1:11000.  [default: the run in this folder]"
 )
@@ -143,7 +129,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     result: list[str] = []
     for argument in arguments:
         match = FLAG.fullmatch(argument)
-        if match and (match["plus"] or _root(match["key"]) in (*SAME, *SPECIAL, *NOT_NEEDED)):
+        if match and (match["plus"] or match["key"].partition(".")[0] in (*SAME, *SPECIAL, *NOT_NEEDED)):
             result += _ours(match["key"], match["value"])
         else:
             result.append(argument)
@@ -158,15 +144,11 @@ def hint(arguments: Sequence[str]) -> str | None:
     )
 
 
-def _root(key: str) -> str:
-    return key.partition(".")[0]
-
-
 def _ours(key: str, text: str) -> list[str]:
     value = _value(key, text)
     if key in SAME:
         return [] if value is None else [SAME[key], text if isinstance(value, str) else str(value)]
-    if _root(key) == PARAMS:
+    if key.partition(".")[0] == PARAMS:
         return list(_params(key, value))
     if key == "config_paths":
         paths = value if isinstance(value, list) else [value]

@@ -14,7 +14,7 @@ from typing import TextIO
 import click
 import orjson
 
-from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
 from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
 from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned

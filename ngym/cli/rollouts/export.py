@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED
-from ngym.cli.shell.main import Choice, command
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, Choice, command, count
 from ngym.export.options import FORMATS, STRATEGIES, Options
 
 EXIT_CODES = """\
@@ -38,7 +37,7 @@ FILE = click.Path(path_type=Path)
     metavar="REWARD",
     help="Lowest reward of a kept rollout.  [default: 1; preferences, rollouts: any]",
 )
-@click.option("--best", type=click.IntRange(1), metavar="N", help="The N best rollouts of each task.")
+@count("--best", "The N best rollouts of each task.")
 @click.option(
     "--pairs",
     type=Choice(STRATEGIES),
@@ -47,13 +46,11 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--margin", type=click.FloatRange(0), metavar="REWARD", help="Least difference of a pair's rewards.  [default: any]"
 )
-@click.option(
-    "--max-pairs", type=click.IntRange(1), metavar="N", help="Pairs of each task.  [default: best-worst 1, else all]"
-)
+@count("--max-pairs", "Pairs of each task.  [default: best-worst 1, else all]")
 @click.option("--dedupe", is_flag=True, help="Keep only one copy of each conversation.")
 @click.option("--keep-reasoning/--drop-reasoning", default=True, help="The model's reasoning.  [default: keep]")
 @click.option("--keep-truncated", is_flag=True, help="Also keep rollouts that the step limit stopped.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows, drawn at random.")
+@count("--limit", "At most N rows, drawn at random.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="For ties and for --limit.")
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.option("--dry-run", is_flag=True, help="Show the numbers and the first row, and write nothing.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import orjson
 
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, config_files, count
 from ngym.config.shipped_files import shipped
 from ngym.errors import NgymError, UsageError
 from ngym.runtime.live_region import aligned
@@ -43,16 +43,13 @@ def _names(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[s
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="DIR", help="The output folder.  [default: data/NAME]"
 )
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N rows of each split.")
+@count("--limit", "At most N rows of each split.")
 @click.option(
     "--revision",
     metavar="REV",
     help="A commit (40 hex digits) instead of the pinned one; its files have no known sha256.",
 )
-@click.option(
-    "--config", "configs", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-    help="A config with the environment.  [default: global_config.yaml if it exists, else the shipped one]",
-)  # fmt: skip
+@config_files("A config with the environment.  [default: global_config.yaml if it exists, else the shipped one]")
 @click.option(
     "--cache", type=click.Path(path_type=Path), default=Path(".ngym/downloads"), show_default=True, metavar="DIR",
     help="The folder of downloads; a file that is there is not fetched again.",

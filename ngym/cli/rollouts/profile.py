@@ -16,7 +16,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 if TYPE_CHECKING:
-    from ngym.stats.task_difficulty import Task
+    from ngym.stats.score_summary import Task
 
 FILE = click.Path(path_type=Path)
 BARS = 10
@@ -56,7 +56,7 @@ def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path 
               ng_profile out.jsonl --json
     """
     from ngym.files.jsonl import write_whole
-    from ngym.stats.task_difficulty import profile
+    from ngym.stats.score_summary import profile
 
     tasks = profile((row for source in sources for row in _rows(source)), by)
     if not tasks:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 import orjson
 
-from ngym.cli.shell.exit_status import EXIT_DONE, EXIT_FAILED, writing
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, command, config_files, count, writing
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.runtime.live_region import harmless
@@ -37,20 +36,9 @@ FILE = click.Path(path_type=Path)
 @command("ng_reverify", epilog=EXIT_CODES)
 @click.option("--input", "source", type=FILE, required=True, metavar="FILE", help="Rollouts, JSONL.")
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="The same rollouts with their new rewards.")
-@click.option(
-    "--config",
-    "configs",
-    type=FILE,
-    multiple=True,
-    default=["global_config.yaml"],
-    show_default=True,
-    metavar="FILE",
-    help="The config with the gym servers, which are started and stopped here.",
-)
+@config_files("The config with the gym servers, which are started and stopped here.", "global_config.yaml")
 @click.option("--models", is_flag=True, help="Also start the models that gym servers ask, such as a judge.")
-@click.option(
-    "--concurrency", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Verifications at once."
-)
+@count("--concurrency", "Verifications at once.", 64)
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.option("--dry-run", is_flag=True, help="Check the input, show what would be started, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")

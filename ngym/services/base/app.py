@@ -259,7 +259,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = cut(request.url.path, MOST_NAME)
     told = ServiceError(f"{request.method} {path}: {error.detail}{_instead(request, error)}", status=error.status_code)
-    told.title = HTTPStatus(error.status_code).phrase
     response = _problem(request, told)
     response.headers.update(error.headers or {})  # the allowed methods
     return response

@@ -20,12 +20,11 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
-from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
+from ngym.net.connection_limits import Server, server_config
 from ngym.net.tls import trust
 from ngym.peers import Peers
 from ngym.runtime import event_loop
@@ -205,21 +204,14 @@ async def serve_app(
     else:
         urls = chain([context.peers.head_url or ""], *context.peers.urls.values())
         app = Guarded(app, Visitors(hosts_of(urls)), context.name)
-    config = uvicorn.Config(
+    config = server_config(
         app,
-        loop="none",
-        http=Connection,
-        ws="none",
         lifespan=lifespan,
-        limit_concurrency=room(),
         log_config=None,
-        access_log=False,
-        timeout_keep_alive=KEEPALIVE_S,
         timeout_graceful_shutdown=int(GRACE_S),
         backlog=BACKLOG,
         ssl_certfile=context.tls["certificate"] if context.tls else None,
         ssl_keyfile=context.tls["key"] if context.tls else None,
-        server_header=False,
         proxy_headers=False,  # there is no proxy between our services
         date_header=False,
     )

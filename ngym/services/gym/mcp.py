@@ -82,7 +82,11 @@ class McpRoute:
             )  # nothing to stream, and /verify ends it
             return
         try:
-            _check_origin(request)
+            # refuse pages of other hosts: a page elsewhere must not drive a server that its reader's browser can
+            # reach
+            origin = request.headers.get("origin")
+            if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
+                raise ServiceError(f"a page of {origin} may not call this server", status=403)
             body = await request.body()
             method = await off_loop(request, _method, body)
             session = _session(request, method)
@@ -115,13 +119,6 @@ class McpRoute:
         self._serving = asyncio.create_task(serve())
         await ready.wait()
         return manager
-
-
-def _check_origin(request: Request) -> None:
-    """Refuse pages of other hosts: a page elsewhere must not drive a server that its reader's browser can reach."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname not in LOOPBACK:
-        raise ServiceError(f"a page of {origin} may not call this server", status=403)
 
 
 def _method(body: bytes) -> str | None:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from statistics import fmean, median, stdev
 from typing import Annotated, Any
@@ -46,6 +47,7 @@ MOST_ROWS = 100_000
 MOST_OWN = 1000  # limit of an author's metrics
 ComputeMetrics = Callable[[list[Json]], Mapping[str, float | None]]
 EMPTY_RESPONSE: Json = {"output": []}
+ANY: Json = {"type": "object"}
 NEVER_SEEDED = (
     "this rollout's state is not here: POST /seed_session begins its session, and every further call sends the "
     "X-NG-Session header or the cookie of the last answer"
@@ -276,36 +278,17 @@ def gym_server(
         return JsonResponse({"compute_metrics": compute_metrics is not None})
 
     task = app.state.verifier.body
-    add_route(
-        app,
-        "POST",
-        "/seed_session",
-        seed_session,
-        summary="Start a rollout's session",
-        body=_row_schema(task),
-        most_bytes=ROW_BYTES,
-    )
-    add_route(
-        app,
-        "POST",
-        "/verify",
-        repeats.once(verify_route),
-        summary="Score a rollout",
-        body=task.model_json_schema(),
-        most_bytes=ROW_BYTES,
+    whole = task.model_json_schema()
+    unscored = {**whole, "required": [name for name in whole.get("required", []) if name != "response"]}
+    post = partial(add_route, app, "POST")
+    post("/seed_session", seed_session, summary="Start a rollout's session", body=unscored, most_bytes=ROW_BYTES)
+    post("/verify", repeats.once(verify_route), summary="Score a rollout", body=whole, most_bytes=ROW_BYTES)
+    post(
+        "/aggregate_metrics", aggregate_route, summary="Metrics over verify responses", body=ANY, most_bytes=BULK_BYTES
     )
     add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
     add_route(app, "DELETE", "/session", end_session, summary="End a session")
     add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether the author defined metrics")
-    add_route(
-        app,
-        "POST",
-        "/aggregate_metrics",
-        aggregate_route,
-        summary="Metrics over verify responses",
-        body={"type": "object"},
-        most_bytes=BULK_BYTES,
-    )
     if verify_group is not None:
         _add_group_route(app, inspected(verify_group, VerifyGroup))
     for tool in tools:
@@ -322,16 +305,8 @@ def _add_group_route(app: FastAPI, author: Author) -> None:
                 raise ServiceError(f"verify_group returned {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
             return JsonResponse({"rollouts": [_reward_fields(outcome) for outcome in outcomes]})
 
-    schema = author.body.model_json_schema()
-    add_route(
-        app,
-        "POST",
-        ROUTE,
-        group_route,
-        summary="Score the rollouts of a task by comparing them",
-        body=schema,
-        most_bytes=BULK_BYTES,
-    )
+    schema, summary = author.body.model_json_schema(), "Score the rollouts of a task by comparing them"
+    add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, most_bytes=BULK_BYTES)
 
 
 def _reward_fields(outcome: Any) -> Json:
@@ -381,12 +356,6 @@ def _finite(value: Any, what: str) -> float | None:
             f"verify returned {value!r} as {what}; it must be a finite number or None", failure="verify_error"
         )
     return float(value)
-
-
-def _row_schema(model: type[BaseModel]) -> Json:
-    schema = model.model_json_schema()
-    schema["required"] = [name for name in schema.get("required", []) if name != "response"]
-    return schema
 
 
 def _row_name(row: Json) -> str:

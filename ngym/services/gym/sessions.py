@@ -1,7 +1,7 @@
 """Sessions: the state of one rollout in one gym server, with opaque ids, bounds and an end.
 
-A call with an idempotency key runs once: a repetition gets the first answer. It continues when its caller hangs up, so that the caller can fetch the answer later. It ends at its
-deadline or when its session is deleted.
+A call with an idempotency key runs once: a repetition gets the first answer. It continues when its caller hangs up, so
+that the caller can fetch the answer later. It ends at its deadline or when its session is deleted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ OVERHEAD_BYTES = 3 << 10  # of one answer, in addition to its body
 MAX_KEY_CHARS = 128
 NOT_DONE = (429, 503)  # these answers mean that nothing was done: a repetition counts as a first attempt
 Call = tuple[str, str, str]
+"""Session, path and key."""
 
 
 class Session(dict[str, Any]):
@@ -214,9 +215,6 @@ def _headers(session_id: str) -> dict[str, str]:
         REPEATABLE_HEADER: str(REPEATABLE_S),
         "set-cookie": f"{SESSION_COOKIE}={session_id}; HttpOnly; Path=/; SameSite=strict",
     }
-
-
-"""Session, path and key."""
 
 
 class Repeats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -18,7 +19,7 @@ from ngym.services.base.app import JsonResponse, Lifespan, add_route
 from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
-from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, VerifyRequest, gym_server
+from ngym.services.gym.server import ANY, EMPTY_RESPONSE, ComputeMetrics, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
 
@@ -96,18 +97,9 @@ def step_server(
 
     app.state.callable["say"] = of_function(say)  # only over MCP: agents take steps
     schema, once = task.model_json_schema(), app.state.repeats.once
-    add_route(
-        app,
-        "POST",
-        "/reset",
-        once(reset_route),
-        summary="Begin an episode",
-        body={"type": "object"},
-        most_bytes=ROW_BYTES,
-    )
-    add_route(
-        app, "POST", "/step", once(step_route), summary="One turn of the model", body=schema, most_bytes=ROW_BYTES
-    )
+    post = partial(add_route, app, "POST", most_bytes=ROW_BYTES)
+    post("/reset", once(reset_route), summary="Begin an episode", body=ANY)
+    post("/step", once(step_route), summary="One turn of the model", body=schema)
     return app
 
 

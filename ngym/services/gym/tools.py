@@ -95,17 +95,10 @@ class Author(NamedTuple):
 
 def offer(app: FastAPI, tool: Tool) -> None:
     """Add a tool to a gym server: in GET /tools, at POST /<its name> and over MCP."""
-    name = tool.described["name"]
+    name, schema = tool.described["name"], tool.described["parameters"]
     app.state.tools.append(tool.described)
     app.state.callable[name] = tool
-    add_route(
-        app,
-        "POST",
-        f"/{name}",
-        app.state.repeats.once(_route(tool, app)),
-        summary=f"Tool {name}",
-        body=tool.described["parameters"],
-    )
+    add_route(app, "POST", f"/{name}", app.state.repeats.once(_route(tool, app)), summary=f"Tool {name}", body=schema)
 
 
 def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:

@@ -3,8 +3,9 @@
 body -> checked -> (conversation of previous_response_id) -> native request -> seen ids -> respond or stream ->
 captured, stored -> the client's API
 
-Stored answers serve `previous_response_id`. An answer refers to the one it continues, so a conversation is stored once, however long it grows. The least recently
-used answer is dropped first; answers that continue a dropped one are dropped with it.
+Stored answers serve `previous_response_id`. An answer refers to the one it continues, so a conversation is stored once,
+however long it grows. The least recently used answer is dropped first; answers that continue a dropped one are dropped
+with it.
 """
 
 from __future__ import annotations

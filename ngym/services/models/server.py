@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -110,20 +111,11 @@ def model_server(
     store = app.state.store = ResponseStore()
     admission = Admission(app.state.registry)
     answering = Answering(app.state, captures, store, admission, BackEnd(respond, stream, api))
+    call = partial(add_route, app, "POST", answers=[JsonResponse.media_type, MEDIA_TYPE], most_bytes=ROW_BYTES)
     for prefix in ("", "/rollouts/{rollout_id}"):
         for tongue in tongues(api):
-            handler = answering.handler(tongue)
-            asked, path = _BODIES[tongue.name], prefix + tongue.path
-            add_route(
-                app,
-                "POST",
-                path,
-                handler,
-                summary=tongue.title,
-                body=asked,
-                answers=[JsonResponse.media_type, MEDIA_TYPE],
-                most_bytes=ROW_BYTES,
-            )
+            path, body = prefix + tongue.path, _BODIES[tongue.name]
+            call(path, answering.handler(tongue), summary=tongue.title, body=body)
         add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name")
         add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
         stored = f"{prefix}/v1/responses/{{response_id}}"
