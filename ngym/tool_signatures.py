@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from inspect import Parameter
 from types import GenericAlias
 from typing import Any, Literal, Union
@@ -33,6 +34,41 @@ def docstring_of(tool: Json) -> str:
     lines = [_one_line(tool.get("description") or tool["name"])]
     described = [f"    {name}: {_described(name, field)}" for name, field in _schema(tool)["properties"].items()]
     return "\n".join([*lines, "", "Args:", *described] if described else lines)
+
+
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Yields|Raises|Examples?|Notes?):\s*$")
+_ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^()]*\))?:\s*(.*)")
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """A docstring's description, and the description of each parameter of its Google-style `Args:`.
+
+    The description has no `Args:`, `Returns:` and `Raises:` sections: those are for readers of the code.
+
+    Args:
+        text: without the common indentation (`inspect.getdoc`).
+    """
+    described: dict[str, str] = {}
+    kept: list[str] = []
+    section, name, indent = "", "", None
+    for line in text.splitlines():
+        begun = _SECTION.match(line)
+        if begun:
+            section, name, indent = begun[1], "", None
+        elif line.strip() and not line.startswith((" ", "\t")):
+            section = ""
+        if section in ("Args", "Arguments", "Parameters") and not begun and line.strip():
+            depth = len(line) - len(line.lstrip())
+            indent = depth if indent is None else indent
+            argument = _ARGUMENT.match(line.strip()) if depth <= indent else None
+            if argument:
+                name = argument[1]
+                described[name] = argument[2]
+            elif name:
+                described[name] = f"{described[name]} {line.strip()}".strip()
+        elif section in ("", "Example", "Examples", "Note", "Notes"):
+            kept.append(line)
+    return "\n".join(kept).strip(), described
 
 
 def _schema(tool: Json) -> Json:

@@ -6,14 +6,16 @@ import copy
 import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_origin, get_type_hints
+from warnings import catch_warnings, simplefilter
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from fastapi.params import Depends
+from pydantic import BaseModel, Field, PydanticUserError, create_model
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, ServiceError, ToolError, UpstreamError, boundary, place
+from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, UpstreamError, boundary, place
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
@@ -21,6 +23,7 @@ from ngym.services.base.dispatch import execute_tool
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import CALL_WEIGHT, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of
+from ngym.tool_signatures import read_docstring
 
 RESERVED = frozenset(
     [
@@ -71,12 +74,20 @@ class Tool(NamedTuple):
             return answer
 
 
+class SignatureError(ConfigError, TypeError):
+    """A function of the author's that cannot be called: `app.py:12: look: what is wrong`."""
+
+
 class Author(NamedTuple):
-    """A function of the author's, and the source of each of its parameters."""
+    """A function of the author's, and the source of each of its parameters.
+
+    body_name: the parameter that gets the body; None: each field of the body is a parameter.
+    """
 
     call: Callable[..., Any]
     body: type[BaseModel]
-    body_name: str
+    body_name: str | None
+    description: str
     session: str | None
     options: str | None
     peers: str | None
@@ -84,7 +95,7 @@ class Author(NamedTuple):
 
     async def run(self, body: BaseModel, session: Session, request: Request) -> Any:
         context = context_of(request)
-        given: dict[str, Any] = {self.body_name: body}
+        given: dict[str, Any] = {self.body_name: body} if self.body_name else dict(body)
         for name, value in ((self.session, session), (self.options, context.options), (self.peers, context.peers)):
             if name:
                 given[name] = value
@@ -153,9 +164,9 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
 
 
 def of_function(function: Callable[..., Any]) -> Tool:
-    """A tool from a function of the author's. TypeError if it cannot be a tool."""
+    """A tool from a function of the author's. SignatureError if it cannot be a tool."""
     name = _tool_name(function)
-    author = inspected(function, BaseModel)
+    author = inspected(function, BaseModel, fields=True)
 
     async def call(arguments: Json, session: Session, request: Request) -> Response:
         try:
@@ -176,58 +187,155 @@ def _written(result: Any, author: Author, name: str) -> Response:
     except BadRequest as error:  # nested too deeply
         raise ToolError(f"{name}: {error.detail}") from None
     except Exception as error:
-        code = getattr(inspect.unwrap(author.call), "__code__", None)
-        where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        where = f" ({line})" if (line := _line_of(author.call)) else ""
         raise ServiceError(f"{name} returned a value that is not JSON: {error}{where}", failure="tool_error") from error
 
 
-def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:
-    """Which parameters are the body, the session, the options and the peers, by their annotations."""
-    name = getattr(function, "__name__", repr(function))
-    hints = get_type_hints(function)
-    hints.pop("return", None)
-    found: dict[str, str] = {}
-    body: tuple[str, type[BaseModel]] | None = None
-    for parameter in inspect.signature(function).parameters:
-        kind = hints.get(parameter)
-        if not isinstance(kind, type):
-            raise TypeError(
-                f"{name}: parameter {parameter!r} needs a type: a pydantic model, Session, ServiceOptions or Peers"
-            )
+def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> Author:
+    """Which parameters are the body, the session, the options and the peers, by their annotations.
+
+    Args:
+        fields: the other parameters may be the fields of the body, instead of one `base` that is all of it.
+
+    Raises:
+        SignatureError: a parameter has no type or cannot be filled.
+    """
+    hints = _hints(function)
+    services: dict[str, str] = {}
+    others: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        _check_parameter(function, parameter, hints, "" if fields else base.__name__)
+        kind = hints[name]
         role = next(
-            (
-                r
-                for r, t in (("session", Session), ("options", ServiceOptions), ("peers", Peers))
-                if issubclass(kind, t)
-            ),
-            None,
+            (role for role, known in _SERVICES.items() if isinstance(kind, type) and issubclass(kind, known)), None
         )
         if role:
-            found[role] = parameter
-        elif issubclass(kind, base) and body is None:
-            body = (parameter, kind)
+            services[role] = name
         else:
-            raise TypeError(
-                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, "
-                "Session, ServiceOptions or Peers"
-            )
-    if body is None:
-        raise TypeError(f"{name}: no parameter is a {base.__name__}; its body is where the arguments arrive")
+            others[name] = parameter
+    body, body_name = _body_of(function, others, hints, base, fields)
     return Author(
         function,
-        body[1],
-        body[0],
-        found.get("session"),
-        found.get("options"),
-        found.get("peers"),
+        body,
+        body_name,
+        _description(function, others, body_name),
+        services.get("session"),
+        services.get("options"),
+        services.get("peers"),
         inspect.iscoroutinefunction(function),
     )
+
+
+_SERVICES: dict[str, type] = {"session": Session, "options": ServiceOptions, "peers": Peers}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise _wrong(function, f"a type hint cannot be read: {error} (import it outside of TYPE_CHECKING)") from None
+    return hints
+
+
+def _check_parameter(
+    function: Callable[..., Any], parameter: inspect.Parameter, hints: dict[str, Any], base: str
+) -> None:
+    """base: of the one record that it takes; "" for a tool, whose parameters may be anything."""
+    name = parameter.name
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise _wrong(function, f"parameter {name!r} cannot be filled by name: leave out '*', '**' and '/'")
+    if name not in hints:
+        wanted = f"a type: {base}, or a record derived from it" if base else "a type such as `str`, or a pydantic model"
+        raise _wrong(function, f"parameter {name!r} needs {wanted}; also Session, ServiceOptions or Peers")
+    if any(isinstance(mark, Depends) for mark in (parameter.default, *getattr(hints[name], "__metadata__", ()))):
+        raise _wrong(
+            function,
+            f"parameter {name!r}: Depends() works in routes that you add to `app` yourself; here, take Session, "
+            "ServiceOptions or Peers, or create the object in `lifespan`",
+        )
+
+
+def _body_of(
+    function: Callable[..., Any],
+    others: dict[str, inspect.Parameter],
+    hints: dict[str, Any],
+    base: type[BaseModel],
+    fields: bool,
+) -> tuple[type[BaseModel], str | None]:
+    """The record of the body, and the parameter that gets it."""
+    if len(others) == 1:
+        (name,) = others
+        kind = hints[name]
+        if isinstance(kind, type) and issubclass(kind, base):
+            return kind, name
+    if not fields:
+        wanted = f"{base.__name__}, or a record derived from it"
+        if not others:
+            raise _wrong(function, f"no parameter is a {wanted}; it receives the row and the response")
+        name = next(name for name in [*list(others)[1:], *others] if not _is_a(hints[name], base))
+        told = getattr(hints[name], "__name__", str(hints[name]))
+        raise _wrong(function, f"parameter {name!r} is of type {told}; take one parameter of type {wanted}")
+    if "body" in others and (get_origin(hints["body"]) or hints["body"]) is dict:
+        raise _wrong(
+            function,
+            "a dict has no schema that a model could follow: write a parameter for each argument (`word: str, limit: "
+            "int = 5`), or give 'body' a pydantic model",
+        )
+    return _fields_of(function, others, hints), None
+
+
+def _is_a(kind: Any, base: type[BaseModel]) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+def _fields_of(
+    function: Callable[..., Any], others: dict[str, inspect.Parameter], hints: dict[str, Any]
+) -> type[BaseModel]:
+    """The parameters as a record, described by the docstring's `Args:`."""
+    described = read_docstring(inspect.getdoc(function) or "")[1]
+    unknown = next((name for name in described if name not in inspect.signature(function).parameters), None)
+    if unknown is not None:
+        raise _wrong(function, f"its docstring describes {unknown!r}, which is not a parameter")
+    found: dict[str, Any] = {}
+    for name, parameter in others.items():
+        default = ... if parameter.default is parameter.empty else parameter.default
+        found[name] = (hints[name], Field(default, description=described[name]) if name in described else default)
+    try:
+        with catch_warnings():
+            simplefilter("ignore", UserWarning)  # a parameter called `json` or `copy` hides a method of the record
+            model: type[BaseModel] = create_model(function.__name__, **found)
+        model.model_json_schema()
+    except (PydanticUserError, NameError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise _wrong(function, f"its parameters cannot be arguments of a tool: {reason}") from None
+    return model
+
+
+def _description(function: Callable[..., Any], others: dict[str, inspect.Parameter], body_name: str | None) -> str:
+    whole = inspect.getdoc(function) or ""
+    return whole if body_name else read_docstring(whole)[0]
+
+
+def _wrong(function: Callable[..., Any], what: str) -> SignatureError:
+    line = _line_of(function, whole=True)
+    name = getattr(function, "__name__", repr(function))
+    return SignatureError(f"{line}: {name}: {what}" if line else f"{name}: {what}")
+
+
+def _line_of(function: Callable[..., Any], *, whole: bool = False) -> str:
+    """`app.py:12`, where the function begins; "" if it has no Python code. whole: with the file's folder."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    return f"{code.co_filename if whole else Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _tool_name(tool: Callable[..., Any]) -> str:
     name = getattr(tool, "__name__", "")
     if name in RESERVED or not name.isidentifier():
-        raise TypeError(f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name")
+        raise _wrong(
+            tool, f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name"
+        )
     return name
 
 
@@ -235,8 +343,9 @@ def _describe(name: str, tool: Author) -> Json:
     """The tool in the format of the Responses API."""
     schema = tool.body.model_json_schema()
     schema.pop("title", None)
+    if tool.body_name is None:
+        schema.setdefault("properties", {})
     for field in schema.get("properties", {}).values():
         field.pop("title", None)
     schema["additionalProperties"] = False
-    description = inspect.getdoc(tool.call) or ""
-    return {"type": "function", "name": name, "description": description, "parameters": schema, "strict": False}
+    return {"type": "function", "name": name, "description": tool.description, "parameters": schema, "strict": False}
