@@ -22,7 +22,7 @@ from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.base import dispatch
-from ngym.services.base.app import JsonResponse, Lifespan, add_route, service_app
+from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop, valid_body
@@ -38,12 +38,20 @@ from ngym.services.gym.sessions import (
     session_id_of,
     set_task,
 )
-from ngym.services.gym.tools import Author, inspected, of_function, offer
+from ngym.services.gym.tools import Author, check_reward_type, inspected, of_function, offer
 from ngym.stats.score_summary import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 MOST_ROWS = 100_000
 MOST_OWN = 1000  # limit of an author's metrics
+_BOOLEAN: Json = {"type": "boolean"}
+_OBJECTS: Json = {"type": "array", "items": OBJECT}
+_NUMBER: Json = {"type": ["number", "null"]}
+REWARDED = object_of(
+    {"reward": _NUMBER, "reward_components": {"type": ["object", "null"], "additionalProperties": _NUMBER}},
+    "reward_components",
+    description="The row, with the reward and the verifier's own fields; a null reward was not scored.",
+)
 ComputeMetrics = Callable[[list[Json]], Mapping[str, float | None]]
 EMPTY_RESPONSE: Json = {"output": []}
 NEVER_SEEDED = (
@@ -229,6 +237,7 @@ def gym_server(
     app.state.sessions = store
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)
+    check_reward_type(verify)
     app.state.tools = []
     app.state.callable = {}
     app.router.routes.append(Route("/mcp", over_mcp))
@@ -282,6 +291,7 @@ def gym_server(
         "/seed_session",
         seed_session,
         summary="Start a rollout's session",
+        answer=object_of({"tools": _OBJECTS, "mcp": OBJECT}, "tools", "mcp"),
         body=_row_schema(task),
         most_bytes=ROW_BYTES,
     )
@@ -291,19 +301,28 @@ def gym_server(
         "/verify",
         repeats.once(verify_route),
         summary="Score a rollout",
+        answer=REWARDED,
         body=task.model_json_schema(),
         most_bytes=ROW_BYTES,
     )
-    add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
-    add_route(app, "DELETE", "/session", end_session, summary="End a session")
-    add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether the author defined metrics")
+    add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools", answer=_OBJECTS)
+    add_route(app, "DELETE", "/session", end_session, summary="End a session", answer=object_of({"ended": _BOOLEAN}))
+    add_route(
+        app,
+        "GET",
+        "/aggregate_metrics",
+        has_metrics,
+        summary="Whether the author defined metrics",
+        answer=object_of({"compute_metrics": _BOOLEAN}),
+    )
     add_route(
         app,
         "POST",
         "/aggregate_metrics",
         aggregate_route,
         summary="Metrics over verify responses",
-        body={"type": "object"},
+        body=OBJECT,
+        answer=object_of({"group_level_metrics": _OBJECTS, "agent_metrics": OBJECT, "key_metrics": OBJECT}),
         most_bytes=BULK_BYTES,
     )
     if verify_group is not None:
@@ -329,6 +348,7 @@ def _add_group_route(app: FastAPI, author: Author) -> None:
         ROUTE,
         group_route,
         summary="Score the rollouts of a task by comparing them",
+        answer=object_of({"rollouts": {"type": "array", "items": REWARDED}}),
         body=schema,
         most_bytes=BULK_BYTES,
     )

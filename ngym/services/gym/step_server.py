@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ngym.convert import message_item, output_text
 from ngym.errors import ServiceError, ToolError, boundary
 from ngym.schema import Json
-from ngym.services.base.app import JsonResponse, Lifespan, add_route
+from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
 from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
@@ -31,6 +31,17 @@ class Step(NamedTuple):
     terminated: bool = False
     truncated: bool = False
     info: Json | None = None
+
+
+_STEPPED = object_of(
+    {
+        "observation": STRING,
+        "reward": {"type": "number"},
+        "terminated": {"type": "boolean"},
+        "truncated": {"type": "boolean"},
+        "info": {"type": ["object", "null"]},
+    }
+)
 
 
 class Turn(BaseModel):
@@ -102,11 +113,19 @@ def step_server(
         "/reset",
         once(reset_route),
         summary="Begin an episode",
-        body={"type": "object"},
+        body=OBJECT,
+        answer=object_of({"observation": STRING, "info": OBJECT}),
         most_bytes=ROW_BYTES,
     )
     add_route(
-        app, "POST", "/step", once(step_route), summary="One turn of the model", body=schema, most_bytes=ROW_BYTES
+        app,
+        "POST",
+        "/step",
+        once(step_route),
+        summary="One turn of the model",
+        body=schema,
+        answer=_STEPPED,
+        most_bytes=ROW_BYTES,
     )
     return app
 

@@ -12,7 +12,7 @@ from warnings import catch_warnings, simplefilter
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.params import Depends
-from pydantic import BaseModel, Field, PydanticUserError, create_model
+from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_model
 from starlette.responses import Response
 
 from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, UpstreamError, boundary, place
@@ -49,6 +49,9 @@ RESERVED = frozenset(
 NOT_DONE = (429, 503)
 
 
+ANYTHING: Json = {"description": "Any JSON."}
+
+
 class Tool(NamedTuple):
     """A tool. described: in the format of the Responses API. call: returns the response whose body the model sees as
     text.
@@ -56,6 +59,7 @@ class Tool(NamedTuple):
 
     described: Json
     call: Callable[[Json, Session, Request], Awaitable[Response]]
+    answers: Json = ANYTHING  # the JSON Schema of its result
 
     async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
         """Call the tool within its span.
@@ -116,6 +120,7 @@ def offer(app: FastAPI, tool: Tool) -> None:
         app.state.repeats.once(_route(tool, app)),
         summary=f"Tool {name}",
         body=tool.described["parameters"],
+        answer=tool.answers,
     )
 
 
@@ -177,7 +182,16 @@ def of_function(function: Callable[..., Any]) -> Tool:
             result = await author.run(body, session, request)
         return _written(result, author, name)
 
-    return Tool(_describe(name, author), call)
+    return Tool(_describe(name, author), call, _result_schema(function))
+
+
+def _result_schema(function: Callable[..., Any]) -> Json:
+    """The JSON Schema of a tool's return type."""
+    hint = _hints(function).get("return", Any)
+    try:
+        return TypeAdapter(hint).json_schema(mode="serialization") or ANYTHING
+    except (PydanticUserError, NameError, TypeError):
+        return ANYTHING
 
 
 def _written(result: Any, author: Author, name: str) -> Response:
@@ -224,6 +238,17 @@ def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bo
         services.get("peers"),
         inspect.iscoroutinefunction(function),
     )
+
+
+NO_REWARD = (str, bytes, list, tuple, set)
+
+
+def check_reward_type(verify: Callable[..., Any]) -> None:
+    """Raise SignatureError if the return type of `verify` cannot be a reward."""
+    hint = _hints(verify).get("return")
+    kind = get_origin(hint) or hint
+    if isinstance(kind, type) and issubclass(kind, NO_REWARD) and not hasattr(kind, "_fields"):
+        raise _wrong(verify, f"it returns {kind.__name__}; a reward is a number, None, or a record with 'reward'")
 
 
 _SERVICES: dict[str, type] = {"session": Session, "options": ServiceOptions, "peers": Peers}
