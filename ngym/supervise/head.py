@@ -269,7 +269,11 @@ def _document(is_locked: bool) -> dict[str, Any]:
         }
         for path, (summary, media_type, schema) in _ANSWERS.items()
     }
-    document: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "the head of a run", "version": __version__}, "paths": paths}
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "the head of a run", "version": __version__},
+        "paths": paths,
+    }
     if is_locked:
         document["components"] = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
         document["security"] = [{"token": []}]
