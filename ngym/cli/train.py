@@ -15,6 +15,7 @@ from ngym.cli.shell.completion_names import is_value, keys
 from ngym.cli.shell.main import command
 from ngym.config.shipped_files import RECIPES
 from ngym.errors import UsageError
+from ngym.extras import require
 
 EXIT_CODES = """\
 Exit codes: 0    the policy is saved (with --sweep: each run's is)
@@ -81,6 +82,7 @@ def main(
 
         dry.run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
         return
+    require("train", "ng_train", "torch", "transformers", "deepspeed")  # before any service starts
     with _all_to_stderr() if as_json else nullcontext():
         if sweeps:
             from ngym.trainer import sweep

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from ngym.errors import NgymError, UsageError
+from ngym.extras import needed
 from ngym.runtime.event_loop import ignore_interrupts
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
@@ -62,6 +63,9 @@ def ended(run: Callable[[], object], name: str) -> int:
         return _say(
             f"{name}: out of memory: give it more (ulimit -v, the container's limit), or less to read", EXIT_FAILED
         )
+    except ModuleNotFoundError as error:
+        told = needed(error, name)
+        return _say(told, EXIT_USAGE) if told else _unexpected(error, name)
     except Exception as error:  # noqa: BLE001 (every error is reported)
         return _unexpected(error, name)
     return result if isinstance(result, int) else EXIT_DONE

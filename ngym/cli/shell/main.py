@@ -37,6 +37,7 @@ COMMANDS = {
     "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
+    "doctor": ("ngym.cli.doctor", "Show what of this machine and its packages works."),
 }
 # Commands of `ng` only, without a separate script.
 OWN = {
@@ -49,7 +50,7 @@ GROUPS = {
     "Services": ("run", "status", "serve"),
     "Rollouts": ("collect_rollouts", "view", "profile", "reverify", "export"),
     "Training": ("train", "plot"),
-    "The command line": tuple(OWN),
+    "The command line": ("doctor", *OWN),
 }
 
 
@@ -158,7 +159,7 @@ def config_options(function: Function) -> Function:
 def main(ctx: click.Context) -> None:
     """Train and evaluate language-model agents against environments that are plain HTTP services.
 
-    `ng COMMAND` is also `ng_COMMAND`. Each has --help with examples; most have --json for programs, and --dry-run.
+    `ng COMMAND` is also `ng_COMMAND` and `ngym COMMAND`. Each has --help with examples; most have --json for programs, and --dry-run.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -218,7 +219,7 @@ def completion(shell: str) -> None:
     """
     maker = get_completion_class(shell)
     assert maker is not None
-    for script in ("ng", *(f"ng_{name}" for name in COMMANDS)):
+    for script in ("ng", "ngym", *(f"ng_{name}" for name in COMMANDS)):
         source = maker(main, {}, script, f"_{script.upper()}_COMPLETE").source()
         for written, better in UNFINISHED[shell].items():
             source = source.replace(written, better)

@@ -25,6 +25,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.extras import needed
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.net.connection_limits import KEEPALIVE_S, Connection, Server, room
 from ngym.net.tls import trust
@@ -202,6 +203,12 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     except NgymError as error:
         say(str(error), spec.name, spec.logs)
         return EXIT_CONFIG if isinstance(error, UsageError) else 1
+    except ModuleNotFoundError as error:
+        told = needed(error, f"service {spec.name!r}")
+        if told is None:
+            raise
+        say(f"{spec.where}: {told}", spec.name, spec.logs)
+        return EXIT_CONFIG
     finally:
         tracing.end()
     return 0
