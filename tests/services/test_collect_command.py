@@ -256,6 +256,16 @@ async def test_rollouts_that_were_given_up_are_told_and_give_exit_code_1(tasks: 
     assert count(tmp_path / "out_failures.jsonl") == 19
 
 
+async def test_a_row_that_its_environment_refuses_is_named_by_file_and_line(tmp_path: Path) -> None:
+    rows = [task(n) for n in range(3)]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in rows) + b"\n")
+    wrong = problem(422, detail="row 2: field 'word': Field required", retryable=False)
+    async with head(lambda row: wrong if row["n"] == 2 else scored(row)) as url:
+        run = ("--head", url, "--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
+        done = await ended(*run, cwd=tmp_path)
+    assert re.search(r"  agent: first \w+: rows\.jsonl:3: field 'word': Field required\n", done.out), done.out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
     tasks: Path, tmp_path: Path, number: signal.Signals

@@ -412,7 +412,7 @@ class Command:
             console.print(table)
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
         self._echo(f"{session.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(session.seconds)}")
-        for line in first_failures(aggregates):
+        for line in first_failures(aggregates, self.options.source):
             self._echo(f"  {harmless(line)}")
         if aggregates.done + aggregates.given_up < total or more:
             self._echo(
