@@ -2,8 +2,8 @@
 
 An endpoint that answers at once, and models/openai in front of it, each in a separate process. The microseconds are
 the CPU (user and system) of the process of models/openai, per request and, for streams, per chunk; between the rounds the
-endpoint is asked directly, and that is what a client pays itself. With --sdk also what one call of OpenAI's own client
-costs its process, over aiohttp.
+endpoint is asked directly, and that is what a client pays itself. With --sdk also what calls of OpenAI's own client
+cost its process.
 
     python benchmarks/upstream.py [--requests 600] [--in-flight 16] [--rounds 5] [--sdk]
 """
@@ -15,6 +15,8 @@ import asyncio
 import multiprocessing
 import socket
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -168,6 +170,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 async def measure_sdk(requests: int, in_flight: int) -> None:
+    """CPU of a call of OpenAI's client: as bytes and as a checked record, over aiohttp and httpx, streamed."""
     import openai
 
     sock = listen("127.0.0.1", 0, "endpoint", "")
@@ -175,20 +178,42 @@ async def measure_sdk(requests: int, in_flight: int) -> None:
     process.start()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
     gate = asyncio.Semaphore(in_flight)
+
+    async def cost_us(call: Callable[[], Awaitable[object]], times: int) -> float:
+        async def one() -> None:
+            async with gate:
+                await call()
+
+        found = []
+        for _ in range(3):
+            began = time.process_time()
+            await asyncio.gather(*(one() for _ in range(times)))
+            found.append((time.process_time() - began) / times * 1e6)
+        return median(found[1:])
+
     try:
-        async with openai.AsyncOpenAI(
-            base_url=url, api_key="none", http_client=openai.DefaultAioHttpClient()
-        ) as client:
+        for name, http in (("aiohttp", openai.DefaultAioHttpClient()), ("httpx", openai.DefaultAsyncHttpxClient())):
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", http_client=http) as client:
+                chat, create = (
+                    "/chat/completions",
+                    partial(client.chat.completions.create, model="m", messages=MESSAGES),
+                )
+                answers = client.responses
+                raw = partial(client.post, chat, body=BODIES[f"/v1{chat}"], cast_to=bytes)
 
-            async def one() -> None:
-                async with gate:
-                    await client.post("/chat/completions", body=BODIES["/v1/chat/completions"], cast_to=bytes)
+                async def streamed(create: Callable[..., Awaitable[Any]] = create) -> None:
+                    async for _ in await create(stream=True):
+                        pass
 
-            for _ in range(2):
-                began = time.process_time()
-                await asyncio.gather(*(one() for _ in range(requests)))
-                cost = (time.process_time() - began) / requests
-        print(f"the same by openai {openai.__version__} over aiohttp: {cost * 1e6:.0f} us")
+                calls: dict[str, tuple[Callable[[], Awaitable[object]], int, int]] = {
+                    "post(cast_to=bytes)": (raw, requests, 1),
+                    "chat.completions.create": (create, requests, 1),
+                    "responses.create": (partial(answers.create, model="m", input="What is 2 + 2?"), requests, 1),
+                    "a chunk of a stream": (streamed, max(requests // 12, 1), CHUNKS),
+                }
+                for what, (call, times, pieces) in calls.items():
+                    cost = await cost_us(call, times) / pieces
+                    print(f"  openai {openai.__version__} over {name:8} {what:24} {cost:6.0f} us")
     finally:
         process.terminate()
         process.join()

@@ -375,7 +375,9 @@ class Peer:
         urls = self._peers.urls[self.name]
         if not urls:
             raise Unreachable(
-                f"{self.name} has no known address; give its stanza a url, or start it with ng_run", retryable=False
+                f"{self.name} has no known address; give its stanza a url, start it with ng_run, or without a config set "
+                f"NGYM_OPTION_{self.name.upper()} to its address",
+                retryable=False,
             )
         if len(urls) == 1:
             return urls[0]

@@ -377,21 +377,23 @@ async def _rows(environment: Environment, peer: Peer) -> Finding:
     async def wrong(file: str, number: int, row: Json) -> str:
         declared = {tool.get("name") for tool in row.get("responses_create_params", {}).get("tools") or ()}
         if offered and not declared <= offered:
-            return f"{file}:{number}: no such tool: {', '.join(sorted(map(str, declared - offered)))}"
+            return (
+                f"{environment.data / file}:{number}: no such tool: {', '.join(sorted(map(str, declared - offered)))}"
+            )
         async with limit:
             try:
                 session = peer.session()
                 await session.post("/seed_session", row)
                 await session.request("/session", None, method="DELETE")
             except ServiceError as error:
-                return f"{file}:{number}: {error.detail}"
+                return f"{environment.data / file}:{number}: {error.detail}"
         return ""
 
     asked = [wrong(file, number, row) for file, rows in files.items() for number, row in enumerate(rows, 1)]
     mistakes = [found for found in await asyncio.gather(*asked) if found]
     train = {_question(row) for row in files["train.jsonl"]}
     mistakes += [
-        f"validation.jsonl:{number}: this task is also in train.jsonl"
+        f"{environment.data / 'validation.jsonl'}:{number}: this task is also in train.jsonl"
         for number, row in enumerate(files["validation.jsonl"], 1)
         if _question(row) in train
     ]

@@ -280,7 +280,8 @@ def _services(recipe: Recipe) -> Services:
     if options.services is None:
         return Services(partial(running, Path.cwd(), agents, options.policy))
     file = Path(options.services)
-    return Services(partial(started, file, agents, options.policy, serving_options(recipe), _say))
+    serving = serving_options(recipe)
+    return Services(partial(started, file, agents, options.policy, serving, _say, options.policy_app))
 
 
 def _draw(metrics: Metrics, image: Path) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 from pydantic import Field, StrictFloat, StrictInt
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym.extras import require
 from ngym.grading.answers import formula
 from ngym.services.gym.server import ReferenceText
 from ngym.workers import Outcome, WorkerPool
 
+require("math", "gym_servers/math", "math-verify")  # workers import it, which is later
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", warm="warm")
 REWARD = {"correct": 1.0, "wrong": 0.0, "too_heavy": 0.0, "unverifiable": None}
 PLAIN_ANSWER = "0"

@@ -6,12 +6,16 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
+from ngym.extras import require
 from ngym.grading.answers import fenced, without_reasoning
 from ngym.grading.reward_parts import Shaping, shaped, weighted
 from ngym.workers import Outcome, WorkerPool
 
 from .checker import Format
 
+require(
+    "structured", "gym_servers/structured_outputs", "defusedxml", "jsonschema-rs"
+)  # workers import it, which is later
 pool = WorkerPool(Path(__file__).with_name("checker.py"), "check", deadline_s=5.0, memory_mib=1024)
 
 

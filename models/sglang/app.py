@@ -288,14 +288,14 @@ class Weights:
 
 def add_weights(app: FastAPI) -> None:
     """Add the routes; they replace the model server's own GET /weights."""
-    for method, path, name, summary in (
-        ("GET", "/weights", "tell", "The policy version that is served"),
-        ("POST", "/weights", "update", "Load a checkpoint from the server's disk"),
-        ("POST", "/weights/sleep", "sleep", "Release the GPU's memory"),
-        ("POST", "/weights/wake", "wake", "Reserve it again, and resume generation"),
-        ("POST", "/weights/flush", "flush", "Drop the prefix cache"),
+    for method, path, name, summary, body in (
+        ("GET", "/weights", "tell", "The policy version that is served", None),
+        ("POST", "/weights", "update", "Load a checkpoint from the server's disk", Update.model_json_schema()),
+        ("POST", "/weights/sleep", "sleep", "Release the GPU's memory", None),
+        ("POST", "/weights/wake", "wake", "Reserve it again, and resume generation", Wake.model_json_schema()),
+        ("POST", "/weights/flush", "flush", "Drop the prefix cache", None),
     ):
-        add_route(app, method, path, _handler(app, name), summary=summary, finishes=True)
+        add_route(app, method, path, _handler(app, name), summary=summary, body=body, finishes=True)
 
 
 def _handler(app: FastAPI, name: str) -> Handler:

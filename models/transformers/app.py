@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -14,12 +13,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ngym import ModelCall, ServiceContext, model_server
+from ngym.config.service_config import model_problem
 from ngym.dialogue import Dialogue, Template, turn_ends
 from ngym.errors import ConfigError
 from ngym.services.models.server import ModelOptions
 
 Json = dict[str, Any]
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Options(ModelOptions):
@@ -59,15 +58,10 @@ async def dialogue(context: ServiceContext) -> AsyncIterator[Dialogue]:
 
 
 def _find(name: str, root: Path, service: str) -> str:
+    if problem := model_problem(name, root):
+        raise ConfigError(f"service {service!r}: model {name!r}: {problem}")
     folder = (root / name).resolve()
-    if (folder / "config.json").is_file():
-        return str(folder)
-    if HUB_NAME.fullmatch(name) and not folder.exists():
-        return name
-    raise ConfigError(
-        f"service {service!r}: model {name!r}: no checkpoint (config.json) in {folder}; give a folder relative to the "
-        "config file, or a hub name such as Qwen/Qwen3-0.6B"
-    )
+    return str(folder) if folder.is_dir() else name
 
 
 async def respond(request: Json, call: ModelCall) -> Json:

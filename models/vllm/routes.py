@@ -28,7 +28,7 @@ from .engine import Engine
 from .options import PushOptions
 from .serving.chat import Chat, turn_ends
 from .serving.loading_server import Keys
-from .weights.push_routes import FILES, WeightPush
+from .weights.push_routes import BODIES, FILES, WeightPush
 from .weights.staging import Adapter, beside
 
 
@@ -86,4 +86,6 @@ def _add_a_policys(app: FastAPI, engine: Engine, push: WeightPush) -> None:
     add_route(app, "GET", "/metrics", metrics, summary="Prometheus metrics, ours and vLLM's", answers=["text/plain"])
     for method, path, handler, summary in push.routes:
         most_bytes = None if path == FILES else CALL_BYTES  # a file is bounded by the announced size
-        add_route(app, method, path, handler, summary=summary, most_bytes=most_bytes, finishes=True)
+        asked = BODIES.get(path) if method == "POST" else None
+        body = asked.model_json_schema() if asked else None
+        add_route(app, method, path, handler, summary=summary, body=body, most_bytes=most_bytes, finishes=True)

@@ -66,7 +66,10 @@ async def try_environments(
             tried.append(Tried(environment.name, [facts, *await examine(environment, peer, within_s)]))
             _show(tried[-1], say)
     wrong = sum(each.wrong for each in tried)
-    say(f"{len(chosen)} environments, " + (f"{wrong} with mistakes" if wrong else "all right"))
+    say(
+        f"{len(chosen)} environment{'s' if len(chosen) > 1 else ''}, "
+        + (f"{wrong} with mistakes" if wrong else "all right")
+    )
     return tried
 
 

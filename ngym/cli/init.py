@@ -93,6 +93,14 @@ In another one, in the same folder:
     ng_collect_rollouts --agent ${name}_agent --input gym_servers/$name/data/example.jsonl \\
         --output results/out.jsonl --repeats 2
 
+Training needs a policy with weights. This trains one with live rollouts of this environment (a GPU is faster; on a
+CPU, the tiny policy of `ng_quickstart` is trained in minutes: `model.path=runs/quickstart/sft/policy`):
+
+    ng_train --environment $name model.path=Qwen/Qwen3-0.6B
+
+`ng_train --help` and the guide "Training" say more. Write a few hundred tasks into `data/train.jsonl` first: it is
+used instead of `example.jsonl`, and `data/validation.jsonl` is used for evaluation.
+
 - `ng_validate` checks the config.
 - `ng_validate --environment $name` tests the environment on its `gold.jsonl`: answers, and the reward that each must
   get. `pytest` does the same.
@@ -156,13 +164,18 @@ def main(name: str, folder: Path | None, dry_run: bool, as_json: bool) -> None:
     files = {folder / path: text for path, text in project(name).items()}
     if not dry_run:
         _write(folder, files)
-    steps = [f"cd {shlex.quote(str(folder))}", "ng_run", _collect(name)]
+    train = f"ng_train --environment {name} model.path=Qwen/Qwen3-0.6B"
+    steps = [f"cd {shlex.quote(str(folder))}", "ng_run", _collect(name), train]
     if as_json:
         click.echo(orjson.dumps({"folder": str(folder), "files": [str(path) for path in files], "next": steps}))
         return
     for path in files:
         click.echo(f"{'would write' if dry_run else 'wrote'} {path}")
-    click.echo("\nnext:\n  {}\n  {}\nand in a second terminal, in the same folder:\n  {}".format(*steps))
+    click.echo(
+        "\nnext:\n  {}\n  {}\nand in a second terminal, in the same folder:\n  {}\nthen train a policy on it:\n  {}".format(
+            *steps
+        )
+    )
 
 
 def _write(folder: Path, files: Mapping[Path, str]) -> None:

@@ -100,12 +100,17 @@ async def _validate(
     config: Config, launcher: Launcher, names: tuple[str, ...] | None, within_s: float, say: Say
 ) -> Found:
     """names: environments to test; empty: all that have gold answers; None: no environment."""
+    from ngym.config.service_config import missing_models
+
     # Each service's file is loaded in its own process, as ng_run does.
     checks = [_check(config, stanza, launcher) for stanza in config.services.values() if stanza.app]
     mistakes = [complaint for complaint in await asyncio.gather(*checks) if complaint]
+    if names is None:  # environments are tested without a model
+        mistakes += missing_models(config)
     if mistakes:
         return Found(mistakes, [])
-    say(f"{', '.join(map(str, config.files))}: {len(config.services)} services, all right")
+    count = len(config.services)
+    say(f"{', '.join(map(str, config.files))}: {count} service{'s' if count > 1 else ''}, all right")
     if names is None:
         return Found([], [])
     from ngym.cli.environments import try_environments

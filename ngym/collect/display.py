@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from ngym.collect.aggregate import AgentTally, Aggregates
 from ngym.collect.files import Paths, Progress
+from ngym.files.jsonl import read
 from ngym.runtime.live_region import Screen, Size, bar, captured, clock, harmless, is_live, packed
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Interval
@@ -77,11 +79,28 @@ def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seco
     }
 
 
-def first_failures(aggregates: Aggregates) -> Iterator[str]:
-    """A line for each failure class of each agent, with the message of the first failure."""
+def first_failures(aggregates: Aggregates, source: Path) -> Iterator[str]:
+    """A line for each failure class of each agent, with the message of the first failure.
+
+    source: the input; a row that the message names by its index is named by its line there.
+    """
     for agent, tally in aggregates.by_agent.items():
         for kind, message in tally.first_failures.items():
-            yield f"{agent}: first {kind}: {' '.join(message.split())}"
+            yield f"{agent}: first {kind}: {_placed(' '.join(message.split()), source)}"
+
+
+def _placed(message: str, source: Path) -> str:
+    found = _ROW.search(message)
+    if found is None:
+        return message
+    index = int(found[1])
+    for position, line in enumerate(read(source)):
+        if line.row.get("_ng_task_index", position) == index:
+            return f"{message[: found.start()]}{source}:{line.number}:{message[found.end() :]}"
+    return message
+
+
+_ROW = re.compile(r"\brow (\d+):")
 
 
 def files(paths: Paths, room: int | None = None) -> Iterator[str]:

@@ -65,6 +65,8 @@ class Source:
             if name != "ngym" and isinstance(stanza, dict)
         }
         own = {key: recipe[key] for key in ("agent", "params", "seed")}
+        if recipe["agents"]:
+            own["agents"] = dict(recipe["agents"])
         return {**own, "token_format": self.token_format, "services": stanzas}
 
     def digests(self) -> dict[str, str | None]:

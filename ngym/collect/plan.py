@@ -13,7 +13,7 @@ import mmap
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,7 @@ class Recipe:
     agent: of rows without agent_ref. repeats: rollouts a task, in the order abc -> aabbcc. limit: only the first rows.
     params: override keys of each row's responses_create_params; a dotted key sets a leaf (`reasoning.effort`).
     seed: rollout i of a task samples with seed + i; None leaves sampling free.
+    agents: an agent that rows name -> the one that runs them instead.
     """
 
     agent: str | None = None
@@ -48,6 +49,13 @@ class Recipe:
     limit: int | None = None
     params: Json = field(default_factory=dict)
     seed: int | None = None
+    agents: Mapping[str, str] = field(default_factory=dict)
+
+    def reference(self, row: Json) -> AgentRef:
+        """The agent of a row that has passed a RowCheck."""
+        reference: AgentRef = row.get("agent_ref") or {"type": AGENT_TYPE, "name": self.agent or ""}
+        name = self.agents.get(reference["name"])
+        return {**reference, "name": name} if name else reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
             first = counted.get(task_index) or 0
             counted.put(task_index, first + recipe.repeats)
         identity = task_id(row)
-        reference: AgentRef = row.get("agent_ref") or {"type": AGENT_TYPE, "name": recipe.agent or ""}
+        reference = recipe.reference(row)
         indices = range(first, first + recipe.repeats)
         group = tuple(RolloutKey(identity, task_index, rollout_index) for rollout_index in indices)
         for rollout_index in indices:
@@ -107,9 +115,12 @@ def input_rows(path: Path, recipe: Recipe, agents: Collection[str] | None = None
 
 
 def check_agent(recipe: Recipe, agents: Collection[str] | None) -> None:
-    """Raise a UsageError if the agent of --agent does not exist."""
-    if agents is not None and recipe.agent is not None and recipe.agent not in agents:
-        raise UsageError(f"--agent: no agent named {recipe.agent!r}{did_you_mean(recipe.agent, agents)}")
+    """Raise a UsageError if the agent of --agent or --map-agent does not exist."""
+    given = {"--agent": [recipe.agent] if recipe.agent else [], "--map-agent": list(recipe.agents.values())}
+    for option, names in given.items():
+        for name in names:
+            if agents is not None and name not in agents:
+                raise UsageError(f"{option}: no agent named {name!r}{did_you_mean(name, agents)}")
 
 
 def checked_rows(rows: Iterable[Json], recipe: Recipe, agents: Collection[str]) -> Iterator[Json]:
@@ -159,11 +170,13 @@ class RowCheck:
                 return "this row names no agent; give it an agent_ref, or name one with --agent"
             name = self._recipe.agent
         elif isinstance(reference, dict) and isinstance(reference.get("name"), str):
-            name = reference["name"]
+            name = self._recipe.agents.get(reference["name"], reference["name"])
         else:
             return f'agent_ref must be {{"name": ...}}, not {orjson.dumps(reference)[:80].decode()}'
         if self._agents is not None and name not in self._agents:
-            return f"no agent named {name!r}{did_you_mean(name, self._agents)}"
+            meant = did_you_mean(name, self._agents)
+            other = f"; --map-agent {name}=NAME runs its rows with another agent" if reference is not None else ""
+            return f"no agent named {name!r}{meant}{other}"
         return None
 
     def _index(self, row: Json) -> str | None:
@@ -287,7 +300,8 @@ class InputCheck:
             return set()
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = set(_NAMED.findall(content, self._end))
-        return {orjson.loads(name) for name in found if _is_json(name, str)}
+        names = {orjson.loads(name) for name in found if _is_json(name, str)}
+        return {self._recipe.agents.get(name, name) for name in names}
 
     def _check_rest(self) -> None:
         self._hurry.wait(BEGIN_S)
@@ -305,8 +319,7 @@ class InputCheck:
     def _count(self, line: Line) -> None:
         self.rows += 1
         self._end = line.end
-        reference = line.row.get("agent_ref")
-        self.named.add(reference["name"] if reference is not None else str(self._recipe.agent))
+        self.named.add(self._recipe.reference(line.row)["name"])
 
     def _all_checked(self) -> None:
         if self.rows == 0:

@@ -22,6 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ngym.did_you_mean import did_you_mean, near_file
 from ngym.errors import ConfigError, place
+from ngym.extras import needed
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,14 @@ def load_file(file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ImportError):
-            raise ConfigError(f"{file}: {error}; install its dependencies (its README names the extra)") from error
+            told = needed(error, _service(file)) or f"{error}; install its dependencies (its README names the extra)"
+            raise ConfigError(f"{file}: {told}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         raise
     return module
+
+
+def _service(file: Path) -> str:
+    """`gym_servers/math` for gym_servers/math/app.py."""
+    return "/".join(file.parts[-3:-1]) if file.name == "app.py" else file.name

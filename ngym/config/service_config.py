@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,14 +165,39 @@ class Config(BaseModel):
 
 
 def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """Read the global config. Files win over earlier files, then `key=value` overrides from left to right."""
+    """Read the global config. Files win over earlier files, then `key=value` overrides from left to right.
+
+    Raises:
+        ConfigError: it is wrong; one line for each mistake.
+    """
     tree = load_tree(paths, overrides)
     written = {key.partition(".")[0] for key, line in tree.lines.items() if line != COMMAND_LINE} | {SETTINGS_KEY}
+    mistakes: list[str] = []
+    services: dict[str, Stanza] = {}
+    settings = Settings()
+    try:
+        settings = _settings(tree)
+    except ConfigError as error:
+        mistakes.append(str(error))
     for key in tree.values:
-        if (
-            key not in written and key not in tree.lines
-        ):  # only an override names it: more likely a typo than a whole service
-            raise ConfigError(f"{COMMAND_LINE}: no service named {key!r}{did_you_mean(key, written)}")
+        try:
+            if key not in written and key not in tree.lines:  # only an override names it: a typo, not a whole service
+                raise ConfigError(f"{COMMAND_LINE}: no service named {key!r}{did_you_mean(key, written)}")
+            if key != SETTINGS_KEY:
+                services[key] = _stanza(key, tree)
+        except ConfigError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    if not services:
+        raise ConfigError(
+            f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
+        )
+    _check_ports(services, settings.head.port)
+    return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
+
+
+def _settings(tree: Tree) -> Settings:
     settings = parse(Settings, subtree(tree, SETTINGS_KEY))
     if settings.tls is not None:
         settings = settings.model_copy(update={"tls": _checked(settings.tls.within(tree.root), tree)})
@@ -183,13 +209,41 @@ def load_config(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(
                 f"{where}: traces need OpenTelemetry's packages: install the extra ngym[otel], or remove this key"
             )
-    services = {name: _stanza(name, tree) for name in tree.values if name != SETTINGS_KEY}
-    if not services:
-        raise ConfigError(
-            f"{paths[0]}: no services; add a stanza such as `policy: {{kind: model, app: models/scripted}}`"
-        )
-    _check_ports(services, settings.head.port)
-    return Config(services=services, settings=settings, root=tree.root, files=tuple(paths))
+    return settings
+
+
+# Shipped model servers whose option `model` is a folder, relative to the config file, or a hub name.
+LOADS_A_MODEL = ("models/vllm", "models/transformers")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+QUICKSTART = Path("runs/quickstart/sft/policy")
+
+
+def model_problem(name: str, root: Path) -> str | None:
+    """Why there is no model of this name, or None: a folder with a checkpoint, or what may be a hub name."""
+    folder = (root / name).resolve()
+    if folder.is_dir():
+        return None if (folder / "config.json").is_file() else f"{folder} has no checkpoint (no config.json)"
+    if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
+        return None
+    if Path(name) == QUICKSTART:
+        return f"there is no folder {folder}; `make quickstart` makes it, or give a hub name such as Qwen/Qwen3-0.6B"
+    return (
+        f"there is no folder {folder}; give a folder relative to the config file, or a hub name such as Qwen/Qwen3-0.6B"
+    )
+
+
+def missing_models(config: Config) -> list[str]:
+    """A line for each started service whose model does not exist, except those that wait for it."""
+    found = []
+    for stanza in config.services.values():
+        name = stanza.options.get("model")
+        loads = not stanza.external and Path(stanza.app or "").as_posix().endswith(LOADS_A_MODEL)
+        if not loads or not isinstance(name, str) or stanza.options.get("model_within_s"):
+            continue
+        if problem := model_problem(name, config.root):
+            where = stanza.key_where.get("model", stanza.where)
+            found.append(f"{where}: service {stanza.name!r}: model {name!r}: {problem}")
+    return found
 
 
 def tracing_from_environment() -> Destination | None:

@@ -1,11 +1,14 @@
 """Authentication of callers, and checks of addresses and URLs.
 
 The run's token opens every route except GET /health, which needs none; routes such as the weights need the admin token.
+A browser asks for it at /docs, and sends it as the password of HTTP Basic authentication. No other route accepts that:
+a browser adds it by itself, also to requests that another site makes it send.
 An open run listens on loopback, where a browser lets every web page send requests; `Visitors` refuses those.
 """
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import hmac
 import ipaddress
@@ -28,10 +31,12 @@ if TYPE_CHECKING:
 
 MIN_CHARACTERS = 16
 OPEN = ("GET", "/health")
+DOCUMENTS = frozenset({"/docs", "/redoc", "/openapi.json"})  # of the interface; they answer GET and change nothing
 REFUSAL = (
     "this run is locked: send 'Authorization: Bearer TOKEN'; the token is in NGYM_TOKEN, or in .ngym/head.json "
     "next to the config of ng_run"
 )
+BASIC = 'Basic realm="ngym: the run\'s token is the password", Bearer'
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_HOST = 80  # shown characters of a host name
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may differ: ssh forwards it
@@ -129,6 +134,16 @@ class Lock:
         found = [hmac.compare_digest(_digest(one), digest) for one in told for digest in self._digests]
         return any(found)
 
+    def opens_document(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """As `opens`; a browser may also send the token as the password of Basic authentication."""
+        bearers = []
+        for name, value in headers:
+            if name == b"authorization" and value[:6].lower() == b"basic ":
+                with contextlib.suppress(ValueError):
+                    value = b"Bearer " + binascii.a2b_base64(value[6:], strict_mode=True).partition(b":")[2]
+            bearers.append((name, value))
+        return self.opens(bearers)
+
 
 class Locked:
     """An ASGI application behind a lock: requests without a token are refused unread, websockets never open."""
@@ -140,10 +155,13 @@ class Locked:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] == "http" and (scope["method"], scope["path"]) == OPEN
-        if scope["type"] == "lifespan" or is_open or self._lock.opens(scope["headers"]):
+        is_document = scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in DOCUMENTS
+        opens = self._lock.opens_document if is_document else self._lock.opens
+        if scope["type"] == "lifespan" or is_open or opens(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await refuse(send, Unauthorized(REFUSAL), self._service)
+            challenge = BASIC if is_document else "Bearer"
+            await refuse(send, Unauthorized(REFUSAL), self._service, challenge)
 
 
 class Visitors:
@@ -209,12 +227,12 @@ class Guarded:
             await refuse(send, problem, self._service)
 
 
-async def refuse(send: Send, error: ServiceError, service: str) -> None:
-    """Answer with a problem document, before the body is read."""
+async def refuse(send: Send, error: ServiceError, service: str, challenge: str = "Bearer") -> None:
+    """Answer with a problem document, before the body is read. challenge: of a 401."""
     body = orjson.dumps(error.problem(service))
     headers = {"content-type": "application/problem+json", "content-length": str(len(body))}
     if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
+        headers["www-authenticate"] = challenge
     start = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": start})
     await send({"type": "http.response.body", "body": body})

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ngym import __version__
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ServiceError, UsageError
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
@@ -207,8 +208,12 @@ def _app(supervisor: Supervisor) -> Starlette:
     async def targets(request: Request) -> Response:
         return JSONResponse(service_metrics.targets(supervisor.states, supervisor.head_url))
 
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(_document(supervisor.run_token is not None))
+
     routes = {
         "/": root,
+        "/openapi.json": openapi,
         "/health": root,
         "/servers": list_servers,
         "/metrics": metrics,
@@ -221,6 +226,43 @@ def _app(supervisor: Supervisor) -> Starlette:
     app = Starlette(routes=served, exception_handlers={HTTPException: _problem})
     app.router.redirect_slashes = False
     return app
+
+
+_OBJECT: dict[str, Any] = {"type": "object"}
+_OBJECTS: dict[str, Any] = {"type": "array", "items": _OBJECT}
+# Path -> its summary, the media type and the schema of its answer.
+_ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "/": ("Liveness; for a browser, a page with all services", "application/json", _OBJECT),
+    "/health": ("Liveness", "application/json", _OBJECT),
+    "/servers": ("All services: address, state, processes", "application/json", _OBJECTS),
+    "/metrics": ("Prometheus metrics of all services", "text/plain", {"type": "string"}),
+    "/prometheus/targets": ("Targets for Prometheus' HTTP discovery", "application/json", _OBJECTS),
+    "/config": ("The resolved config, without secrets", "application/json", _OBJECT),
+    "/global_config_dict_yaml": ("The config as NeMo Gym's tools read it", "application/json", {"type": "string"}),
+    "/server_instances": ("The processes as NeMo Gym's tools read them", "application/json", _OBJECTS),
+}
+
+
+def _document(is_locked: bool) -> dict[str, Any]:
+    """The OpenAPI document of the head."""
+    paths = {
+        path: {
+            "get": {
+                "summary": summary,
+                "responses": {"200": {"description": "OK", "content": {media_type: {"schema": schema}}}},
+            }
+        }
+        for path, (summary, media_type, schema) in _ANSWERS.items()
+    }
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "the head of a run", "version": __version__},
+        "paths": paths,
+    }
+    if is_locked:
+        document["components"] = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
+        document["security"] = [{"token": []}]
+    return document
 
 
 async def _problem(request: Request, error: Exception) -> Response:

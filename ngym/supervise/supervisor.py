@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from ngym.config.service_config import Config, Stanza, secrets_of
+from ngym.config.service_config import Config, Stanza, missing_models, secrets_of
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
@@ -129,6 +129,8 @@ class Supervisor:
     async def _start(self) -> None:
         """Bind every socket, so that all addresses are known, then fork everything at once."""
         config = self.config
+        if missing := missing_models(config):
+            raise ConfigError("\n".join(missing))
         bound = {stanza.name: self._bind(stanza) for stanza in config.services.values()}
         self._head = Head(self)
         self._head_file = HeadFile.claim(config.root, self._running())

@@ -256,6 +256,16 @@ async def test_rollouts_that_were_given_up_are_told_and_give_exit_code_1(tasks: 
     assert count(tmp_path / "out_failures.jsonl") == 19
 
 
+async def test_a_row_that_its_environment_refuses_is_named_by_file_and_line(tmp_path: Path) -> None:
+    rows = [task(n) for n in range(3)]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in rows) + b"\n")
+    wrong = problem(422, detail="row 2: field 'word': Field required", retryable=False)
+    async with head(lambda row: wrong if row["n"] == 2 else scored(row)) as url:
+        run = ("--head", url, "--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
+        done = await ended(*run, cwd=tmp_path)
+    assert re.search(r"  agent: first \w+: rows\.jsonl:3: field 'word': Field required\n", done.out), done.out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_an_interrupted_run_keeps_what_is_finished_and_can_be_resumed(
     tasks: Path, tmp_path: Path, number: signal.Signals
@@ -335,6 +345,23 @@ async def test_a_dry_run_shows_what_would_be_sent_and_touches_nothing(tasks: Pat
     assert list(tmp_path.iterdir()) == [tasks]
 
 
+async def test_rows_that_name_another_agent_run_with_the_one_that_replaces_it(tmp_path: Path) -> None:
+    rows = [task(0, agent_ref={"type": "responses_api_agents", "name": "theirs"}), task(1)]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    async with head(scored) as url:
+        run = ("--head", url, "--agent", "agent", "--input", "rows.jsonl", "--output", "out.jsonl")
+        refused = await ended(*run, cwd=tmp_path)
+        wrong = await ended(*run, "--map-agent", "theirs=agnt", cwd=tmp_path)
+        done = await ended(*run, "--map-agent", "theirs=agent", cwd=tmp_path)
+    assert refused.code == wrong.code == 2
+    assert "rows.jsonl:1: no agent named 'theirs'" in refused.err
+    assert "--map-agent theirs=NAME runs its rows with another agent" in refused.err
+    assert "--map-agent: no agent named 'agnt' (did you mean 'agent'?)" in wrong.err
+    assert done.code == 0, done.err
+    written = [orjson.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert {row["agent_ref"]["name"] for row in written} == {"agent"}
+
+
 async def test_bad_lines_are_named_before_anything_is_run(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"responses_create_params": {}}\n{"x"\n{"responses_create_param": {}}\n')
@@ -360,6 +387,7 @@ async def test_bad_lines_are_named_before_anything_is_run(tmp_path: Path) -> Non
         (["--head", "http://127.0.0.1:1"], "nothing answers at http://127.0.0.1:1: start the services with ng_run"),
         (["--input", "none.jsonl", "--head", "http://127.0.0.1:1"], "none.jsonl: no such file (--input)"),
         (["--config", "none.yaml"], "none.yaml: no such file"),
+        (["--map-agent", "theirs"], "--map-agent theirs: write --map-agent OLD=NEW"),
         (["--repeats", "0"], "0 is not in the range x>=1"),
         (["+prompt_config=a.yaml"], "+prompt_config: this flag of NeMo Gym's has no counterpart here"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -32,7 +33,7 @@ from ngym.services.base.app import JsonResponse, add_route, service_app
 from ngym.services.base.dispatch import BULK_BYTES, CALL_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body
-from ngym.services.base.runner import Watchdog
+from ngym.services.base.runner import Stall, Watchdog
 from ngym.services.models.server import ModelOptions
 
 HASTE = 10  # its seconds are a tenth of ours
@@ -435,6 +436,52 @@ async def test_what_blocks_the_event_loop_is_counted_and_named(caplog: pytest.Lo
         async with asyncio.timeout(PATIENCE_S):
             while watchdog.longest.cpu_s < 0.3:
                 await asyncio.sleep(0.01)
+
+
+IDLE = """
+import asyncio, logging, os, signal, subprocess, sys
+from prometheus_client import CollectorRegistry
+from ngym.services.base.runner import Stall, Watchdog
+
+async def main():
+    registry = CollectorRegistry()
+    pid = os.getpid()
+    stops = f"while sleep 0.3; do kill -STOP {pid} || exit; sleep 0.5; kill -CONT {pid}; done 2>/dev/null"
+    suspending = subprocess.Popen(["sh", "-c", stops])
+    with Watchdog(registry):
+        while not registry.get_sample_value("ngym_machine_stalls_total"):
+            await asyncio.sleep(0.01)
+    suspending.kill()
+
+logging.basicConfig()
+if sys.argv[1] == "uvloop":
+    import uvloop
+    uvloop.run(main())
+else:
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_stall_of_an_idle_process_is_counted_as_the_machines_and_not_logged(loop: str) -> None:
+    command = [sys.executable, "-c", IDLE, loop]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert "blocked" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("stall", "of_machine"),
+    [
+        (Stall(0.13, 0.0, ""), True),
+        (Stall(0.13, 0.0, "in app.py", queued_s=0.12), True),
+        (Stall(0.5, 0.0, "in app.py, a blocking call"), False),
+        (Stall(0.5, 0.4, "in app.py"), False),
+        (Stall(0.5, 0.0, "", process_s=0.5), False),  # another thread held the interpreter
+    ],
+)
+def test_a_stall_is_the_machines_if_the_process_computed_almost_nothing(stall: Stall, of_machine: bool) -> None:
+    assert stall.is_of_machine is of_machine
 
 
 SERVE = """

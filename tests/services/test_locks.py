@@ -205,6 +205,18 @@ async def test_no_route_of_an_open_run_answers_a_page_of_another_origin(
     assert tried > 300
 
 
+async def test_the_head_documents_its_routes(tmp_path: Path, tokens: None) -> None:
+    async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        document = (await client.get(f"{stack.head_url}/openapi.json", headers=headers)).json()
+        assert set(document["paths"]) == {*HEADS, "/health"}
+        assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+        for path in document["paths"]:
+            answer = await client.get(f"{stack.head_url}{path}", headers=headers)
+            (media_type,) = document["paths"][path]["get"]["responses"]["200"]["content"]
+            assert answer.headers["content-type"].startswith(media_type), path
+
+
 async def test_a_locked_run_may_be_called_by_any_name(tmp_path: Path, tokens: None) -> None:
     async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
         for (url,) in [*stack.urls.values(), [stack.head_url]]:

@@ -124,6 +124,9 @@ async def test_the_models_list_and_answers_name_the_service_and_no_folder(client
 
 
 async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"service 'policy': model 'nowhere': no checkpoint \(config.json\) in "):
+    with pytest.raises(ConfigError, match="service 'policy': model 'nowhere': there is no folder "):
         APP._find("nowhere", tmp_path, "policy")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"service 'policy': model 'empty': .* has no checkpoint \(no config.json\)"):
+        APP._find("empty", tmp_path, "policy")
     assert APP._find("Qwen/Qwen3-0.6B", tmp_path, "policy") == "Qwen/Qwen3-0.6B"

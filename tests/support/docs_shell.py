@@ -62,7 +62,7 @@ class Line(NamedTuple):
         for place, word in enumerate(self.words):
             if word.startswith("ng_") and word.removeprefix("ng_") in COMMANDS:
                 return word.removeprefix("ng_"), self.words[place + 1 :]
-            if word == "ng" and place == 0 and len(self.words) > 1 and not self.words[1].startswith("-"):
+            if word in ("ng", "ngym") and place == 0 and len(self.words) > 1 and not self.words[1].startswith("-"):
                 return self.words[1].removeprefix("ng_").replace("-", "_"), self.words[2:]
             if place == 0 and word not in LAUNCHERS:
                 return None
@@ -192,6 +192,9 @@ def _deeper(name: str, context: click.Context) -> None:
     if name == "train" and not given.get("sweeps"):
         words = given["recipe"]
         from ngym.trainer.recipe import recipe
+
+        if given.get("environment"):
+            words = ("grpo.yaml", *words)  # the rest comes from the config of a project
 
         recipe.read_recipe([w for w in words if "=" not in w], [w for w in words if "=" in w])
     if name in ("run", "validate", "collect_rollouts") and given.get("configs"):

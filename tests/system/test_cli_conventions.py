@@ -119,8 +119,9 @@ for module, words in json.loads({scripts!r}):
 def test_ng_lists_every_script_in_one_group(root: Path) -> None:
     scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
     assert {f"ng_{name}": f"{module}:main" for name, (module, _) in COMMANDS.items()} == {
-        name: target for name, target in scripts.items() if name != "ng"
+        name: target for name, target in scripts.items() if name not in ("ng", "ngym")
     }
+    assert scripts["ngym"] == scripts["ng"], "`uvx ngym`, and where NeMo Gym or Angular have installed their own ng"
     assert sorted(name for names in GROUPS.values() for name in names) == sorted([*COMMANDS, *OWN])
     alone = said()
     assert alone.exit_code == 0 and alone.stdout == said("--help").stdout == said("help").stdout

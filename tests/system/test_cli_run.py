@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -288,6 +289,47 @@ def test_ng_validate_names_every_mistake_of_every_service(folder: Path) -> None:
     assert "global_config.yaml:1: unknown key 'treshold'" in shown.stderr
     assert "global_config.yaml:2: no service named 'onne' (did you mean 'one'?)" in shown.stderr
     assert "global_config.yaml:3: the app of 'three' cannot be loaded" in shown.stderr
+
+
+def test_mistakes_of_several_stanzas_are_reported_together(folder: Path) -> None:
+    (folder / "global_config.yaml").write_text(
+        "one: {kind: gym_servr, app: gym_servers/yes}\n"
+        "two: {kind: agent, app: agents/simpel, gym: one, model: one}\n"
+        "three: {kind: model, app: models/scripted, replicas: 0}\n"
+        "ngym: {head: {port: -1}}\n"
+    )
+    shown = ended(folder, "validate")
+    assert shown.returncode == 2
+    for line, text in enumerate(("'gym_servr' is not a service kind", "agents/simpel", "replicas", "port"), 1):
+        assert re.search(rf"global_config.yaml:{line}: .*{text}", shown.stderr), shown.stderr
+
+
+def test_a_policy_that_does_not_exist_is_named_before_anything_starts(folder: Path) -> None:
+    (folder / "global_config.yaml").write_text(
+        "policy:\n  kind: model\n  app: models/vllm\n  model: runs/quickstart/sft/policy\n"
+        "other: {kind: model, app: models/transformers, model: ./nowhere}\n"
+        "gym: {kind: gym_server, app: gym_servers/yes}\n"
+    )
+    for name in ("validate", "run"):
+        shown = ended(folder, name)
+        assert shown.returncode == 2
+        told, other = shown.stderr.splitlines()
+        assert "global_config.yaml:4: service 'policy': model 'runs/quickstart/sft/policy': there is no folder" in told
+        assert "`make quickstart` makes it" in told
+        assert "global_config.yaml:5: service 'other': model './nowhere': there is no folder" in other
+    assert not (folder / ".ngym" / "logs").exists()
+
+
+def test_a_verify_that_returns_text_is_found_without_a_model(folder: Path) -> None:
+    (folder / "gym_servers" / "text.py").write_text(
+        "from ngym import VerifyRequest, gym_server\n\n\nasync def verify(task: VerifyRequest) -> str:\n"
+        "    return '1.0'\n\n\napp = gym_server(verify=verify)\n"
+    )
+    (folder / "global_config.yaml").write_text("one: {kind: gym_server, app: gym_servers/text}\n")
+    shown = ended(folder, "validate")
+    assert shown.returncode == 2
+    (line,) = shown.stderr.splitlines()
+    assert "text.py:4: verify: it returns str; a reward is a number, None, or a record with 'reward'" in line
 
 
 def test_ng_serve_runs_one_service_alone(folder: Path) -> None:

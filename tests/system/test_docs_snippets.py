@@ -170,7 +170,7 @@ def test_commands_in_running_text_exist(page: Path) -> None:
 def test_what_ng_init_names_next_can_be_given(tmp_path: Path) -> None:
     shown = ended(ngym("init", "fresh"), tmp_path)
     hints = [line for line in docs_shell.lines(shown.partition("next:")[2]) if line.ours is not None]
-    assert [line.words[0] for line in hints] == ["ng_run", "ng_collect_rollouts"]
+    assert [line.words[0] for line in hints] == ["ng_run", "ng_collect_rollouts", "ng_train"]
     for line in hints:
         ended(ngym(*docs_shell.rehearsed(line)), tmp_path / "fresh")
 

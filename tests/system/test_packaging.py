@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -149,6 +150,20 @@ def test_the_wheel_adds_one_import_name(elsewhere: Elsewhere) -> None:
     inside = {path.split("/")[0] for path in paths if not path.startswith("../")}
     assert {name for name in inside if not name.endswith(".dist-info")} == {"ngym"}
     assert all(path.startswith("../../../bin/ng") for path in paths if path.startswith("../"))
+
+
+def test_a_core_install_says_which_extra_is_needed(elsewhere: Elsewhere) -> None:
+    trained = elsewhere.run("ng_train", "sft.yaml")
+    assert trained.returncode == 2
+    assert trained.stderr.startswith('ng_train needs ngym[train]: pip install "ngym[train]" (missing: ')
+    (elsewhere.folder / "extras.yaml").write_text(
+        "ngym: {head: {port: 0}}\npolicy: {kind: model, app: models/transformers, model: owner/name}\n"
+    )
+    started = elsewhere.run("ng_run", "--config", "extras.yaml")
+    assert started.returncode == 2
+    assert "extras.yaml:2: service 'policy' needs ngym[train]: pip install \"ngym[train]\"" in started.stderr
+    shown = elsewhere.run("ngym", "doctor")
+    assert re.search(r'ngym\[train\] +missing: .*torch.*; pip install "ngym\[train\]"', shown.stdout)
 
 
 def test_the_wheel_ships_every_service_recipe_and_data_file_and_nothing_that_was_built(

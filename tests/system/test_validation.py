@@ -133,8 +133,8 @@ async def test_rows_that_it_refuses_and_tasks_of_both_splits_are_told(tmp_path: 
     found = await mistakes_of(right, environment(tmp_path, **rows))
     assert set(found) == {"rows"}
     refused, twice = found["rows"]
-    assert refused.startswith("train.jsonl:2: ") and "word" in refused
-    assert twice == "validation.jsonl:1: this task is also in train.jsonl"
+    assert refused.startswith(str(tmp_path)) and "/train.jsonl:2: " in refused and "word" in refused
+    assert twice.startswith(str(tmp_path)) and twice.endswith("/validation.jsonl:1: this task is also in train.jsonl")
 
 
 @pytest.mark.parametrize(

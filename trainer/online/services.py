@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import yaml
+
 from ngym.collect.session import discover
-from ngym.config.service_config import Config, load_config, tracing_of
+from ngym.config.service_config import Config, Stanza, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
 from ngym.peers import Peers
@@ -146,16 +148,39 @@ def serving_options(recipe: Recipe) -> list[str]:
     return options
 
 
+def config_for(file: Path, policy: str, app: str | None, options: Sequence[str]) -> Config:
+    """The config with these options of the policy. app: replaces the policy's stanza, whose own options are dropped."""
+    if app is None:
+        return load_config([file], [f"{policy}.{option}" for option in options])
+    config = load_config([file])
+    config.stanza(policy)
+    written: dict[str, Any] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        *parents, leaf = key.split(".")
+        place = written
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = yaml.safe_load(value)
+    stanza = Stanza(name=policy, kind="model", app=app, options=written, where="rollouts.policy_app")
+    return config.model_copy(update={"services": {**config.services, policy: stanza}})
+
+
 @asynccontextmanager
 async def started(
-    file: Path, agents: Sequence[str], policy: str, options: Sequence[str], say: Callable[[str], None]
+    file: Path,
+    agents: Sequence[str],
+    policy: str,
+    options: Sequence[str],
+    say: Callable[[str], None],
+    app: str | None = None,
 ) -> AsyncIterator[Reached]:
-    """The services of a config that these agents need, started here; `options` are the policy's. They stop with the
-    block.
+    """The services of a config that these agents need, started here; `app` and `options` are the policy's. They stop
+    with the block.
     """
     launcher = Launcher.start()
     try:
-        config = needed(load_config([file], [f"{policy}.{option}" for option in options]), agents, policy)
+        config = needed(config_for(file, policy, app, options), agents, policy)
         tracing.begin(config.tracing, OWNER)
         say(f"starting {', '.join(config.services)}")
         async with Supervisor(config, _failures(say), launcher) as stack:

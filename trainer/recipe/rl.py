@@ -65,6 +65,10 @@ class RolloutOptions(Record):
         description="The config file whose services are started; null: the services of an `ng_run` in this folder.",
     )
     policy: str = Field(default="policy", description="The name of the model service to train.")
+    policy_app: str | None = Field(
+        default=None,
+        description="With `services`: serve the policy with this app, such as models/vllm, instead of its stanza.",
+    )
     tasks_per_step: Positive = Field(default=32, description="Tasks of one step.")
     group_size: Positive = Field(default=8, description="Attempts at each task; 1 if nothing compares them.")
     updates_per_step: Positive = Field(default=1, description="Optimizer steps on the rollouts of a step.")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ngym.config.service_config import model_problem
 from ngym.errors import ConfigError
 
 LOOK_S = 0.05
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,10 @@ class Model:
 
 def find_model(name: str, root: Path, service: str) -> Model:
     """The folder of that name (relative to the config file), else the hub's model. Raises ConfigError for neither."""
+    if problem := model_problem(name, root):
+        raise ConfigError(f"service {service!r}: model {name!r}: {problem}")
     folder = (root / name).resolve()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"service {service!r}: model {name!r}: {folder} has no checkpoint (no config.json)")
-        return Model(str(folder), local=True)
-    if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
-        return Model(name, local=False)
-    raise ConfigError(
-        f"service {service!r}: model {name!r}: there is no folder {folder}; give a folder relative to the config file, "
-        "or a hub name such as Qwen/Qwen3-0.6B"
-    )
+    return Model(str(folder), local=True) if folder.is_dir() else Model(name, local=False)
 
 
 async def written(name: str, root: Path, service: str, within_s: float) -> Model:

@@ -231,6 +231,18 @@ class Prove(Body):
     prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
 
 
+BODIES: dict[str, type[BaseModel]] = {
+    "/weights": Begin,
+    "/weights/commit": Commit,
+    "/weights/transfer/connect": Received,
+    "/weights/transfer/start": Commit,
+    "/weights/transfer/update": Received,
+    "/weights/sleep": Rest,
+    "/weights/wake": Wake,
+    "/weights/proof": Prove,
+}
+
+
 @dataclass
 class Push:
     """A push under way.

@@ -48,6 +48,13 @@ class CollectCommand(Command):
 @click.option(
     "--agent", metavar="NAME", shell_complete=services("agent"), help="The agent of rows without an agent_ref."
 )
+@click.option(
+    "--map-agent",
+    "mapped",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Run the rows whose agent_ref names OLD with the agent NEW; repeat it.",
+)
 @click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
 @count("--limit", "Only the first N tasks.")

@@ -47,6 +47,7 @@ class Options:
     """The options of the command; `ng_collect_rollouts --help` explains each field."""
 
     agent: str | None
+    mapped: tuple[str, ...]
     source: Path
     output: Path
     limit: int | None
@@ -82,13 +83,14 @@ class Options:
             raise UsageError(f"{self.source}: no such file (--input){near_file(self.source)}")
         for text in self.settings:
             _setting(text)
+        _mapping(self.mapped)
 
     @property
     def recipe(self) -> Recipe:
         params: Json = dict(map(_setting, self.settings))
         named = {"temperature": self.temperature, "max_output_tokens": self.max_output_tokens}
         params |= {key: value for key, value in named.items() if value is not None}
-        return Recipe(self.agent, self.repeats, self.limit, params, self.seed)
+        return Recipe(self.agent, self.repeats, self.limit, params, self.seed, _mapping(self.mapped))
 
     @property
     def limits(self) -> Limits:
@@ -104,6 +106,17 @@ def _setting(text: str) -> tuple[str, object]:
         return key, orjson.loads(value)
     except orjson.JSONDecodeError:
         return key, value
+
+
+def _mapping(texts: tuple[str, ...]) -> dict[str, str]:
+    """Parse each `old=new` of --map-agent."""
+    pairs = [text.partition("=") for text in texts]
+    wrong = next((text for text, (old, _, new) in zip(texts, pairs, strict=True) if not (old and new)), None)
+    if wrong is not None:
+        raise UsageError(
+            f"--map-agent {wrong}: write --map-agent OLD=NEW, such as --map-agent math_simple_agent=math_agent"
+        )
+    return {old: new for old, _, new in pairs}
 
 
 @dataclass
@@ -399,7 +412,7 @@ class Command:
             console.print(table)
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
         self._echo(f"{session.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(session.seconds)}")
-        for line in first_failures(aggregates):
+        for line in first_failures(aggregates, self.options.source):
             self._echo(f"  {harmless(line)}")
         if aggregates.done + aggregates.given_up < total or more:
             self._echo(

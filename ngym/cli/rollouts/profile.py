@@ -108,16 +108,18 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
 
 
 def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
+    values = sorted({task.subset or "" for task in tasks})
+    width = max(map(len, (by, *values, "x" * 24)))
     click.echo(
-        f"  {by:<24} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'no signal':>10} {'unscored':>9}"
+        f"  {by:<{width}} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'no signal':>10} {'unscored':>9}"
     )
-    for value in sorted({task.subset or "" for task in tasks}):
+    for value in values:
         some = [task for task in tasks if task.subset == value]
         verdicts, rates = Counter(task.verdict(solved) for task in some), _rates(some, solved)
         rate = f"{fmean(rates):.3f}" if rates else "-"
         counts = "".join(f" {verdicts[verdict]:>8,}" for verdict in ("always", "mixed", "never"))
         nothing = sum(not task.teaches for task in some)
-        click.echo(f"  {value[:24]:<24} {len(some):>8,} {rate:>10}{counts} {nothing:>10,} {_unscored(some):>9.1%}")
+        click.echo(f"  {value:<{width}} {len(some):>8,} {rate:>10}{counts} {nothing:>10,} {_unscored(some):>9.1%}")
 
 
 def _unscored(tasks: Sequence[Task]) -> float:

@@ -25,6 +25,7 @@ from click.shell_completion import get_completion_class
 from ngym import __version__
 from ngym.cli.shell.completion_names import overrides
 from ngym.errors import NgymError, UsageError
+from ngym.extras import needed
 from ngym.runtime.event_loop import ignore_interrupts
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
@@ -72,6 +73,9 @@ def ended(run: Callable[[], object], name: str) -> int:
         return _say(
             f"{name}: out of memory: give it more (ulimit -v, the container's limit), or less to read", EXIT_FAILED
         )
+    except ModuleNotFoundError as error:
+        told = needed(error, name)
+        return _say(told, EXIT_USAGE) if told else _unexpected(error, name)
     except Exception as error:  # noqa: BLE001 (every error is reported)
         return _unexpected(error, name)
     return result if isinstance(result, int) else EXIT_DONE
@@ -213,6 +217,7 @@ COMMANDS = {
     "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
+    "doctor": ("ngym.cli.doctor", "Show what of this machine and its packages works."),
 }
 # Commands of `ng` only, without a separate script.
 OWN = {
@@ -225,7 +230,7 @@ GROUPS = {
     "Services": ("run", "status", "serve"),
     "Rollouts": ("collect_rollouts", "view", "profile", "reverify", "export"),
     "Training": ("train", "plot"),
-    "The command line": tuple(OWN),
+    "The command line": ("doctor", *OWN),
 }
 
 
@@ -339,7 +344,7 @@ def config_options(function: Function) -> Function:
 def main(ctx: click.Context) -> None:
     """Train and evaluate language-model agents against environments that are plain HTTP services.
 
-    `ng COMMAND` is also `ng_COMMAND`. Each has --help with examples; most have --json for programs, and --dry-run.
+    `ng COMMAND` is also `ng_COMMAND` and `ngym COMMAND`. Each has --help with examples; most have --json for programs, and --dry-run.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -399,7 +404,7 @@ def completion(shell: str) -> None:
     """
     maker = get_completion_class(shell)
     assert maker is not None
-    for script in ("ng", *(f"ng_{name}" for name in COMMANDS)):
+    for script in ("ng", "ngym", *(f"ng_{name}" for name in COMMANDS)):
         source = maker(main, {}, script, f"_{script.upper()}_COMPLETE").source()
         for written, better in UNFINISHED[shell].items():
             source = source.replace(written, better)

@@ -28,7 +28,7 @@ from ngym.peers import ToolErrors
 from ngym.rollout import without_tokens
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
-from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
 from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES, invoke_agent
 from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
@@ -38,7 +38,8 @@ BEGINNING_CHARS = 1000
 METRICS_S = 120.0
 ABANDON_S = 10.0
 CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
-_ANY: Json = {"type": "object"}
+_ANY: Json = OBJECT
+_TRAJECTORY = object_of({"output": {"type": "array", "items": OBJECT}})
 Respond = Callable[[Json, RolloutContext], Awaitable[Json]]
 AgentLifespan = Callable[[ServiceContext], AbstractAsyncContextManager[Any]]
 
@@ -164,13 +165,14 @@ def agent(
         "required": ["responses_create_params"],
         "properties": {"responses_create_params": {"type": "object"}},
     }
-    for path, handler, summary, body, most_bytes in (
-        ("/run", invoke_agent(run), "One whole rollout: seed, act, verify", row_schema, ROW_BYTES),
-        ("/v1/responses", invoke_agent(responses), "The trajectory, unscored", _ANY, ROW_BYTES),
-        ("/aggregate_metrics", aggregate, "Passed to the gym server", _ANY, BULK_BYTES),
-        (ROUTE, verify_group, "Passed to the gym server", _ANY, BULK_BYTES),
+    scored = object_of({"reward": {"type": ["number", "null"]}, "response": _TRAJECTORY, "ng": OBJECT})
+    for path, handler, summary, body, answer, most_bytes in (
+        ("/run", invoke_agent(run), "One whole rollout: seed, act, verify", row_schema, scored, ROW_BYTES),
+        ("/v1/responses", invoke_agent(responses), "The trajectory, unscored", _ANY, _TRAJECTORY, ROW_BYTES),
+        ("/aggregate_metrics", aggregate, "Passed to the gym server", _ANY, _ANY, BULK_BYTES),
+        (ROUTE, verify_group, "Passed to the gym server", _ANY, _ANY, BULK_BYTES),
     ):
-        add_route(app, "POST", path, handler, summary=summary, body=body, most_bytes=most_bytes)
+        add_route(app, "POST", path, handler, summary=summary, body=body, answer=answer, most_bytes=most_bytes)
     add_route(app, "GET", "/aggregate_metrics", aggregate, summary="Passed to the gym server")
     return app
 

@@ -4,11 +4,12 @@ middleware).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from types import ModuleType
@@ -40,12 +41,14 @@ from ngym.errors import (
 from ngym.net import request_context
 from ngym.schema import SESSION_HEADER, Json, Kind
 from ngym.services.base.dispatch import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
-from ngym.services.base.options import ServiceContext, ServiceOptions
+from ngym.services.base.options import ServiceContext, ServiceOptions, context_from_environment
 
 log = logging.getLogger("ngym.services")
 UNREADABLE = ("64-bit range", "surrogates")  # from orjson's messages
 FAILURES = frozenset(get_args(FailureClass))  # a peer may use its own classes
 Lifespan = Callable[[ServiceContext], AbstractAsyncContextManager[None]]
+OBJECT: Json = {"type": "object"}
+HERE = str(Path(__file__).parents[2])
 _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
@@ -112,21 +115,36 @@ class ProblemResponse(JsonResponse):
 
 
 def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan | None = None) -> FastAPI:
-    """An application with the routes that every service has; `app.state.context` is set once it serves."""
+    """An application with the routes that every service has; `app.state.context` is set once it serves.
+
+    ngym's runner sets the context. Elsewhere (`uvicorn app:app`, a test client) the lifespan makes it, from defaults and
+    the environment; a server that runs no lifespan begins it with the first request (`ensure_started`).
+    """
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
+        is_own = getattr(app.state, "context", None) is None
+        if is_own:
+            app.state.context = context_from_environment(app.state.default_name, kind, options)
         context: ServiceContext = app.state.context
+        app.title, app.openapi_schema = context.name, None
         try:
-            if lifespan is None:
+            async with AsyncExitStack() as stack:
+                if lifespan is not None:
+                    await stack.enter_async_context(lifespan(context))
+                app.state.serving = True
                 yield
-            else:
-                async with lifespan(context):
-                    yield
         finally:
+            app.state.serving = False
+            if is_own:
+                app.state.context = None
             await context.peers.close()
 
-    app = FastAPI(title=f"ngym {kind}", lifespan=run, redirect_slashes=False)
+    name = _author()
+    app = _Application(title=name, lifespan=run, redirect_slashes=False)
+    app.state.default_name = name
+    app.state.serving = False
+    app.state.starting = None
     app.state.kind = kind
     app.state.options_model = options
     app.state.not_ready = None
@@ -137,17 +155,70 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
     )
     app.state.process_metrics = ProcessCollector(registry=registry)
     app.state.served = {}
-    app.add_middleware(Edge, registry=registry, served=app.state.served)
+    app.add_middleware(Edge, registry=registry, served=app.state.served, start=ensure_started)
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MemoryError, _no_memory)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _bug)
-    add_route(app, "GET", "/", _health, summary="Liveness")
-    add_route(app, "GET", "/health", _health, summary="Liveness")
-    add_route(app, "GET", "/ready", _ready, summary="Readiness: 503 with a reason until it can serve")
+    alive = object_of({"status": STRING})
+    add_route(app, "GET", "/", _health, summary="Liveness", answer=alive)
+    add_route(app, "GET", "/health", _health, summary="Liveness", answer=alive)
+    add_route(app, "GET", "/ready", _ready, summary="Readiness: 503 with a reason until it can serve", answer=alive)
     add_route(app, "GET", "/metrics", _metrics, summary="Prometheus metrics", answers=["text/plain"])
     return app
+
+
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The document, with the token of a locked run as a security scheme: /docs then asks for it."""
+        is_new = self.openapi_schema is None
+        document = super().openapi()
+        context = getattr(self.state, "context", None)
+        if is_new and context is not None and context.run_token:
+            document.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"token": []}]
+            document["paths"]["/health"]["get"]["security"] = []
+        return document
+
+
+def _author() -> str:
+    """The name of the folder whose app.py creates the service, or of another file that does."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(HERE):
+        frame = frame.f_back
+    file = Path(frame.f_code.co_filename)
+    return file.resolve().parent.name if file.name == "app.py" else file.stem
+
+
+async def ensure_started(app: FastAPI) -> None:
+    """Run the lifespan of an application whose server runs none, such as httpx.ASGITransport.
+
+    It ends with the event loop, which closes asynchronous generators.
+    """
+    starting: asyncio.Task[None] | None = app.state.starting
+    if starting is None or starting.done() or starting.get_loop() is not asyncio.get_running_loop():
+        starting = app.state.starting = asyncio.create_task(_start(app))
+    await asyncio.shield(starting)
+
+
+async def _start(app: FastAPI) -> None:
+    lifespan = app.router.lifespan_context(app)
+    await lifespan.__aenter__()
+    app.state.lifespan = lifespan  # else it is collected
+
+
+STRING: Json = {"type": "string"}
+
+
+def object_of(properties: Json, *optional: str, **more: Any) -> Json:
+    """The JSON Schema of an object. optional: properties that may be missing."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [n for n in properties if n not in optional],
+        **more,
+    }
 
 
 def add_route(
@@ -159,6 +230,7 @@ def add_route(
     summary: str = "",
     body: dict[str, Any] | None = None,
     answers: Sequence[str] = (JsonResponse.media_type,),
+    answer: Json = OBJECT,
     most_bytes: int | None = CALL_BYTES,
     finishes: bool = False,
 ) -> None:
@@ -167,14 +239,17 @@ def add_route(
     Args:
         body: the JSON Schema of the body, for /openapi.json.
         answers: the media types of the response; empty: status 204.
+        answer: the JSON Schema of a JSON response.
         most_bytes, finishes: as in `Served`; a path with other parameters than a rollout's id has neither.
     """
     names = re.findall(r"{(\w+)", path)
+    here = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method.lower()}"
+    json_answer = _rooted(answer, f"{here}/responses/200/content/application~1json/schema")
     extra: Json = {"parameters": [{**_IN_PATH, "name": name} for name in names]} if names else {}
     if body:
-        place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method.lower()}/requestBody/content/application~1json/schema"
-        schema = _rooted(body, place)
+        schema = _rooted(body, f"{here}/requestBody/content/application~1json/schema")
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    content = {kind: {"schema": json_answer if kind == JsonResponse.media_type else STRING} for kind in answers}
     if "{" not in path.removeprefix(OF_A_ROLLOUT):
         app.state.served[method, path] = Served(handler, most_bytes, finishes)
     app.add_api_route(
@@ -186,7 +261,7 @@ def add_route(
         response_class=Response,
         response_model=None,
         status_code=200 if answers else 204,
-        responses={**({200: {"content": {kind: {} for kind in answers}}} if answers else {}), "default": _PROBLEM},
+        responses={**({200: {"content": content}} if answers else {}), "default": _PROBLEM},
     )
 
 

@@ -291,10 +291,18 @@ class Edge:
 
     Args:
         served: (method, path) -> what answers it, for paths without parameters; they may be under OF_A_ROLLOUT.
+        start: called before the first request if the server has run no lifespan.
     """
 
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry, served: Mapping[tuple[str, str], Served]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        registry: CollectorRegistry,
+        served: Mapping[tuple[str, str], Served],
+        start: Callable[[Any], Awaitable[None]],
+    ) -> None:
         self.app = app
+        self.start = start
         self.served = served
         self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
         self.seconds = Histogram("ngym_request_seconds", "Time to answer", ["route"], registry=registry)
@@ -306,6 +314,8 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if not scope["app"].state.serving:
+            await self.start(scope["app"])
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         token = request_context.current.set(request_context.from_headers(headers))
         status = 500

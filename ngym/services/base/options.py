@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from ngym.config.yaml_tree import Tree, parse
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.peers import Peers
 from ngym.schema import Kind
 from ngym.telemetry.log_format import Redactor
+
+OPTION = "NGYM_OPTION_"  # and the option's name in capitals: an option of a service that another server starts
 
 
 class _Reference:
@@ -89,3 +95,38 @@ def parse_options(
         if any(isinstance(mark, _Reference) for mark in info.metadata) and value is not None and value not in services:
             raise ConfigError(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
     return options
+
+
+def context_from_environment(name: str, kind: Kind, model: type[ServiceOptions]) -> ServiceContext:
+    """The context of a service that ngym did not start (`uvicorn app:app`, a test client): defaults and the environment.
+
+    NGYM_OPTION_MAX_IN_FLIGHT=8 sets the option `max_in_flight`, as YAML; the value of an option that names a service
+    is its address. NGYM_TOKEN is sent to these services.
+
+    Raises:
+        ConfigError: an option is wrong, or one without a default is not set.
+    """
+    values: dict[str, Any] = {}
+    urls: dict[str, list[str]] = {}
+    for option, info in model.model_fields.items():
+        given = os.environ.get(OPTION + option.upper())
+        if _is_reference(info):
+            if given or info.is_required() or info.default:
+                values[option] = option  # the service is called as the option
+                urls[option] = [given.rstrip("/")] if given else []
+        elif given is not None:
+            values[option] = yaml.safe_load(given)
+    lines = {option: OPTION + option.upper() for option in model.model_fields}
+    options = parse_options(model, values, lines, f"the environment ({OPTION}...)", urls)
+    token = token_from(RUN_TOKEN)
+    return ServiceContext(
+        name, kind, options, Peers(urls, None, token, owner=name), [], Path(), token_from(ADMIN_TOKEN), token
+    )
+
+
+def _is_reference(info: FieldInfo) -> bool:
+    marks = [
+        *info.metadata,
+        *(mark for kind in get_args(info.annotation) for mark in getattr(kind, "__metadata__", ())),
+    ]
+    return any(isinstance(mark, _Reference) for mark in marks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple, Self
 from prometheus_client import CollectorRegistry, Counter
 
 from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.extras import needed
 from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.net.connection_limits import Server, server_config
 from ngym.net.tls import trust
@@ -37,6 +39,10 @@ from ngym.telemetry.log_format import Form, Redactor, begin, say, secrets_in
 log = logging.getLogger("ngym.services")
 MARKS_S = 0.05
 STALL_S = 0.1
+COMPUTED = (
+    0.1  # share of a stall; a process that computed less was stopped by the machine, or waited in a blocking call
+)
+IDLE = (("runners.py", "run"), ("selectors.py", "select"))  # innermost frames of a loop that runs no callback
 SAYS_EVERY_S = 1.0  # seconds between log lines: an overloaded machine has many stalls; the rest are only counted
 FRAMES = 12
 EXIT_CONFIG = 78  # EX_CONFIG: restarting would not help
@@ -46,19 +52,39 @@ ACCEPTS = 16  # new connections per turn of the loop: libuv accepts one per list
 
 
 class Stall(NamedTuple):
-    """A stall of the loop: its seconds, its CPU seconds, and its place in the code ("" if it ended before that was
-    read).
+    """A stall of the loop, and its place in the code ("" if it ended before that was read, or the loop was idle).
 
-    A stall with almost no CPU time is a blocking call or an overloaded machine.
+    Args:
+        cpu_s: CPU seconds of the loop's thread.
+        process_s: CPU seconds of the whole process: another thread may have held the interpreter.
+        queued_s: seconds in which the thread could run and got no CPU.
     """
 
     seconds: float
     cpu_s: float
     where: str
+    process_s: float = 0.0
+    queued_s: float = 0.0
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the machine was overloaded or suspended. Otherwise code computed, or called something that blocks."""
+        if max(self.cpu_s, self.process_s) > COMPUTED * self.seconds:
+            return False
+        return not self.where or self.queued_s > self.seconds / 2
+
+
+class _Clocks(NamedTuple):
+    now: float
+    cpu: float
+    process: float
+    queued: float
 
 
 class Watchdog:
     """`with Watchdog(registry):` watches the running loop.
+
+    A stall that the machine caused is counted; any other one is also logged, with the stack of the loop's thread.
 
     Attributes:
         longest: the stall with the most CPU time.
@@ -68,6 +94,9 @@ class Watchdog:
         self.longest = Stall(0.0, 0.0, "")
         self._count = Counter("ngym_loop_stalls", "Stalls of the event loop of 0.1 s or more", registry=registry)
         self._total = Counter("ngym_loop_stalled_seconds", "Seconds that the event loop was stalled", registry=registry)
+        self._of_machine = Counter(
+            "ngym_machine_stalls", "Those in which the process got no CPU: the machine is overloaded", registry=registry
+        )
         self._over = threading.Event()
         self._where = ""
         self._said = 0.0
@@ -75,7 +104,8 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
-        self._mark, self._cpu = time.monotonic(), time.thread_time()
+        self._statistics = _opened(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._mark = self._read()
         self._timer = self._loop.call_later(MARKS_S, self._set_mark)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -87,30 +117,52 @@ class Watchdog:
         self._timer.cancel()
         self._over.set()
         self._thread.join()
+        if self._statistics is not None:
+            os.close(self._statistics)
+
+    def _read(self) -> _Clocks:
+        """The clocks of the loop's thread. queued: 0 where Linux keeps no such statistics."""
+        queued_ns = 0 if self._statistics is None else int(os.pread(self._statistics, 100, 0).split()[1])
+        return _Clocks(time.monotonic(), time.thread_time(), time.process_time(), queued_ns / 1e9)
 
     def _set_mark(self) -> None:
-        now, cpu = time.monotonic(), time.thread_time()
-        late_s = now - self._mark - MARKS_S
+        clocks, mark = self._read(), self._mark
+        late_s = clocks.now - mark.now - MARKS_S
         if late_s > STALL_S:
-            self._tell(Stall(late_s, cpu - self._cpu, self._where), now)
+            cpu_s, process_s, queued_s = (
+                clocks.cpu - mark.cpu,
+                clocks.process - mark.process,
+                clocks.queued - mark.queued,
+            )
+            self._tell(Stall(late_s, cpu_s, self._where, process_s, queued_s), clocks.now)
         self._where = ""
-        self._mark, self._cpu = now, cpu
+        self._mark = clocks
         self._timer = self._loop.call_later(MARKS_S, self._set_mark)
 
     def _tell(self, stall: Stall, now: float) -> None:
         self._count.inc()
         self._total.inc(stall.seconds)
         self.longest = max(self.longest, stall, key=lambda one: one.cpu_s)
-        if now - self._said >= SAYS_EVERY_S:
+        if stall.is_of_machine:
+            self._of_machine.inc()
+        elif now - self._said >= SAYS_EVERY_S:
             self._said = now
             told = "the event loop was blocked for %.2f s (%.2f s of CPU time) in:\n%s"
             log.warning(told, stall.seconds, stall.cpu_s, stall.where or "unknown: it ended before it could be located")
 
     def _watch(self) -> None:
         while not self._over.wait(MARKS_S):
-            if not self._where and time.monotonic() - self._mark > MARKS_S + STALL_S:
+            if not self._where and time.monotonic() - self._mark.now > MARKS_S + STALL_S:
                 frame = sys._current_frames().get(self._watched)
-                self._where = "".join(traceback.format_stack(frame, limit=None)[-FRAMES:]).rstrip()
+                if frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) not in IDLE:
+                    self._where = "".join(traceback.format_stack(frame, limit=None)[-FRAMES:]).rstrip()
+
+
+def _opened(path: str) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -150,6 +202,12 @@ def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
     except NgymError as error:
         say(str(error), spec.name, spec.logs)
         return EXIT_CONFIG if isinstance(error, UsageError) else 1
+    except ModuleNotFoundError as error:
+        told = needed(error, f"service {spec.name!r}")
+        if told is None:
+            raise
+        say(f"{spec.where}: {told}", spec.name, spec.logs)
+        return EXIT_CONFIG
     finally:
         tracing.end()
     return 0

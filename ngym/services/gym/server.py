@@ -23,7 +23,7 @@ from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.base import dispatch
-from ngym.services.base.app import JsonResponse, Lifespan, add_route, service_app
+from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop, valid_body
@@ -39,15 +39,22 @@ from ngym.services.gym.sessions import (
     session_id_of,
     set_task,
 )
-from ngym.services.gym.tools import Author, inspected, of_function, offer
+from ngym.services.gym.tools import Author, check_reward_type, inspected, of_function, offer
 from ngym.stats.score_summary import ANSWER, Scores, Subsets, parts_of
 
 NOT_METRICS = frozenset({"_ng_task_index", "_ng_rollout_index", "_ng_attempt_index"})
 MOST_ROWS = 100_000
 MOST_OWN = 1000  # limit of an author's metrics
+_BOOLEAN: Json = {"type": "boolean"}
+_OBJECTS: Json = {"type": "array", "items": OBJECT}
+_NUMBER: Json = {"type": ["number", "null"]}
+REWARDED = object_of(
+    {"reward": _NUMBER, "reward_components": {"type": ["object", "null"], "additionalProperties": _NUMBER}},
+    "reward_components",
+    description="The row, with the reward and the verifier's own fields; a null reward was not scored.",
+)
 ComputeMetrics = Callable[[list[Json]], Mapping[str, float | None]]
 EMPTY_RESPONSE: Json = {"output": []}
-ANY: Json = {"type": "object"}
 NEVER_SEEDED = (
     "this rollout's state is not here: POST /seed_session begins its session, and every further call sends the "
     "X-NG-Session header or the cookie of the last answer"
@@ -231,6 +238,7 @@ def gym_server(
     app.state.sessions = store
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)
+    check_reward_type(verify)
     app.state.tools = []
     app.state.callable = {}
     app.router.routes.append(Route("/mcp", over_mcp))
@@ -278,22 +286,52 @@ def gym_server(
         return JsonResponse({"compute_metrics": compute_metrics is not None})
 
     task = app.state.verifier.body
-    whole = task.model_json_schema()
-    unscored = {**whole, "required": [name for name in whole.get("required", []) if name != "response"]}
     post = partial(add_route, app, "POST")
-    post("/seed_session", seed_session, summary="Start a rollout's session", body=unscored, most_bytes=ROW_BYTES)
-    post("/verify", repeats.once(verify_route), summary="Score a rollout", body=whole, most_bytes=ROW_BYTES)
     post(
-        "/aggregate_metrics", aggregate_route, summary="Metrics over verify responses", body=ANY, most_bytes=BULK_BYTES
+        "/seed_session",
+        seed_session,
+        summary="Start a rollout's session",
+        answer=object_of({"tools": _OBJECTS, "mcp": OBJECT}, "tools", "mcp"),
+        body=_row_schema(task),
+        most_bytes=ROW_BYTES,
     )
-    add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools")
-    add_route(app, "DELETE", "/session", end_session, summary="End a session")
-    add_route(app, "GET", "/aggregate_metrics", has_metrics, summary="Whether the author defined metrics")
+    post(
+        "/verify",
+        repeats.once(verify_route),
+        summary="Score a rollout",
+        answer=REWARDED,
+        body=task.model_json_schema(),
+        most_bytes=ROW_BYTES,
+    )
+    post(
+        "/aggregate_metrics",
+        aggregate_route,
+        summary="Metrics over verify responses",
+        body=OBJECT,
+        answer=object_of({"group_level_metrics": _OBJECTS, "agent_metrics": OBJECT, "key_metrics": OBJECT}),
+        most_bytes=BULK_BYTES,
+    )
+    add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools", answer=_OBJECTS)
+    add_route(app, "DELETE", "/session", end_session, summary="End a session", answer=object_of({"ended": _BOOLEAN}))
+    add_route(
+        app,
+        "GET",
+        "/aggregate_metrics",
+        has_metrics,
+        summary="Whether the author defined metrics",
+        answer=object_of({"compute_metrics": _BOOLEAN}),
+    )
     if verify_group is not None:
         _add_group_route(app, inspected(verify_group, VerifyGroup))
     for tool in tools:
         offer(app, of_function(tool))
     return app
+
+
+def _row_schema(model: type[BaseModel]) -> Json:
+    schema = model.model_json_schema()
+    schema["required"] = [name for name in schema.get("required", []) if name != "response"]
+    return schema
 
 
 def _add_group_route(app: FastAPI, author: Author) -> None:
@@ -306,7 +344,8 @@ def _add_group_route(app: FastAPI, author: Author) -> None:
             return JsonResponse({"rollouts": [_reward_fields(outcome) for outcome in outcomes]})
 
     schema, summary = author.body.model_json_schema(), "Score the rollouts of a task by comparing them"
-    add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, most_bytes=BULK_BYTES)
+    answer = object_of({"rollouts": {"type": "array", "items": REWARDED}})
+    add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, answer=answer, most_bytes=BULK_BYTES)
 
 
 def _reward_fields(outcome: Any) -> Json:

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from ngym.convert import message_item, output_text
 from ngym.errors import ServiceError, ToolError, boundary
 from ngym.schema import Json
-from ngym.services.base.app import JsonResponse, Lifespan, add_route
+from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
 from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
-from ngym.services.gym.server import ANY, EMPTY_RESPONSE, ComputeMetrics, VerifyRequest, gym_server
+from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
 
@@ -32,6 +32,17 @@ class Step(NamedTuple):
     terminated: bool = False
     truncated: bool = False
     info: Json | None = None
+
+
+_STEPPED = object_of(
+    {
+        "observation": STRING,
+        "reward": {"type": "number"},
+        "terminated": {"type": "boolean"},
+        "truncated": {"type": "boolean"},
+        "info": {"type": ["object", "null"]},
+    }
+)
 
 
 class Turn(BaseModel):
@@ -98,8 +109,9 @@ def step_server(
     app.state.callable["say"] = of_function(say)  # only over MCP: agents take steps
     schema, once = task.model_json_schema(), app.state.repeats.once
     post = partial(add_route, app, "POST", most_bytes=ROW_BYTES)
-    post("/reset", once(reset_route), summary="Begin an episode", body=ANY)
-    post("/step", once(step_route), summary="One turn of the model", body=schema)
+    began = object_of({"observation": STRING, "info": OBJECT})
+    post("/reset", once(reset_route), summary="Begin an episode", body=OBJECT, answer=began)
+    post("/step", once(step_route), summary="One turn of the model", body=schema, answer=_STEPPED)
     return app
 
 

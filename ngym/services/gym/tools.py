@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_origin, get_type_hints
+from warnings import catch_warnings, simplefilter
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
+from fastapi.params import Depends
+from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_model
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, ServiceError, ToolError, UpstreamError, boundary, place
+from ngym.errors import BadRequest, ConfigError, ServiceError, ToolError, UpstreamError, boundary, place
 from ngym.peers import Peers
 from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
@@ -46,6 +49,9 @@ RESERVED = frozenset(
 NOT_DONE = (429, 503)
 
 
+ANYTHING: Json = {"description": "Any JSON."}
+
+
 class Tool(NamedTuple):
     """A tool. described: in the format of the Responses API. call: returns the response whose body the model sees as
     text.
@@ -53,6 +59,7 @@ class Tool(NamedTuple):
 
     described: Json
     call: Callable[[Json, Session, Request], Awaitable[Response]]
+    answers: Json = ANYTHING  # the JSON Schema of its result
 
     async def answer(self, arguments: Json, session: Session, request: Request) -> Response:
         """Call the tool within its span.
@@ -71,12 +78,20 @@ class Tool(NamedTuple):
             return answer
 
 
+class SignatureError(ConfigError, TypeError):
+    """A function of the author's that cannot be called: `app.py:12: look: what is wrong`."""
+
+
 class Author(NamedTuple):
-    """A function of the author's, and the source of each of its parameters."""
+    """A function of the author's, and the source of each of its parameters.
+
+    body_name: the parameter that gets the body; None: each field of the body is a parameter.
+    """
 
     call: Callable[..., Any]
     body: type[BaseModel]
-    body_name: str
+    body_name: str | None
+    description: str
     session: str | None
     options: str | None
     peers: str | None
@@ -84,7 +99,7 @@ class Author(NamedTuple):
 
     async def run(self, body: BaseModel, session: Session, request: Request) -> Any:
         context = context_of(request)
-        given: dict[str, Any] = {self.body_name: body}
+        given: dict[str, Any] = {self.body_name: body} if self.body_name else dict(body)
         for name, value in ((self.session, session), (self.options, context.options), (self.peers, context.peers)):
             if name:
                 given[name] = value
@@ -98,7 +113,8 @@ def offer(app: FastAPI, tool: Tool) -> None:
     name, schema = tool.described["name"], tool.described["parameters"]
     app.state.tools.append(tool.described)
     app.state.callable[name] = tool
-    add_route(app, "POST", f"/{name}", app.state.repeats.once(_route(tool, app)), summary=f"Tool {name}", body=schema)
+    handler = app.state.repeats.once(_route(tool, app))
+    add_route(app, "POST", f"/{name}", handler, summary=f"Tool {name}", body=schema, answer=tool.answers)
 
 
 def _route(tool: Tool, app: FastAPI) -> Callable[[Request], Any]:
@@ -146,9 +162,9 @@ def _failure(error: ServiceError, session: Session, request: Request) -> Service
 
 
 def of_function(function: Callable[..., Any]) -> Tool:
-    """A tool from a function of the author's. TypeError if it cannot be a tool."""
+    """A tool from a function of the author's. SignatureError if it cannot be a tool."""
     name = _tool_name(function)
-    author = inspected(function, BaseModel)
+    author = inspected(function, BaseModel, fields=True)
 
     async def call(arguments: Json, session: Session, request: Request) -> Response:
         try:
@@ -159,7 +175,16 @@ def of_function(function: Callable[..., Any]) -> Tool:
             result = await author.run(body, session, request)
         return _written(result, author, name)
 
-    return Tool(_describe(name, author), call)
+    return Tool(_describe(name, author), call, _result_schema(function))
+
+
+def _result_schema(function: Callable[..., Any]) -> Json:
+    """The JSON Schema of a tool's return type."""
+    hint = _hints(function).get("return", Any)
+    try:
+        return TypeAdapter(hint).json_schema(mode="serialization") or ANYTHING
+    except (PydanticUserError, NameError, TypeError):
+        return ANYTHING
 
 
 def _written(result: Any, author: Author, name: str) -> Response:
@@ -169,58 +194,166 @@ def _written(result: Any, author: Author, name: str) -> Response:
     except BadRequest as error:  # nested too deeply
         raise ToolError(f"{name}: {error.detail}") from None
     except Exception as error:
-        code = getattr(inspect.unwrap(author.call), "__code__", None)
-        where = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        where = f" ({line})" if (line := _line_of(author.call)) else ""
         raise ServiceError(f"{name} returned a value that is not JSON: {error}{where}", failure="tool_error") from error
 
 
-def inspected(function: Callable[..., Any], base: type[BaseModel]) -> Author:
-    """Which parameters are the body, the session, the options and the peers, by their annotations."""
-    name = getattr(function, "__name__", repr(function))
-    hints = get_type_hints(function)
-    hints.pop("return", None)
-    found: dict[str, str] = {}
-    body: tuple[str, type[BaseModel]] | None = None
-    for parameter in inspect.signature(function).parameters:
-        kind = hints.get(parameter)
-        if not isinstance(kind, type):
-            raise TypeError(
-                f"{name}: parameter {parameter!r} needs a type: a pydantic model, Session, ServiceOptions or Peers"
-            )
+def inspected(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> Author:
+    """Which parameters are the body, the session, the options and the peers, by their annotations.
+
+    Args:
+        fields: the other parameters may be the fields of the body, instead of one `base` that is all of it.
+
+    Raises:
+        SignatureError: a parameter has no type or cannot be filled.
+    """
+    hints = _hints(function)
+    services: dict[str, str] = {}
+    others: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        _check_parameter(function, parameter, hints, "" if fields else base.__name__)
+        kind = hints[name]
         role = next(
-            (
-                r
-                for r, t in (("session", Session), ("options", ServiceOptions), ("peers", Peers))
-                if issubclass(kind, t)
-            ),
-            None,
+            (role for role, known in _SERVICES.items() if isinstance(kind, type) and issubclass(kind, known)), None
         )
         if role:
-            found[role] = parameter
-        elif issubclass(kind, base) and body is None:
-            body = (parameter, kind)
+            services[role] = name
         else:
-            raise TypeError(
-                f"{name}: parameter {parameter!r} is a {kind.__name__}; wanted one {base.__name__}, "
-                "Session, ServiceOptions or Peers"
-            )
-    if body is None:
-        raise TypeError(f"{name}: no parameter is a {base.__name__}; its body is where the arguments arrive")
+            others[name] = parameter
+    body, body_name = _body_of(function, others, hints, base, fields)
     return Author(
         function,
-        body[1],
-        body[0],
-        found.get("session"),
-        found.get("options"),
-        found.get("peers"),
+        body,
+        body_name,
+        _description(function, others, body_name),
+        services.get("session"),
+        services.get("options"),
+        services.get("peers"),
         inspect.iscoroutinefunction(function),
     )
+
+
+NO_REWARD = (str, bytes, list, tuple, set)
+
+
+def check_reward_type(verify: Callable[..., Any]) -> None:
+    """Raise SignatureError if the return type of `verify` cannot be a reward."""
+    hint = _hints(verify).get("return")
+    kind = get_origin(hint) or hint
+    if isinstance(kind, type) and issubclass(kind, NO_REWARD) and not hasattr(kind, "_fields"):
+        raise _wrong(verify, f"it returns {kind.__name__}; a reward is a number, None, or a record with 'reward'")
+
+
+_SERVICES: dict[str, type] = {"session": Session, "options": ServiceOptions, "peers": Peers}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise _wrong(function, f"a type hint cannot be read: {error} (import it outside of TYPE_CHECKING)") from None
+    return hints
+
+
+def _check_parameter(
+    function: Callable[..., Any], parameter: inspect.Parameter, hints: dict[str, Any], base: str
+) -> None:
+    """base: of the one record that it takes; "" for a tool, whose parameters may be anything."""
+    name = parameter.name
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise _wrong(function, f"parameter {name!r} cannot be filled by name: leave out '*', '**' and '/'")
+    if name not in hints:
+        wanted = f"a type: {base}, or a record derived from it" if base else "a type such as `str`, or a pydantic model"
+        raise _wrong(function, f"parameter {name!r} needs {wanted}; also Session, ServiceOptions or Peers")
+    if any(isinstance(mark, Depends) for mark in (parameter.default, *getattr(hints[name], "__metadata__", ()))):
+        raise _wrong(
+            function,
+            f"parameter {name!r}: Depends() works in routes that you add to `app` yourself; here, take Session, "
+            "ServiceOptions or Peers, or create the object in `lifespan`",
+        )
+
+
+def _body_of(
+    function: Callable[..., Any],
+    others: dict[str, inspect.Parameter],
+    hints: dict[str, Any],
+    base: type[BaseModel],
+    fields: bool,
+) -> tuple[type[BaseModel], str | None]:
+    """The record of the body, and the parameter that gets it."""
+    if len(others) == 1:
+        (name,) = others
+        kind = hints[name]
+        if isinstance(kind, type) and issubclass(kind, base):
+            return kind, name
+    if not fields:
+        wanted = f"{base.__name__}, or a record derived from it"
+        if not others:
+            raise _wrong(function, f"no parameter is a {wanted}; it receives the row and the response")
+        name = next(name for name in [*list(others)[1:], *others] if not _is_a(hints[name], base))
+        told = getattr(hints[name], "__name__", str(hints[name]))
+        raise _wrong(function, f"parameter {name!r} is of type {told}; take one parameter of type {wanted}")
+    if "body" in others and (get_origin(hints["body"]) or hints["body"]) is dict:
+        raise _wrong(
+            function,
+            "a dict has no schema that a model could follow: write a parameter for each argument (`word: str, limit: "
+            "int = 5`), or give 'body' a pydantic model",
+        )
+    return _fields_of(function, others, hints), None
+
+
+def _is_a(kind: Any, base: type[BaseModel]) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+def _fields_of(
+    function: Callable[..., Any], others: dict[str, inspect.Parameter], hints: dict[str, Any]
+) -> type[BaseModel]:
+    """The parameters as a record, described by the docstring's `Args:`."""
+    described = read_docstring(inspect.getdoc(function) or "")[1]
+    unknown = next((name for name in described if name not in inspect.signature(function).parameters), None)
+    if unknown is not None:
+        raise _wrong(function, f"its docstring describes {unknown!r}, which is not a parameter")
+    found: dict[str, Any] = {}
+    for name, parameter in others.items():
+        default = ... if parameter.default is parameter.empty else parameter.default
+        found[name] = (hints[name], Field(default, description=described[name]) if name in described else default)
+    try:
+        with catch_warnings():
+            simplefilter("ignore", UserWarning)  # a parameter called `json` or `copy` hides a method of the record
+            model: type[BaseModel] = create_model(function.__name__, **found)
+        model.model_json_schema()
+    except (PydanticUserError, NameError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise _wrong(function, f"its parameters cannot be arguments of a tool: {reason}") from None
+    return model
+
+
+def _description(function: Callable[..., Any], others: dict[str, inspect.Parameter], body_name: str | None) -> str:
+    whole = inspect.getdoc(function) or ""
+    return whole if body_name else read_docstring(whole)[0]
+
+
+def _wrong(function: Callable[..., Any], what: str) -> SignatureError:
+    line = _line_of(function, whole=True)
+    name = getattr(function, "__name__", repr(function))
+    return SignatureError(f"{line}: {name}: {what}" if line else f"{name}: {what}")
+
+
+def _line_of(function: Callable[..., Any], *, whole: bool = False) -> str:
+    """`app.py:12`, where the function begins; "" if it has no Python code. whole: with the file's folder."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    return f"{code.co_filename if whole else Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _tool_name(tool: Callable[..., Any]) -> str:
     name = getattr(tool, "__name__", "")
     if name in RESERVED or not name.isidentifier():
-        raise TypeError(f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name")
+        raise _wrong(
+            tool, f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name"
+        )
     return name
 
 
@@ -228,13 +361,50 @@ def _describe(name: str, tool: Author) -> Json:
     """The tool in the format of the Responses API."""
     schema = tool.body.model_json_schema()
     schema.pop("title", None)
+    if tool.body_name is None:
+        schema.setdefault("properties", {})
     for field in schema.get("properties", {}).values():
         field.pop("title", None)
     schema["additionalProperties"] = False
-    return described(name, inspect.getdoc(tool.call), schema)
+    return described(name, tool.description, schema)
 
 
 def described(name: str, description: str | None, schema: Json) -> Json:
     """A function tool in the format of the Responses API."""
     text = description or ""
     return {"type": "function", "name": name, "description": text, "parameters": schema, "strict": False}
+
+
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Yields|Raises|Examples?|Notes?):\s*$")
+_ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^()]*\))?:\s*(.*)")
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """A docstring's description, and the description of each parameter of its Google-style `Args:`.
+
+    The description has no `Args:`, `Returns:` and `Raises:` sections: those are for readers of the code.
+
+    Args:
+        text: without the common indentation (`inspect.getdoc`).
+    """
+    described: dict[str, str] = {}
+    kept: list[str] = []
+    section, name, indent = "", "", None
+    for line in text.splitlines():
+        begun = _SECTION.match(line)
+        if begun:
+            section, name, indent = begun[1], "", None
+        elif line.strip() and not line.startswith((" ", "\t")):
+            section = ""
+        if section in ("Args", "Arguments", "Parameters") and not begun and line.strip():
+            depth = len(line) - len(line.lstrip())
+            indent = depth if indent is None else indent
+            argument = _ARGUMENT.match(line.strip()) if depth <= indent else None
+            if argument:
+                name = argument[1]
+                described[name] = argument[2]
+            elif name:
+                described[name] = f"{described[name]} {line.strip()}".strip()
+        elif section in ("", "Example", "Examples", "Note", "Notes"):
+            kept.append(line)
+    return "\n".join(kept).strip(), described

