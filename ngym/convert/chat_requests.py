@@ -16,8 +16,8 @@ import orjson
 
 from ngym.convert.chat_items import items_from_messages, messages_from_items
 from ngym.convert.reasoning import ReasoningStyle
-from ngym.convert.request_validation import SAMPLING
-from ngym.errors import BadRequest
+from ngym.convert.request_validation import SAMPLING, VLLM_CHAT
+from ngym.errors import BadRequest, Problem, refused
 from ngym.schema import Json
 
 PASSED = (
@@ -71,7 +71,15 @@ def chat_request(
 
 
 def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
-    """Convert a checked Chat Completions request to create params (without `stream`)."""
+    """Convert a checked Chat Completions request to create params (without `stream`).
+
+    Raises:
+        BadRequest: a field has no form in the Responses API.
+    """
+    unsupported = sorted(name for name in VLLM_CHAT.keys() & request.keys() if (name, request[name]) != ("n", 1))
+    if unsupported:
+        why = "is not supported by this model's back end (models/vllm supports it); leave it out"
+        raise refused(Problem(name, why) for name in unsupported)
     params = {name: request[name] for name in (*PASSED, "thinking") if request.get(name) is not None}
     params["input"] = items_from_messages(request["messages"], style=style)
     for name in ("max_tokens", "max_completion_tokens"):

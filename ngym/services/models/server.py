@@ -21,7 +21,15 @@ from ngym.services.base.app import JsonResponse, add_route, context_of, service_
 from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
-from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, ResponseStore, refusals, rollout_of
+from ngym.services.models.request_handler import (
+    ROLLOUT_ID,
+    Answering,
+    BackEnd,
+    CountTokens,
+    ResponseStore,
+    refusals,
+    rollout_of,
+)
 from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
 
 __all__ = [
@@ -66,6 +74,7 @@ def model_server(
     *,
     respond: Respond,
     stream: Stream | None = None,
+    count_tokens: CountTokens | None = None,
     api: Native = "responses",
     options: type[ModelOptions] = ModelOptions,
     lifespan: ModelLifespan | None = None,
@@ -84,6 +93,8 @@ def model_server(
         stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
             response.completed, incomplete or failed), or of chat chunks (token data next to the delta of the chunk with
             the finish_reason, usage with it or after it). Without it a stream is built from the finished answer.
+        count_tokens: `async (request, call)` -> the number of tokens of the prompt; serves Anthropic's
+            `/v1/messages/count_tokens`. `request` is as for `respond`.
         api: the back end's native API.
         options: the record of the stanza's own keys; derives from ModelOptions.
         lifespan: `async with lifespan(context) as state` around serving; calls find what it yields in `call.state`.
@@ -124,6 +135,17 @@ def model_server(
                 answers=[JsonResponse.media_type, MEDIA_TYPE],
                 most_bytes=ROW_BYTES,
             )
+            if tongue.name == "messages" and count_tokens is not None:
+                counter = answering.counter(tongue, count_tokens)
+                add_route(
+                    app,
+                    "POST",
+                    f"{path}/count_tokens",
+                    counter,
+                    summary="The number of tokens of a prompt",
+                    body=asked,
+                    most_bytes=ROW_BYTES,
+                )
         add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name")
         add_route(app, "GET", f"{prefix}/v1/models/{{name:path}}", _model, summary="The model, by its name")
         stored = f"{prefix}/v1/responses/{{response_id}}"
