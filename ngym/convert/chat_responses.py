@@ -9,7 +9,7 @@ from ngym.convert.chat_items import CallIds, assistant_items, content_text, mess
 from ngym.convert.chat_requests import wants_logprobs
 from ngym.convert.reasoning import BETWEEN, GAVE_UP, ReasoningStyle, block_from_reasoning
 from ngym.errors import UpstreamError
-from ngym.schema import TOKEN_FIELDS, FinishReason, Json
+from ngym.schema import TOKEN_FIELDS, FinishReason, Json, token_fields
 
 Incomplete = Literal["max_output_tokens", "content_filter"]
 INCOMPLETE: dict[str, Incomplete] = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -162,7 +162,8 @@ def chat_from_response(response: Json) -> Json:
         message["thinking_blocks"] = [block_from_reasoning(item) for item in thoughts]
     if calls:
         message["tool_calls"] = calls
-    message |= {name: item[name] for item in items for name in TOKEN_FIELDS if name in item}
+    for item in items:
+        message |= token_fields(item)
     logprobs = [entry for part in parts for entry in part.get("logprobs") or ()]
     choice = {
         "index": 0,
