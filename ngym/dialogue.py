@@ -335,6 +335,10 @@ class Dialogue:
         for chunk in answer.last_chunks(bool(request.get("logprobs"))):
             yield chunk
 
+    async def count(self, request: Json) -> int:
+        """The number of tokens of the prompt."""
+        return len(await self._prompt(request, None))
+
     async def _prompt(self, request: Json, seen: SeenCall | None) -> list[int]:
         """The prompt ids. A long conversation is tokenised in a thread, so that it does not block the event loop."""
         if sum(len(message.get("content") or ()) for message in request["messages"]) < LONG:

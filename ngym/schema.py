@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import orjson
@@ -19,6 +19,12 @@ StopReason = Literal["answer", "max_steps", "context", "length", "user_done"]
 FinishReason = Literal["stop", "tool_calls", "length", "context", "content_filter"]
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The TOKEN_FIELDS of an item or a message: all of them, or {}."""
+    return {name: item[name] for name in TOKEN_FIELDS} if all(name in item for name in TOKEN_FIELDS) else {}
+
 
 SESSION_HEADER = "x-ng-session"  # on every call in a session and its answer
 SESSION_COOKIE = "ng_session"  # the same, for callers that keep cookies

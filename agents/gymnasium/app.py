@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import orjson
 from pydantic import Field
@@ -15,25 +16,44 @@ from ngym.services.agents.rollout_context import act, user
 
 class Options(AgentOptions):
     max_steps: int = Field(default=64, ge=1, description="Model calls in one rollout.")
+    reward: Literal["auto", "verify", "steps"] = Field(
+        default="auto",
+        description="What scores a rollout. verify: the gym server's /verify. steps: the sum of the rewards of /step; "
+        "for servers that have no /verify, such as those of NeMo Gym. auto: what the answer to /reset names "
+        '(`info: {"scored_by": "/verify"}`), else steps.',
+    )
 
 
 async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
-    """Each observation becomes a user message; each answer of the model, with its tool calls, is one step."""
+    """Each observation becomes a user message; each answer of the model, with its tool calls, is one step.
+
+    Where the steps score, they also run the tools: their outputs are in `info.tool_outputs`, as with NeMo Gym.
+    """
     options: Options = rollout.options
     output: list[dict[str, Any]] = []
     state = await _post(rollout, "/reset", rollout.row)
+    named = "verify" if _info(state).get("scored_by") == "/verify" else "steps"
+    by_steps = (named if options.reward == "auto" else options.reward) == "steps"
+    total = 0.0
     while True:
-        output.append(user(_text(state["observation"])))
+        if (observation := state.get("observation")) not in (None, ""):
+            output.append(user(observation if isinstance(observation, str) else orjson.dumps(observation).decode()))
         begin = len(output)
-        acted = await act(request, rollout, output, max_steps=options.max_steps)
-        if acted.stop_reason != "answer":
-            return rollout.finish(acted.response, output, acted.stop_reason)
-        turn = {**acted.response, "output": without_tokens(output[begin:])}
-        state = await _post(rollout, "/step", {**rollout.row, "response": turn})
-        if state["terminated"]:
-            return rollout.finish(acted.response, output, "answer")
-        if state["truncated"] or rollout.turns >= options.max_steps:
-            return rollout.finish(acted.response, output, "max_steps")
+        acted = await act(request, rollout, output, max_steps=options.max_steps, execute_tools=not by_steps)
+        stopped = acted.stop_reason
+        if stopped == "answer":
+            turn = {**acted.response, "output": without_tokens(output[begin:])}
+            state = await _post(rollout, "/step", {**rollout.row, "response": turn})
+            if by_steps:
+                total += _reward(state)
+                output += [{"type": "function_call_output", **told} for told in _info(state).get("tool_outputs") or []]
+            if not state["terminated"] and (state["truncated"] or rollout.turns >= options.max_steps):
+                stopped = "max_steps"
+        if stopped != "answer" or state["terminated"]:
+            if by_steps:
+                ended = {"terminated": state.get("terminated", False), "truncated": stopped != "answer"}
+                rollout.scored = {"reward": total, **ended, "info": _info(state)}
+            return rollout.finish(acted.response, output, stopped)
 
 
 async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -47,8 +67,18 @@ async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dic
     return answer
 
 
-def _text(observation: Any) -> str:
-    return observation if isinstance(observation, str) else orjson.dumps(observation).decode()
+def _info(state: dict[str, Any]) -> dict[str, Any]:
+    info = state.get("info")
+    return info if isinstance(info, dict) else {}
 
 
-app = agent(respond=respond, options=Options)
+def _reward(state: dict[str, Any]) -> float:
+    reward = state.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ServiceError(
+            f"the gym server's /step answered with reward {reward!r}, not a number", failure="tool_error"
+        )
+    return float(reward)
+
+
+app = agent(respond=respond, options=Options, seeds=False)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from ngym import VerifyRequest, gym_server
+from ngym import ServiceOptions, VerifyRequest, gym_server
 from ngym.grading.answers import number, same_number, without_reasoning
 from ngym.grading.number_match import close
 from ngym.rollout import calls_in
@@ -121,8 +121,16 @@ class ExpectedCall(BaseModel):
     arguments: dict[str, Any]
 
 
+class Options(ServiceOptions):
+    all_or_nothing: bool = Field(
+        default=False, description="Reward 1 if all calls are exact, else 0 (as NeMo Gym); default: partial credit."
+    )
+
+
 class Task(VerifyRequest):
-    expected_calls: list[ExpectedCall]
+    expected_calls: list[ExpectedCall] = Field(
+        description="The right calls. []: none; the row may say what to answer or to ask for, else any text is right."
+    )
     expected_answer: Decimal | None = Field(default=None, description="If no call is needed: the number to answer.")
     asks_for: list[ReferenceText] = Field(
         default=[], description="If no call is possible yet: words for the missing information."
@@ -145,7 +153,7 @@ class Task(VerifyRequest):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Task:
-        if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) != 1:
+        if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) > 1:
             raise ValueError("a row has either expected_calls, expected_answer or asks_for")
         unknown = {call.name for call in self.expected_calls} - self.schemas.keys()
         if unknown:
@@ -158,7 +166,7 @@ class Task(VerifyRequest):
         return {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
 
 
-async def verify(task: Task) -> dict[str, Any]:
+async def verify(task: Task, options: Options) -> dict[str, Any]:
     calls = calls_in(task.response)
     hallucinated = [call.name for call in calls if call.name not in task.schemas]
     counts = {"calls": len(calls), "hallucinated_calls": len(hallucinated)}
@@ -169,16 +177,25 @@ async def verify(task: Task) -> dict[str, Any]:
     expected = [(call.name, call.arguments) for call in task.expected_calls]
     found = matched(made, expected, task.schemas)
     whole = max(len(calls), len(expected))  # an extra call costs as much as a missing one
+    if options.all_or_nothing:
+        right = found.exact == whole
+        return {
+            "reward": float(right),
+            "reward_components": {"exact": float(right)},
+            "exact_calls": found.exact,
+            **counts,
+        }
     parts = {"names": NAMES * (found.exact + found.named) / whole, "arguments": ARGUMENTS * found.exact / whole}
     return {"reward": sum(parts.values()), "reward_components": parts, "exact_calls": found.exact, **counts}
 
 
 def _answered(task: Task) -> bool:
-    """Whether the text gives the number, or asks for the missing information in one short question."""
+    """Whether the text gives the number, or asks for the missing information in one short question, or is not empty."""
     if task.expected_answer is not None:
         found = number(task.text)
         return found is not None and same_number(found, task.expected_answer)
-    return asks(without_reasoning(task.text), task.asks_for, task.not_for)
+    text = without_reasoning(task.text)
+    return asks(text, task.asks_for, task.not_for) if task.asks_for else bool(text.strip())
 
 
 def asks(text: str, things: list[str], others: list[str]) -> bool:
@@ -217,4 +234,4 @@ def compute_metrics(rows: list[Json]) -> dict[str, float]:
     return {**means_by(rows, "kind"), **{name: share for name, share in shares.items() if share is not None}}
 
 
-app = gym_server(verify=verify, compute_metrics=compute_metrics)
+app = gym_server(verify=verify, options=Options, compute_metrics=compute_metrics)

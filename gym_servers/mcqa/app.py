@@ -14,11 +14,13 @@ from ngym import ServiceContext, VerifyRequest, gym_server
 from ngym.services.gym.server import ReferenceText
 from ngym.workers import WorkerPool
 
-from .extraction import MAX_CHARS, Mode, Options, chosen
+from .extraction import MAX_CHARS, Mode, Options, captured, chosen
 
 
 class Template(BaseModel):
-    """The row's own patterns for reading an answer, tried in order. Their first group is the letter."""
+    """The row's own patterns for reading an answer, tried in order. Their first group is the letter
+    or the text of an option.
+    """
 
     output_regex: ReferenceText | list[ReferenceText] = []
 
@@ -56,8 +58,8 @@ async def verify(task: McqaTask) -> dict[str, Any]:
         if found.kind != "ok":
             failure = found.failure()
             return {**failure, "extracted_answer": None, "reason": f"output_regex: {failure['reason']}"}
-        letter = (found.value or "").strip().upper()
-    if letter not in task.choices:
+        letter = captured(found.value, task.choices)
+    if letter is None:
         letter = chosen(task.text, task.choices, task.grading_mode)
     return {"reward": float(letter == task.expected_answer), "extracted_answer": letter}
 

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from ngym.grading.answers import boxed, canonical, letter_of, lettered, unwrapped
+from ngym.grading.answers import boxed, canonical, letter_of, lettered, option_of, unwrapped
 
 Mode = Literal["any", "strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon"]
 Options = dict[str, str]
@@ -11,6 +11,7 @@ Options = dict[str, str]
 MAX_CHARS = 20_000
 
 _ALONE = re.compile(r"[^A-Za-z]*([A-Z])[^A-Za-z]*")  # a capital and no other letter, as those rows ask for
+_LABELLED = re.compile(r"[^A-Za-z]*([A-Z])\s*[.:)\]]\s*(.+)", re.DOTALL)  # `B: London`
 _ANSWER_COLON = re.compile(r"answer[ \t]*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
 
 
@@ -26,6 +27,9 @@ def chosen(text: str, options: Options, mode: Mode) -> str | None:
     alone = _ALONE.fullmatch(unwrapped(box))
     if alone and alone[1] in options:
         return alone[1]
+    labelled = _LABELLED.fullmatch(unwrapped(box))
+    if labelled and options.get(labelled[1]) and canonical(labelled[2]) == canonical(options[labelled[1]]):
+        return labelled[1]
     return letter_of(box, options) or _contained(box, options) if mode == "lenient_boxed" else None
 
 
@@ -47,16 +51,27 @@ def _after_answer_colon(text: str, options: Options) -> str | None:
     return hits[0] if said and len(hits) == 1 else None
 
 
-def search(patterns: list[str], text: str) -> str | None:
-    """The first group of the last match, by the first pattern that is valid and matches.
+def search(patterns: list[str], text: str) -> list[str]:
+    """The first group of the last match of each pattern that is valid and matches, in the patterns' order.
 
     Runs in a worker, because a pattern may backtrack for very long on model text.
     """
+    found = []
     for pattern in patterns:
         try:
             matches = [match for match in re.finditer(pattern, text, re.IGNORECASE) if match.lastindex]
         except re.error:
             continue
-        if matches:
-            return matches[-1].group(1)
+        if matches and matches[-1].group(1) is not None:
+            found.append(matches[-1].group(1))
+    return found
+
+
+def captured(found: list[str], options: Options) -> str | None:
+    """The letter of the first captured text that is an option's letter or its whole text."""
+    for said in found:
+        if said.strip().upper() in options:
+            return said.strip().upper()
+        if letter := option_of(said, options):
+            return letter
     return None

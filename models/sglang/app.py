@@ -391,5 +391,12 @@ async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
             yield chunk
 
 
-app = model_server(respond=respond, stream=stream, api="chat", options=Options, lifespan=backend)
+async def count_tokens(request: Json, call: ModelCall) -> int:
+    backend: Backend = call.state
+    return await backend.dialogue.count(request)
+
+
+app = model_server(
+    respond=respond, stream=stream, count_tokens=count_tokens, api="chat", options=Options, lifespan=backend
+)
 add_weights(app)

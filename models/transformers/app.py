@@ -76,4 +76,11 @@ async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
             yield chunk
 
 
-app = model_server(respond=respond, stream=stream, api="chat", options=Options, lifespan=dialogue)
+async def count_tokens(request: Json, call: ModelCall) -> int:
+    dialogue: Dialogue = call.state
+    return await dialogue.count(request)
+
+
+app = model_server(
+    respond=respond, stream=stream, count_tokens=count_tokens, api="chat", options=Options, lifespan=dialogue
+)

@@ -87,7 +87,7 @@ class Engine(AsyncLLM):
         tokens = recorded.get()
         if tokens is not None and sampling_params.logprobs is None:
             sampling_params.logprobs = 0  # only that of the sampled token
-            sampling_params.flat_logprobs = True
+            sampling_params.flat_logprobs = sampling_params.prompt_logprobs is None
         if self.adapter is not None:
             more["lora_request"] = self.adapter.request
         async for output in super().generate(prompt, sampling_params, request_id, **more):

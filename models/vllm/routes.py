@@ -1,7 +1,6 @@
 """The application: the three APIs of every model server over this engine, and the routes of a policy.
 
-vLLM's own application is not built, so its control routes (sleep, LoRA, profiler, collective RPC, raw tokens ...) do
-not exist.
+vLLM's own application is not built, so its control routes (sleep, LoRA, profiler, collective RPC ...) do not exist.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from ngym import ServiceContext, model_server
 from ngym.errors import ConfigError, NotReady
 from ngym.services.base.app import JsonResponse, add_route
-from ngym.services.base.dispatch import CALL_BYTES
+from ngym.services.base.dispatch import CALL_BYTES, ROW_BYTES
 
 from .engine import Engine
 from .options import PushOptions
 from .serving.chat import Chat, turn_ends
 from .serving.loading_server import Keys
+from .serving.token_routes import TokenRoutes
 from .weights.push_routes import BODIES, FILES, WeightPush
 from .weights.staging import Adapter, beside
 
@@ -51,9 +51,18 @@ async def build_application(
             f"service {context.name!r}: model {context.options.model!r}: vLLM cannot generate text with it"
         )
     chat = Chat(vllms.openai_serving_chat, turn_ends(engine))
-    app = model_server(respond=chat.respond, stream=chat.stream, api="chat", options=type(context.options))
+    app = model_server(
+        respond=chat.respond, stream=chat.stream, count_tokens=chat.count, api="chat", options=type(context.options)
+    )
     served = context.options.model_copy(update={"model": vllms.openai_serving_models.model_name()})
     app.state.context = replace(context, options=served)
+    tokens = TokenRoutes(vllms)
+    for path, handler, summary in (
+        ("/tokenize", tokens.tokenize, "The token ids of a text or a conversation"),
+        ("/detokenize", tokens.detokenize, "The text of token ids"),
+        ("/inference/v1/generate", tokens.generate, "Sample from a prompt of token ids"),
+    ):
+        add_route(app, "POST", path, handler, summary=summary, body={"type": "object"}, most_bytes=ROW_BYTES)
     _add_a_policys(app, engine, WeightPush(engine, ours, matrices, push))
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)

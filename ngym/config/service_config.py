@@ -108,6 +108,10 @@ class Stanza(BaseModel):
     token_env: str | None = Field(
         default=None, description="With a `url`: the environment variable that holds its bearer token."
     )
+    optional: bool = Field(
+        default=False,
+        description="If this service cannot be started, it is reported, and the run goes on without it.",
+    )
     options: dict[str, Any] = {}
     where: str = ""
     key_where: dict[str, str] = {}
@@ -296,7 +300,7 @@ def _stanza(name: str, tree: Tree) -> Stanza:
         raise ConfigError(f"{tree.where(name)}: {name!r} is not a service: write `{name}: {{kind: ..., app: ...}}`")
     if not name.replace("_", "").replace("-", "").isalnum():
         raise ConfigError(f"{tree.where(name)}: {name!r} is not a service name; use letters, digits, '_' and '-'")
-    own = {"kind", "app", "url", "urls", "replicas", "port", "requirements", "token_env"}
+    own = Stanza.model_fields.keys() - {"name", "options", "where", "key_where"}
     options = {key: value for key, value in part.values.items() if key not in own}
     fields = {key: value for key, value in part.values.items() if key in own}
     if "kind" not in fields:
@@ -346,9 +350,7 @@ def shown_config(config: Config) -> dict[str, Any]:
 
 
 def _written(stanza: Stanza) -> dict[str, Any]:
-    fields = stanza.model_dump(
-        mode="json", include={"kind", "app", "url", "urls", "replicas", "port", "requirements", "token_env"}
-    )
+    fields = stanza.model_dump(mode="json", exclude={"name", "options", "where", "key_where"})
     return {key: value for key, value in fields.items() if value and (key, value) != ("replicas", 1)}
 
 

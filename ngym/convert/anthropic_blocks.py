@@ -37,7 +37,7 @@ from ngym.convert.request_validation import (
 )
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, Problem
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.schema import Json, token_fields
 
 MESSAGES_REFUSED: dict[str, str] = {
     "billing_policy": "nothing is billed here",
@@ -280,7 +280,7 @@ def blocks_from_items(items: list[Json]) -> list[Json]:
                 blocks += [text_block(text) for text in texts]
             case "function_call":
                 blocks.append(tool_use(item["call_id"], item["name"], item["arguments"]))
-    blocks[-1] |= {name: items[-1][name] for name in TOKEN_FIELDS if name in items[-1]}
+    blocks[-1] |= token_fields(items[-1])
     return blocks
 
 
@@ -323,7 +323,7 @@ def _assistant_items(content: str | list[Json], stem: str, where: str) -> list[J
                 items.append(_function_call(block, f"fc_{item_id}"))
             case kind:
                 raise BadRequest(f"field '{where}[{index}].type': {kind!r} is not supported in an assistant's message")
-        items[-1] |= {name: block[name] for name in TOKEN_FIELDS if name in block}
+        items[-1] |= token_fields(block)
     return items or [message_item([output_text("")], f"msg_{stem}")]
 
 

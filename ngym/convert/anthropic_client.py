@@ -167,7 +167,7 @@ class _Call:
 class MessagesStream:
     """Converts a stream of Chat chunks to Anthropic events.
 
-    `message_delta` has the complete usage (`message_start` has that of the first chunk) and `ng`. Token data is on the
+    `message_delta` has the complete usage and `ng`; `message_start` has the usage of the first chunk, else zeros. Token data is on the
     last block if that is a tool call, else on `message_delta`: no other block is still open when it is known.
 
     Args:
@@ -229,7 +229,8 @@ class MessagesStream:
         self._started = True
         self._stem = str(head.get("id") or "").removeprefix("chatcmpl-")
         message = new_message(self._stem, self._model or head.get("model") or "")
-        message["usage"] = messages_api_usage(head.get("usage"))
+        counted = {name: count for name, count in messages_api_usage(head.get("usage")).items() if count is not None}
+        message["usage"] |= {"input_tokens": 0, "output_tokens": 0} | counted  # clients require two whole numbers
         yield {"type": "message_start", "message": message}
         yield {"type": "ping"}
 

@@ -22,7 +22,7 @@ from ngym.convert.reasoning import (
     split_think,
 )
 from ngym.errors import BadRequest
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.schema import Json, token_fields
 
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
@@ -208,7 +208,7 @@ class _Walk:
         if kind in ("reasoning", "function_call") or role == "assistant":
             self.turn.started = True
             if self.tokens:
-                self.turn.tokens |= {name: item[name] for name in TOKEN_FIELDS if name in item}
+                self.turn.tokens |= token_fields(item)
 
     def end_turn(self) -> None:
         turn, self.turn = self.turn, _Turn()
@@ -340,7 +340,7 @@ def assistant_items(
     if content or not (items or calls):
         items.append(message_item(content or [output_text("")], f"msg_{stem}"))
     items += [_function_call(call, f"fc_{stem}_{index}", ids) for index, call in enumerate(calls)]
-    items[-1] |= {name: message[name] for name in TOKEN_FIELDS if name in message}
+    items[-1] |= token_fields(message)
     return items
 
 

@@ -25,9 +25,9 @@ from ngym.convert.chat_items import (
     output_text,
 )
 from ngym.convert.reasoning import BETWEEN, GAVE_UP, ReasoningStyle, block_from_reasoning
-from ngym.convert.request_validation import SAMPLING
-from ngym.errors import BadRequest, UpstreamError
-from ngym.schema import TOKEN_FIELDS, FinishReason, Json
+from ngym.convert.request_validation import SAMPLING, VLLM_CHAT
+from ngym.errors import BadRequest, Problem, UpstreamError, refused
+from ngym.schema import TOKEN_FIELDS, FinishReason, Json, token_fields
 
 PASSED = (
     "model",
@@ -80,7 +80,15 @@ def chat_request(
 
 
 def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
-    """Convert a checked Chat Completions request to create params (without `stream`)."""
+    """Convert a checked Chat Completions request to create params (without `stream`).
+
+    Raises:
+        BadRequest: a field has no form in the Responses API.
+    """
+    unsupported = sorted(name for name in VLLM_CHAT.keys() & request.keys() if (name, request[name]) != ("n", 1))
+    if unsupported:
+        why = "is not supported by this model's back end (models/vllm supports it); leave it out"
+        raise refused(Problem(name, why) for name in unsupported)
     params = {name: request[name] for name in (*PASSED, "thinking") if request.get(name) is not None}
     params["input"] = items_from_messages(request["messages"], style=style)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -384,7 +392,8 @@ def chat_from_response(response: Json) -> Json:
         message["thinking_blocks"] = [block_from_reasoning(item) for item in thoughts]
     if calls:
         message["tool_calls"] = calls
-    message |= {name: item[name] for item in items for name in TOKEN_FIELDS if name in item}
+    for item in items:
+        message |= token_fields(item)
     logprobs = [entry for part in parts for entry in part.get("logprobs") or ()]
     choice = {
         "index": 0,

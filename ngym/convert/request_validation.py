@@ -432,6 +432,20 @@ _COMMON: dict[str, Check] = {
     **SAMPLING,
 }
 
+VLLM_CHAT: dict[str, Check] = {
+    "add_generation_prompt": FLAG,
+    "add_special_tokens": FLAG,
+    "cache_salt": TEXT,
+    "continue_final_message": FLAG,
+    "n": number(1, 128, whole=True),
+    "prompt_logprobs": number(0, 20, whole=True),
+    "return_token_ids": FLAG,
+    "return_tokens_as_token_ids": FLAG,
+    "skip_special_tokens": FLAG,
+    "truncate_prompt_tokens": number(-1, 2**31, whole=True),
+}
+"""Fields of `/v1/chat/completions` that only back ends with vLLM's Chat API have, under its names."""
+
 RESPONSES: dict[str, Check] = {
     **_COMMON,
     "background": _background,
@@ -453,8 +467,8 @@ CHAT: dict[str, Check] = {
     "max_tokens": COUNT,
     "messages": LIST,
     "modalities": list_of(["text"]),
-    "n": number(1, 1, whole=True),
     "reasoning_effort": TEXT,
     "response_format": response_format,
     "verbosity": TEXT,
+    **VLLM_CHAT,
 }

@@ -10,7 +10,7 @@ import orjson
 from ngym.convert.chat_items import CallIds, message_item, output_text, reasoning_item
 from ngym.convert.chat_requests import INCOMPLETE, chat_from_response, new_response, usage_from_chat, wants_logprobs
 from ngym.convert.reasoning import BETWEEN, Block, ChunkReader, Piece, ReasoningStyle, block_from_reasoning
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.schema import Json, token_fields
 
 SSE_DONE = b"data: [DONE]\n\n"
 Told = Iterator[tuple[str, Json]]
@@ -61,7 +61,7 @@ def chat_chunks(completion: Json, *, include_usage: bool = False) -> Iterator[Js
         start = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
         yield chunk({"tool_calls": [start]})
         yield chunk({"tool_calls": [{"index": index, "function": {"arguments": call["function"]["arguments"]}}]})
-    beside = {name: message[name] for name in TOKEN_FIELDS if name in message}
+    beside = token_fields(message)
     if "stop_reason" in choice:  # vLLM's: the stop string that was met
         beside["stop_reason"] = choice["stop_reason"]
     yield chunk({}, choice["finish_reason"], **beside) | ({"ng": completion["ng"]} if "ng" in completion else {})
@@ -325,7 +325,7 @@ class ChunkStream:
         self._ended = True
         completion = chat_from_response(response)
         choice, message = completion["choices"][0], completion["choices"][0]["message"]
-        tokens = {name: message[name] for name in TOKEN_FIELDS if name in message}
+        tokens = token_fields(message)
         last = self._chunk({}, choice["finish_reason"], **tokens)
         yield last | ({"ng": completion["ng"]} if "ng" in completion else {})
         if self._include_usage:

@@ -307,8 +307,10 @@ class Process(Watched):
         limits: Limits,
         redact: Redactor,
         venv: Venv | None = None,
+        optional: bool = False,
     ) -> None:
         super().__init__(state, tell, spec["run_token"])
+        self._optional = optional
         self._launcher = launcher
         self._spec = spec
         self._socket = sock
@@ -321,7 +323,19 @@ class Process(Watched):
         self._deaths = Deaths()
 
     async def run(self) -> None:
-        """Restart the process whenever it ends. ServiceFailed or ConfigError when restarting is pointless."""
+        """Restart the process whenever it ends. ServiceFailed or ConfigError when restarting is pointless; an optional
+        service is then given up, and the run goes on.
+        """
+        try:
+            await self._restarting()
+        except NgymError as error:
+            if not self._optional:
+                raise
+            self.change(status="failed", detail=str(error).partition("\n")[0], pid=None)
+            self.ready.set()  # the start of the run does not wait for it
+            await asyncio.Event().wait()
+
+    async def _restarting(self) -> None:
         python = await self._own_python()
         for restarts in itertools.count():
             code, ready_s = await self._live(restarts, python)

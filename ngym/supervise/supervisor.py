@@ -179,7 +179,10 @@ class Supervisor:
             limits = Limits(timeout, settings.max_restarts)
             log = self._head_file.logs / f"{state.label}.log"
             venv = venv_of(self.config, stanza)
-            processes.append(Process(state, self._on_event, self._launcher, spec, sock, log, limits, redact, venv))
+            optional = stanza.optional
+            processes.append(
+                Process(state, self._on_event, self._launcher, spec, sock, log, limits, redact, venv, optional)
+            )
         return processes
 
     def _state(self, stanza: Stanza, index: int) -> State:
@@ -188,7 +191,9 @@ class Supervisor:
         return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external)
 
     async def _all_ready(self) -> None:
-        """Wait until every service of ours was ready once. External ones are only displayed."""
+        """Wait until every service of ours was ready once, or given up if it is optional. External ones are only
+        displayed.
+        """
         failure = asyncio.create_task(self.failure())
         try:
             for watched in self._watched:

@@ -239,14 +239,14 @@ async def test_anthropic_max_tokens_cut_an_answer_off(url: str):
 
 async def test_each_client_raises_its_own_error_with_our_words(url: str):
     async with openais(url) as client:
-        with pytest.raises(openai.UnprocessableEntityError, match="did you mean 'temperature'") as chat:
+        with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as chat:
             await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x"}], extra_body={"temperatur": 1}
             )
-        with pytest.raises(openai.UnprocessableEntityError, match=r"input\[0\].role"):
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\].role"):
             await client.responses.create(model="m", input=[{"role": "usr", "content": "x"}], stream=True)  # type: ignore[list-item,misc]
     async with anthropics(url) as client:
-        with pytest.raises(anthropic.UnprocessableEntityError, match="did you mean 'temperature'") as messages:
+        with pytest.raises(anthropic.BadRequestError, match="did you mean 'temperature'") as messages:
             await client.messages.create(
                 model="m", max_tokens=9, messages=[{"role": "user", "content": "x"}], extra_body={"temperatur": 1}
             )

@@ -264,7 +264,10 @@ async def test_a_question_for_what_is_missing_is_paid_and_one_reply_for_all_rows
 async def test_a_row_of_two_kinds_or_with_an_undeclared_tool_is_refused():
     call = {"name": "f", "arguments": {}}
     for fields, reason in (
-        ({"expected_calls": []}, "either expected_calls, expected_answer or asks_for"),
+        (
+            {"expected_calls": [], "expected_answer": 1, "asks_for": ["x"]},
+            "either expected_calls, expected_answer or asks_for",
+        ),
         ({"expected_calls": [call]}, "which the row's tools do not declare"),
     ):
         async with serving("function_call") as peers:
@@ -402,3 +405,13 @@ async def test_whatever_a_model_passes_to_a_shipped_tool_is_its_own_business(nam
                         assert error.is_for_the_model, f"{tool['name']}({arguments!r:.200}): {error}"
         scored = await session.post("/verify", {**row, "response": {"output": []}})
     assert scored["reward"] is not None
+
+
+async def test_function_calls_are_all_or_nothing_if_the_stanza_says_so():
+    row = next(row for row in rows("function_call", "validation") if len(row["expected_calls"]) == 2)
+    right = [(call["name"], call["arguments"]) for call in row["expected_calls"]]
+    for made, partial, whole in ((right, 1.0, 1.0), (right[:1], 0.5, 0.0), ([*right, right[0]], 2 / 3, 0.0)):
+        for options, reward in (({}, partial), ({"all_or_nothing": True}, whole)):
+            async with serving("function_call", **options) as peers:
+                scored = await peers["function_call"].post("/verify", rollout(row, *calls(*made)))
+            assert scored["reward"] == pytest.approx(reward), (made, options)

@@ -120,6 +120,6 @@ async def test_an_overloaded_server_slows_everybody_down(stream: bool):
 async def test_what_anthropic_does_not_have_is_refused_by_name():
     async with serving() as (stub, client):
         reply = await client.post("/v1/responses", json={"input": "hi", "seed": 3})
-    assert reply.status_code == 422
+    assert reply.status_code == 400
     assert "field 'seed': Anthropic's API does not have it" in reply.json()["detail"]
     assert not stub.seen

@@ -282,7 +282,7 @@ async def test_input_that_does_not_fit_is_an_incomplete_answer(api: str):
 async def test_what_the_endpoint_refuses_is_the_callers_fault():
     async with model(Endpoint(responses=refusal(400, "top_p must be positive")), max_retries=2) as client:
         answer = await ask(client)
-    assert (answer.status_code, answer.json()["retryable"], answer.json()["upstream"]["status"]) == (422, False, 400)
+    assert (answer.status_code, answer.json()["retryable"], answer.json()["upstream"]["status"]) == (400, False, 400)
     assert "top_p must be positive" in answer.json()["detail"]
 
 

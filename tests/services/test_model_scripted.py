@@ -196,4 +196,4 @@ async def test_a_conversation_sent_back_without_its_token_data_still_begins_with
         refused = await client.post("/v1/responses", json={"input": [foreign, {"role": "user", "content": "x"}]})
     before = tokens["prompt_token_ids"] + tokens["generation_token_ids"]
     assert second["output"][-1]["prompt_token_ids"][: len(before)] == before
-    assert refused.status_code == 422
+    assert refused.status_code == 400

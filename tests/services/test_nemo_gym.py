@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from house import house
 from machine import PATIENCE_S
 from paths import ROOT
+from pydantic import BaseModel
 
 from ngym import ServiceOptions
 from ngym.config.service_config import load_config
@@ -247,3 +248,68 @@ async def test_a_gym_server_of_another_make_can_say_what_is_for_the_model():
     async with house(options, theirs=theirs, **services) as peers:
         row = await peers["weather_agent"].post("/run", WEATHER_ROW)
     assert "no such city" in row["response"]["output"][1]["output"] and row["reward"] == 0.5
+
+
+def its_gymnasium_server() -> FastAPI:
+    """A step-wise server of its kind: a session by cookie, tools run by /step, no /seed_session, no /verify."""
+    app = FastAPI()
+    steps: dict[str, int] = {}
+
+    @app.post("/reset")
+    async def reset(response: Response) -> dict:
+        session = f"session-{len(steps)}"
+        response.set_cookie("Blackjack___blackjack", session)
+        steps[session] = 0
+        return {"observation": None, "info": {}}
+
+    @app.post("/step")
+    async def step(request: Request) -> dict:
+        session = request.cookies["Blackjack___blackjack"]
+        steps[session] += 1
+        body = await request.json()
+        called = [item for item in body["response"]["output"] if item["type"] == "function_call"]
+        told = [{"call_id": call["call_id"], "output": json.dumps({"city": call["arguments"]})} for call in called]
+        over = {"terminated": not called, "truncated": False, "info": {"tool_outputs": told, "steps": steps[session]}}
+        return {"observation": None, "reward": 0.25 * steps[session], **over}
+
+    app.state.kind, app.state.options_model = "gym_server", ServiceOptions
+    return app
+
+
+async def test_our_gymnasium_agent_plays_its_servers_and_sums_their_rewards():
+    options = {"policy": SCRIPT, "player": {"gym": "theirs", "model": "policy"}}
+    services = {"policy": service("models/scripted"), "player": service("agents/gymnasium")}
+    async with house(options, theirs=its_gymnasium_server(), **services) as peers:
+        row = await peers["player"].post("/run", WEATHER_ROW)
+    kinds = [item["type"] for item in row["response"]["output"]]
+    assert kinds == ["function_call", "function_call_output", "message"]
+    assert (row["reward"], row["terminated"], row["truncated"], row["info"]["steps"]) == (0.75, True, False, 2)
+    assert (row["ng"]["status"], row["ng"]["turns"], row["ng"]["tool_calls"]) == ("ok", 2, 0)
+
+
+async def test_with_reward_verify_tools_are_routes_of_the_server():
+    services = {"policy": service("models/scripted"), "player": service("agents/gymnasium")}
+    options = {"policy": SCRIPT, "player": {"gym": "theirs", "model": "policy", "reward": "verify"}}
+    async with house(options, theirs=its_gymnasium_server(), **services) as peers:
+        with pytest.raises(UpstreamError, match="get_weather"):
+            await peers["player"].post("/run", WEATHER_ROW)
+
+
+async def test_its_gymnasium_agent_can_read_our_steps():
+    class StepAnswer(BaseModel):
+        """The fields and types that its agent requires of an answer to /step."""
+
+        observation: str | None = None
+        reward: float = 0.0
+        terminated: bool = False
+        truncated: bool = False
+        info: dict = {}
+
+    row = {"responses_create_params": {"input": "Play."}, "game": "wordle", "seed": 3}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "crane"}]}
+    async with house({}, games=service("gym_servers/games")) as peers, httpx.AsyncClient() as client:
+        to_gym, at = LastCookies(client), peers.urls["games"][0]
+        reset = (await to_gym.post(f"{at}/reset", row)).json()
+        answer = await to_gym.post(f"{at}/step", {**row, "response": {"output": [said]}})
+    assert isinstance(reset["observation"], str) and isinstance(reset["info"], dict)
+    assert StepAnswer.model_validate(answer.json(), strict=True).info == {}

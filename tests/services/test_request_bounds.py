@@ -129,7 +129,7 @@ async def test_of_unknown_fields_eight_are_named_and_no_more_are_looked_at(compa
     async with house(policy=model_server(respond=echo)) as peers:
         answer = await asked(peers, path, json.dumps(fields).encode())
     problem = answer.json()
-    assert answer.status_code == 422 and len(problem["errors"]) == 8 and problem["detail"].endswith("; and more")
+    assert answer.status_code == 400 and len(problem["errors"]) == 8 and problem["detail"].endswith("; and more")
     assert len(compared) <= 9 and len(answer.content) < 8_000
 
 
@@ -137,7 +137,7 @@ async def test_a_long_name_is_cut_where_it_is_named_and_compared_with_nothing(co
     async with house(policy=model_server(respond=echo)) as peers:
         for body in ({"x" * MB: 1}, {"input": [{"type": "y" * MB}]}, {"input": "a", "tool_choice": {"z" * MB: 1}}):
             answer = await asked(peers, "/v1/responses", json.dumps(body).encode())
-            assert answer.status_code == 422 and len(answer.content) < 4_000
+            assert answer.status_code == 400 and len(answer.content) < 4_000
     assert not compared
 
 

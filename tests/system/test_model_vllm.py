@@ -174,7 +174,7 @@ def test_a_grammar_that_nothing_fits_is_the_requests_fault_and_ends_no_engine(
     other = tokenizer.encode("b")
     body = {"messages": [user("hi")], "max_tokens": 5, "stream": stream, "allowed_token_ids": other}
     reply = policy.post("/v1/chat/completions", **body, structured_outputs={"choice": ["a"]})
-    assert stream or reply.status_code == 422
+    assert stream or reply.status_code == 400
     assert "allow no token" in reply.text
     assert policy.answer(input="hi", max_output_tokens=1)["output"]
 
@@ -193,7 +193,93 @@ def test_beam_search_finds_an_answer_that_is_no_less_likely_and_nothing_to_train
     likely = [sum(one["logprob"] for one in choice["logprobs"]["content"]) for choice in (greedy, wide[0])]
     assert likely[1] >= likely[0] - 1e-4
     refused = policy.post("/v1/chat/completions", **body, beam_width=4, stream=True)
-    assert refused.status_code == 422 and "beam_width" in refused.json()["detail"]
+    assert refused.status_code == 400 and "beam_width" in refused.json()["detail"]
+
+
+def test_several_choices_and_vllms_own_fields_are_open_in_chat(policy: Server, tokenizer: Any) -> None:
+    body: dict[str, Any] = {"messages": [user("hello")], "max_tokens": 6, "ignore_eos": True, "seed": 5}
+    chat = "/v1/chat/completions"
+    plain = asked(policy, chat, body, stream=False)["choices"][0]["message"]
+    prompt, sampled, logprobs = (plain[name] for name in TOKEN_FIELDS)
+    several = policy.post(chat, **body, n=3, return_token_ids=True).json()
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    assert several["prompt_token_ids"] == prompt and {len(one["token_ids"]) for one in several["choices"]} == {6}
+    assert len({tuple(one["token_ids"]) for one in several["choices"]}) == 3
+    marked = policy.post(chat, **body, logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True).json()
+    content = marked["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{token}" for token in sampled]
+    assert [one["logprob"] for one in content] == pytest.approx(logprobs, abs=1e-5)
+    assert marked["choices"][0]["token_ids"] == sampled
+    of_prompt = policy.post(chat, **body, prompt_logprobs=0, cache_salt="salt").json()
+    assert (
+        len(of_prompt["prompt_logprobs"]) == len(prompt)
+        and of_prompt["choices"][0]["message"][TOKEN_FIELDS[1]] == sampled
+    )
+    cut = policy.post(chat, **body, truncate_prompt_tokens=3, return_token_ids=True).json()
+    assert cut["prompt_token_ids"] == prompt[-3:]
+    whole = policy.post(chat, **body, skip_special_tokens=False).json()["choices"][0]["message"]
+    special = [token for token in sampled if token in tokenizer.all_special_ids]
+    assert all(tokenizer.decode([token]) in whole["content"] for token in special[:-1])
+    refused = policy.post(chat, **body, n=2, stream=True)
+    assert refused.status_code == 400 and "'n'" in refused.json()["error"]["message"]
+
+
+def test_a_stream_carries_the_ids_that_a_client_asks_for(policy: Server) -> None:
+    body = {"messages": [user("hello")], "max_tokens": 6, "ignore_eos": True, "seed": 5, "return_token_ids": True}
+    whole = policy.post("/v1/chat/completions", **body).json()
+    events = policy.post("/v1/chat/completions", **body, stream=True).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [whole["prompt_token_ids"]]
+    ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+    assert ids == whole["choices"][0]["token_ids"]
+
+
+def test_token_ids_go_in_and_come_out(policy: Server, tokenizer: Any, reference: Any) -> None:
+    text = policy.post("/tokenize", prompt="hello world", add_special_tokens=False).json()
+    assert text["tokens"] == tokenizer.encode("hello world") and text["count"] == len(text["tokens"])
+    chat = policy.post("/tokenize", messages=[user("hello world")]).json()["tokens"]
+    assert chat == tokenizer.apply_chat_template([user("hello world")], add_generation_prompt=True)["input_ids"]
+    assert policy.post("/detokenize", tokens=text["tokens"]).json()["prompt"] == "hello world"
+    sampling = {"max_tokens": 7, "ignore_eos": True, "temperature": 0.7, "seed": 4}
+    answer = policy.post("/inference/v1/generate", token_ids=chat, sampling_params=sampling).json()
+    [choice] = answer["choices"]
+    logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+    assert len(choice["token_ids"]) == 7 and answer["ng"]["policy_version"] == [[0, 7, 0]]
+    assert logprobs == pytest.approx(reference(chat, choice["token_ids"], 0.7), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/inference/v1/generate", {"token_ids": [10**7], "sampling_params": {}}, "vocabulary"),
+        ("/inference/v1/generate", {"token_ids": ["x"]}, "token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "content_parts": [{"type": "image_url", "url": "http://x"}]}, "content_parts"),
+        ("/inference/v1/generate", {"token_ids": [1], "kv_transfer_params": {}}, "kv_transfer_params"),
+        ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 9}}, "n must be"),
+        ("/inference/v1/generate", {"token_ids": [1] * 5000}, "context"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "either"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_token_ids_are_refused_in_one_line(policy: Server, path: str, body: dict[str, Any], told: str) -> None:
+    reply = policy.post(path, **body)
+    assert reply.status_code == 400 and told in reply.json()["error"]["message"], reply.text
+    assert policy.answer(input="hi", max_output_tokens=1)["output"]
+
+
+def test_anthropics_client_counts_tokens_and_reads_the_start_of_a_stream(policy: Server) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=policy.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+    asked = {"model": "policy", "messages": [user("hello world")], "system": "Be brief."}
+    counted = client.messages.count_tokens(**asked).input_tokens
+    answer = client.messages.create(**asked, max_tokens=3)
+    assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    with client.messages.stream(**asked, max_tokens=3) as stream:
+        first = next(iter(stream))
+    assert first.type == "message_start" and isinstance(first.message.usage.input_tokens, int)
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(**asked, max_tokens=-1)
 
 
 def test_the_metrics_tell_of_queue_cache_and_tokens(policy: Server) -> None:
@@ -358,9 +444,7 @@ def test_a_nemo_gym_row_reaches_the_engine_through_its_metadata(policy: Server, 
         ("POST", "/start_profile"),
         ("POST", "/v1/load_lora_adapter"),
         ("POST", "/scale_elastic_ep"),
-        ("POST", "/tokenize"),
         ("POST", "/invocations"),
-        ("POST", "/inference/v1/generate"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/responses/resp_1/cancel"),
         ("GET", "/version"),
@@ -382,8 +466,8 @@ def test_it_has_the_routes_of_every_policy(policy: Server) -> None:
     assert [model["id"] for model in policy.get("/v1/models").json()["data"]] == ["policy"]
     assert "vllm:generation_tokens_total" in policy.get("/metrics").text
     paths = set(policy.get("/openapi.json").json()["paths"])
-    assert {"/v1/responses", "/v1/chat/completions", "/v1/messages", "/weights", "/ready"} <= paths
-    assert "/tokenize" not in paths
+    assert {"/v1/responses", "/v1/chat/completions", "/v1/messages", "/weights", "/ready", "/tokenize"} <= paths
+    assert "/collective_rpc" not in paths
     assert policy.post("/rollouts/r-1/v1/responses", input="hi", max_output_tokens=1).status_code == 200
 
 
@@ -400,7 +484,7 @@ def test_a_bad_request_names_the_field(policy: Server) -> None:
     item = {"role": "assistant", "content": "x", "prompt_token_ids": ["no"], "generation_token_ids": [1]}
     item |= {"generation_log_probs": [-1.0]}
     reply = policy.post("/v1/responses", input=[user("hi"), item])
-    assert reply.status_code == 422 and "input[1].prompt_token_ids" in reply.json()["detail"]
+    assert reply.status_code == 400 and "input[1].prompt_token_ids" in reply.json()["detail"]
     item["prompt_token_ids"] = [10**6]
     assert policy.post("/v1/responses", input=[user("hi"), item, user("x")]).status_code == 200  # not this history
     assert "input" in policy.post("/v1/responses", inputs="hi").json()["error"]["message"]
@@ -408,7 +492,7 @@ def test_a_bad_request_names_the_field(policy: Server) -> None:
     extra = {"metadata": {"extra_body": json.dumps({"top_kk": 2})}}
     assert "did you mean 'top_k'?" in policy.post("/v1/responses", input="hi", **extra).json()["error"]["message"]
     wrong = policy.post("/v1/chat/completions", messages=[user("hi")], temperature=-1)
-    assert wrong.status_code == 422 and "temperature" in wrong.json()["error"]["message"]
+    assert wrong.status_code == 400 and "temperature" in wrong.json()["error"]["message"]
 
 
 def test_it_answers_to_any_name_and_tells_its_own(policy: Server) -> None:

@@ -252,6 +252,24 @@ async def test_a_service_that_dies_again_and_again_is_named_with_its_log(project
     assert project.statuses("fine")[-1] == "stopped" and project.statuses("one")[-1] == "failed"
 
 
+REFUSES = "raise SystemExit(78)"
+
+
+@pytest.mark.parametrize("code", [REFUSES, SHAKY])
+async def test_an_optional_service_that_cannot_be_started_is_reported_and_the_rest_runs(
+    project: Project, code: str
+) -> None:
+    config = {"fine": gym("yes"), "bridge": gym("broken", optional=True), "ngym": {"max_restarts": 2}}
+    project.write(config, yes=YES, broken=code)
+    (project.folder / "gym_servers" / "deaths").write_text("99")
+    async with project.supervisor() as stack:
+        states = {state.label: state for state in stack.states}
+        assert (states["fine"].status, states["bridge"].status) == ("ready", "failed")
+        assert states["bridge"].detail
+        assert not any(task.done() for task in stack._tasks)
+    assert project.statuses("fine")[-1] == "stopped" and project.statuses("bridge")[-1] == "failed"
+
+
 async def test_a_service_that_is_not_ready_in_time_is_named_with_what_it_waits_for(project: Project) -> None:
     for seconds in (0.5, 5.0, 50.0):
         project.write({"one": gym("slow"), "ngym": {"ready_timeout_s": seconds}}, slow=SLOW)

@@ -387,7 +387,7 @@ def test_a_wrong_chat_request_is_told_its_field() -> None:
     for body, named in [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [USER], "n": 2}, "n"),
+        ({"messages": [USER], "n": 0}, "n"),
         ({"messages": [USER], "functions": []}, "functions"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0]"),
     ]:
@@ -638,3 +638,19 @@ def test_the_chunks_of_a_stream_add_up_to_the_completion(message: Json) -> None:
 def test_a_reasoning_item_whose_parts_have_no_text_is_refused_by_name(content: object) -> None:
     with pytest.raises(BadRequest, match=r"input\[0\]\.content"):
         check_create_params({"input": [{"type": "reasoning", "summary": [], "content": content}]})
+
+
+def test_token_data_goes_onto_an_item_whole_or_not_at_all():
+    message = {"role": "assistant", "content": "hi", "prompt_token_ids": [1], "generation_token_ids": [2]}
+    answer = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    half = response_from_chat(answer, {})["output"][-1]
+    assert not set(TOKEN_FIELDS) & half.keys()
+    message["generation_log_probs"] = [-0.5]
+    assert set(TOKEN_FIELDS) <= response_from_chat(answer, {})["output"][-1].keys()
+
+
+def test_fields_of_vllms_chat_api_are_refused_by_name_where_the_back_end_speaks_responses():
+    request = {"messages": [USER], "n": 2, "return_token_ids": True}
+    with pytest.raises(BadRequest, match=r"field 'n': .*models/vllm.*field 'return_token_ids'"):
+        create_params(check_chat_request(request))
+    assert create_params(check_chat_request({"messages": [USER], "n": 1}))["input"]

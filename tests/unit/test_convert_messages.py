@@ -321,6 +321,9 @@ def test_anthropics_stream_as_chunks_adds_up_to_its_answer_as_a_completion(
     events = all_of(MessagesStream(style=style), chunks)
     for event in events:
         event.pop("ng", None)
+    began = events[0]["message"]["usage"]
+    assert all(isinstance(began[name], int) for name in ("input_tokens", "output_tokens")), "clients require them"
+    began |= {name: None for name in ("input_tokens", "output_tokens") if began[name] == 0}  # not known yet
     message = messages_api_from_chat({k: v for k, v in whole.items() if k != "ng"}, style=style)
     told = completion_of(all_of(MessageChunks(), events))
     wanted = expected(chat_from_message(message))

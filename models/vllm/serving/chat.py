@@ -6,6 +6,7 @@ directly, without a route, and gets prompt ids in the field for those of a prefi
 Differences from vLLM's own server:
 
 - A stream consists of dicts; vLLM's generator would write each chunk as text. One choice; no echo, no beams.
+- An answer with several choices (`n`) has no token data of ours; ask for `return_token_ids` and `logprobs`.
 - The finish_reason is the engine's; vLLM answers `tool_calls` if a cut-off text parses as a call.
 - A prompt that leaves no room in the context raises ContextFull with its number of tokens.
 """
@@ -225,13 +226,18 @@ class ChatInChunks(OpenAIServingChat):
                     tokenizer=tokenizer,
                     num_output_top_logprobs=request.top_logprobs,
                     logprob_token_ids=request.logprob_token_ids,
+                    return_as_token_id=request.return_tokens_as_token_ids,
                 ).model_dump(mode="json", exclude_none=True)
             chunk: Json = {**head, "choices": [choice]}
+            if request.return_token_ids:
+                choice["token_ids"] = list(output.token_ids)
+                if delta:
+                    chunk["prompt_token_ids"] = result.prompt_token_ids
             if output.finish_reason is not None:
                 named = not isinstance(request.tool_choice, str | None)  # the API then says `stop`
                 choice["finish_reason"] = _finish_reason(output.finish_reason, called and not named)
                 chunk["usage"] = _usage(result, sampled, parser if self._include_reasoning_tokens_details else None)
-            elif not (choice["delta"] or request.logprobs):
+            elif not (choice["delta"] or request.logprobs or request.return_token_ids):
                 continue
             delta = {}
             yield chunk
@@ -297,15 +303,17 @@ class Chat:
         except ContextFull as full:
             return self._nothing("chat.completion", "message", full.tokens)
         assert isinstance(answer, ChatCompletionResponse)
-        if tokens.aborted:
+        if tokens.aborted or any(choice.finish_reason == "abort" for choice in answer.choices):
             raise NotReady(CUT_OFF)  # vLLM would report the partial answer as completed
         completion: Json = answer.model_dump(mode="json", exclude_none=True)
-        del completion["choices"][1:]  # keep only the best beam
-        message = completion["choices"][0]["message"]
-        if "reasoning" in message:  # vLLM's name; our converter and most clients use the other
-            message["reasoning_content"] = message.pop("reasoning")
-        message.setdefault("content", None)  # the API always has this field
-        message |= tokens.fields
+        if "beam_width" in request:
+            del completion["choices"][1:]  # keep only the best beam
+        for choice in completion["choices"]:
+            message = choice["message"]
+            if "reasoning" in message:  # vLLM's name; our converter and most clients use the other
+                message["reasoning_content"] = message.pop("reasoning")
+            message.setdefault("content", None)  # the API always has this field
+        completion["choices"][0]["message"] |= tokens.fields
         completion["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})  # as in a stream
         return completion | tokens.trace
 
@@ -333,18 +341,28 @@ class Chat:
         except Exception as error:
             raise _told(error, checked) from error
 
+    async def count(self, request: Json, call: ModelCall) -> int:
+        """The number of tokens of the prompt; vLLM counts up to one beyond the context."""
+        try:
+            rendered = await self._serving.render_chat_request(self._checked(request | {"stream": False}))
+        except ContextFull as full:
+            return full.tokens
+        except Exception as error:
+            raise error if isinstance(error, ServiceError) else refusal(create_error_response(error).error) from error
+        if isinstance(rendered, ErrorResponse):
+            raise refusal(rendered.error)
+        return max(int(self._serving._extract_prompt_len(prompt)) for prompt in rendered[1])
+
     def _checked(self, request: Json) -> ChatCompletionRequest:
         """The request as vLLM's own record. Raises BadRequest for unknown fields and invalid values."""
         body = {name: value for name, value in request.items() if name not in HOSTED}
         width = body.pop("beam_width", None)
         for name in body.keys() - KNOWN:
             raise BadRequest(f"field {name!r}: vLLM has no such field{did_you_mean(name, KNOWN)}")
-        if body.get("n", 1) != 1 or (width and body.get("stream")):
-            raise BadRequest(
-                "field 'n': only one answer per request is supported; send more requests"
-                if width is None
-                else BEAMS_ARE_WHOLE
-            )
+        if width and body.get("stream"):
+            raise BadRequest(BEAMS_ARE_WHOLE)
+        if body.get("n", 1) != 1 and (width or body.get("stream")):
+            raise BadRequest("field 'n': one choice only in a stream and in beam search; leave out one of the two")
         if width is not None:
             body |= {"use_beam_search": True, "n": width}
         models = self._serving.models
@@ -356,7 +374,7 @@ class Chat:
             wrong = [f"field {'.'.join(map(str, one['loc']))!r}: {one['msg']}" for one in error.errors()]
             raise BadRequest("; ".join(wrong[:3])) from None
         except VLLMValidationError as error:
-            raise _refusal(create_error_response(error).error) from None
+            raise refusal(create_error_response(error).error) from None
 
     async def _ask(
         self, request: ChatCompletionRequest, seen: SeenCall | None, tokens: Tokens
@@ -364,7 +382,7 @@ class Chat:
         """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
             await self._go_on_from(seen, request)
-            recorded.set(None if request.use_beam_search else tokens)
+            recorded.set(None if request.use_beam_search or (request.n or 1) > 1 else tokens)
             answer = await self._serving.create_chat_completion(request)
         except (ContextFull, ServiceError):
             raise
@@ -375,11 +393,11 @@ class Chat:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError  # vLLM has turned the cancellation into an error answer
-        raise _refusal(answer.error)
+        raise refusal(answer.error)
 
     async def _go_on_from(self, seen: SeenCall | None, request: ChatCompletionRequest) -> None:
         """Have vLLM continue from the ids of an earlier call, if the history is unchanged."""
-        if seen is None or seen.turn_goes_on:
+        if seen is None or seen.turn_goes_on or request.truncate_prompt_tokens is not None:
             return
         rendered = await self._render(request)
         if rendered is None:
@@ -417,10 +435,10 @@ def _told(error: Exception, request: ChatCompletionRequest) -> ServiceError:
     """The error for an exception; vLLM's own table decides which ones are the caller's fault."""
     if isinstance(error, GenerationError) and request.extract_structured_outputs() is not None:
         return BadRequest(CONTRADICTION, failure="model_error")
-    return _refusal(create_error_response(error).error)
+    return refusal(create_error_response(error).error)
 
 
-def _refusal(error: ErrorInfo) -> ServiceError:
+def refusal(error: ErrorInfo) -> ServiceError:
     """Translates an error answer of vLLM."""
     detail = " ".join(error.message.split())
     if error.code in (429, 503):

@@ -36,6 +36,7 @@ class RolloutContext:
         self.options = context.options
         self.state = state
         self.row: Json = {}
+        self.scored: Json | None = None  # by the environment's steps; then /verify is not called
         self.request_bytes = request_bytes
         self.peers = context.peers
         self.rollout_id = rollout_id

@@ -93,7 +93,11 @@ class AgentOptions(ServiceOptions):
 
 
 def agent(
-    *, respond: Respond, options: type[AgentOptions] = AgentOptions, lifespan: AgentLifespan | None = None
+    *,
+    respond: Respond,
+    options: type[AgentOptions] = AgentOptions,
+    lifespan: AgentLifespan | None = None,
+    seeds: bool = True,
 ) -> FastAPI:
     """An agent as an application.
 
@@ -103,6 +107,7 @@ def agent(
         options: the record of the stanza's own keys; derives from AgentOptions.
         lifespan: `async with lifespan(context) as state` around serving; rollouts find what it yields in
             `rollout.state`.
+        seeds: begin the session with /seed_session. False: `respond` begins it (agents/gymnasium: /reset).
     """
 
     @asynccontextmanager
@@ -126,10 +131,11 @@ def agent(
         rollout = _rollout(request, params, len(await request.body()))
         rollout.row = row
         try:
-            seeded = await _seed(rollout, await request.body())
+            seeded = await _seed(rollout, await request.body()) if seeds else {}
             response = await _respond(respond, rollout, _params(row, seeded))
             shown = {**response, "output": without_tokens(response["output"])}
-            scored = await _verify(rollout, {**row, "response": shown})
+            result = {**row, "response": shown}
+            scored = await _verify(rollout, result) if rollout.scored is None else {**result, **rollout.scored}
         except BaseException:
             ending = asyncio.create_task(_end_session(rollout))
             abandoned.add(ending)

@@ -23,6 +23,8 @@ from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, VerifyReque
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
 
+SCORED_BY = "/verify"  # in the `info` of /reset: the rollout's reward is not only the sum over its steps
+
 
 class Step(NamedTuple):
     """The result of a turn. `terminated`: the episode is over; `truncated`: a limit cut it off."""
@@ -92,12 +94,13 @@ def step_server(
         session = session_for(app.state.sessions, request, start=True)
         await set_task(app.state.sessions, session, row, request)
         observation = await _begin(begun, session, reset)
-        return JsonResponse({"observation": observation, "info": {}})
+        return JsonResponse({"observation": observation, "info": {"scored_by": SCORED_BY}})
 
     async def step_route(request: Request) -> Response:
         turn = await valid_body(request, task, await json_body(request), "the row")
         session = session_for(app.state.sessions, request)
-        return JsonResponse((await _advance(turn, session, step))._asdict())
+        outcome = await _advance(turn, session, step)
+        return JsonResponse({**outcome._asdict(), "info": outcome.info or {}})
 
     async def say(body: Turn, session: Session) -> Json:
         """Take your next turn; answers with what came of it."""

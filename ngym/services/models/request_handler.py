@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -331,6 +331,9 @@ Whole = WholeResponse | WholeCompletion
 WHOLE: dict[str, Callable[[], Whole]] = {"responses": WholeResponse, "chat": WholeCompletion}
 
 
+CountTokens = Callable[[Json, ModelCall], Awaitable[int]]
+
+
 class BackEnd(NamedTuple):
     """The author's functions, and the native API that they speak."""
 
@@ -386,6 +389,21 @@ class Answering:
             else:
                 self._admission.leave(began)
             return response
+
+        return handle
+
+    def counter(self, tongue: Tongue, count: CountTokens) -> Handler:
+        """The handler that counts a prompt's tokens: the body is that of a call, without its `max_tokens`."""
+
+        async def handle(request: Request) -> Response:
+            with refusals(tongue.refusal):
+                given = await json_body(request)
+                body = await off_loop(request, tongue.check, {"max_tokens": 1, **given})
+                asked = await off_loop(
+                    request, self._asked, request, tongue, body, await request.body(), rollout_of(request)
+                )
+                with boundary("model_error", "the model failed"):
+                    return JsonResponse({"input_tokens": await count(asked.native, asked.call)})
 
         return handle
 
@@ -503,10 +521,11 @@ def rollout_of(request: Request) -> str | None:
 
 @contextmanager
 def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
-    """Add the error in the form of the client's API to a problem document."""
+    """Add the error in the form of the client's API to a problem document. A wrong request is a 400, as in both APIs."""
     try:
         yield
     except ServiceError as error:
+        error.status = 400 if error.status == BadRequest.status else error.status
         error.extra = {**error.extra, **told(error)}
         raise
 

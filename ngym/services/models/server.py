@@ -22,7 +22,15 @@ from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, cont
 from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
-from ngym.services.models.request_handler import ROLLOUT_ID, Answering, BackEnd, ResponseStore, refusals, rollout_of
+from ngym.services.models.request_handler import (
+    ROLLOUT_ID,
+    Answering,
+    BackEnd,
+    CountTokens,
+    ResponseStore,
+    refusals,
+    rollout_of,
+)
 from ngym.services.models.token_capture import Captures, ModelCall, Respond, SeenCall, Stream
 
 __all__ = [
@@ -67,6 +75,7 @@ def model_server(
     *,
     respond: Respond,
     stream: Stream | None = None,
+    count_tokens: CountTokens | None = None,
     api: Native = "responses",
     options: type[ModelOptions] = ModelOptions,
     lifespan: ModelLifespan | None = None,
@@ -85,6 +94,8 @@ def model_server(
         stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
             response.completed, incomplete or failed), or of chat chunks (token data next to the delta of the chunk with
             the finish_reason, usage with it or after it). Without it a stream is built from the finished answer.
+        count_tokens: `async (request, call)` -> the number of tokens of the prompt; serves Anthropic's
+            `/v1/messages/count_tokens`. `request` is as for `respond`.
         api: the back end's native API.
         options: the record of the stanza's own keys; derives from ModelOptions.
         lifespan: `async with lifespan(context) as state` around serving; calls find what it yields in `call.state`.
@@ -116,6 +127,11 @@ def model_server(
         for tongue in tongues(api):
             path, body = prefix + tongue.path, _BODIES[tongue.name]
             call(path, answering.handler(tongue), summary=tongue.title, body=body)
+            if tongue.name == "messages" and count_tokens is not None:
+                counter, summary = answering.counter(tongue, count_tokens), "The number of tokens of a prompt"
+                counted = object_of({"input_tokens": {"type": "integer"}})
+                path = f"{path}/count_tokens"
+                add_route(app, "POST", path, counter, summary=summary, body=body, answer=counted, most_bytes=ROW_BYTES)
         add_route(app, "GET", f"{prefix}/v1/models", _models, summary="The model's name", answer=_LIST)
         named = f"{prefix}/v1/models/{{name:path}}"
         add_route(app, "GET", named, _model, summary="The model, by its name", answer=_MODEL)
