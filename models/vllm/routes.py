@@ -20,14 +20,14 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ngym import ServiceContext, model_server
 from ngym.errors import ConfigError, NotReady
-from ngym.services.base.app import JsonResponse, add_route
+from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, object_of
 from ngym.services.base.dispatch import CALL_BYTES, ROW_BYTES
 
 from .engine import Engine
 from .options import PushOptions
 from .serving.chat import Chat, turn_ends
 from .serving.loading_server import Keys
-from .serving.token_routes import TokenRoutes
+from .serving.token_routes import GENERATED, TOKENIZED, TokenRoutes
 from .weights.push_routes import BODIES, FILES, WeightPush
 from .weights.staging import Adapter, beside
 
@@ -57,12 +57,12 @@ async def build_application(
     served = context.options.model_copy(update={"model": vllms.openai_serving_models.model_name()})
     app.state.context = replace(context, options=served)
     tokens = TokenRoutes(vllms)
-    for path, handler, summary in (
-        ("/tokenize", tokens.tokenize, "The token ids of a text or a conversation"),
-        ("/detokenize", tokens.detokenize, "The text of token ids"),
-        ("/inference/v1/generate", tokens.generate, "Sample from a prompt of token ids"),
+    for path, handler, summary, answer in (
+        ("/tokenize", tokens.tokenize, "The token ids of a text or a conversation", TOKENIZED),
+        ("/detokenize", tokens.detokenize, "The text of token ids", object_of({"prompt": STRING})),
+        ("/inference/v1/generate", tokens.generate, "Sample from a prompt of token ids", GENERATED),
     ):
-        add_route(app, "POST", path, handler, summary=summary, body={"type": "object"}, most_bytes=ROW_BYTES)
+        add_route(app, "POST", path, handler, summary=summary, body=OBJECT, answer=answer, most_bytes=ROW_BYTES)
     _add_a_policys(app, engine, WeightPush(engine, ours, matrices, push))
     if keys := api_keys(arguments):
         app.add_middleware(Keys, keys=[*keys, *filter(None, [context.run_token])], service=context.name)

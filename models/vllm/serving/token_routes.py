@@ -40,7 +40,9 @@ from ngym.convert.request_validation import (
 )
 from ngym.errors import BadRequest, NotReady, ServiceError
 from ngym.schema import Json
+from ngym.services.base.app import OBJECT as OBJECT_SCHEMA
 from ngym.services.base.app import JsonResponse
+from ngym.services.base.app import object_of as schema_of
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import refusals
@@ -84,6 +86,9 @@ _TOKENIZE: dict[str, Check] = {
     "tools": LIST,
 }
 _DETOKENIZE: dict[str, Check] = {"model": TEXT, "tokens": LIST}
+_INTEGER: Json = {"type": "integer"}
+TOKENIZED = schema_of({"tokens": {"type": "array", "items": _INTEGER}, "count": _INTEGER, "max_model_len": _INTEGER})
+GENERATED = schema_of({"choices": {"type": "array", "items": OBJECT_SCHEMA}, "ng": OBJECT_SCHEMA})
 
 
 class TokenRoutes:
