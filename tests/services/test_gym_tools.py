@@ -415,3 +415,11 @@ async def test_function_calls_are_all_or_nothing_if_the_stanza_says_so():
             async with serving("function_call", **options) as peers:
                 scored = await peers["function_call"].post("/verify", rollout(row, *calls(*made)))
             assert scored["reward"] == pytest.approx(reward), (made, options)
+
+
+async def test_a_row_without_any_expected_call_takes_any_text_and_no_call(scored):
+    row = next(row for row in rows("function_call", "validation") if row["expected_calls"] == [])
+    free = {key: value for key, value in row.items() if key not in ("expected_answer", "asks_for", "not_for")}
+    call = calls((row["responses_create_params"]["tools"][0]["name"], {}))
+    for output, reward in (([says("They have some left.")], 1.0), ([says(" ")], 0.0), ([*call, says("Done.")], 0.0)):
+        assert (await scored("function_call", free, *output))["reward"] == reward

@@ -320,13 +320,9 @@ def cases(task: dict[str, Any]) -> list[dict[str, Any]]:
         "name": task["responses_create_params"]["tools"][0]["name"],
         "arguments": "{}",
     }
-    free = {key: value for key, value in own.items() if key not in ("expected_answer", "asks_for", "not_for")}
     return [
         {"case": f"gold: {question}", "task": own, "text": text, "expect": {"reward": 1.0}},
         {"case": f"called: {question}", "task": own, "output": [call, {"type": "message", "role": "assistant", "content": text}], "expect": {"reward": 0.0}},
-        {"case": f"any text: {question}", "task": free, "text": "They have some left.", "expect": {"reward": 1.0}},
-        {"case": f"no text: {question}", "task": free, "text": " ", "expect": {"reward": 0.0}},
-        {"case": f"any text, but called: {question}", "task": free, "output": [call], "text": text, "expect": {"reward": 0.0}},
     ]  # fmt: skip
 
 
