@@ -79,6 +79,8 @@ async def house(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*tasks)
+        for app in apps.values():
+            app.state.context = None  # the app of a shipped service is the same in every test of this process
 
 
 def _slowness() -> float:
