@@ -194,18 +194,25 @@ def _author() -> str:
 async def ensure_started(app: FastAPI) -> None:
     """Run the lifespan of an application whose server runs none, such as httpx.ASGITransport.
 
-    It ends with the event loop, which closes asynchronous generators.
+    It ends with the event loop, which cancels its tasks.
     """
-    starting: asyncio.Task[None] | None = app.state.starting
-    if starting is None or starting.done() or starting.get_loop() is not asyncio.get_running_loop():
-        starting = app.state.starting = asyncio.create_task(_start(app))
-    await asyncio.shield(starting)
+    started: asyncio.Future[None] | None = app.state.starting
+    loop = asyncio.get_running_loop()
+    if started is None or started.done() or started.get_loop() is not loop:
+        started = app.state.starting = loop.create_future()
+        app.state.lifespan = loop.create_task(_live(app, started))  # asyncio itself holds only weak references to tasks
+    await asyncio.shield(started)
 
 
-async def _start(app: FastAPI) -> None:
-    lifespan = app.router.lifespan_context(app)
-    await lifespan.__aenter__()
-    app.state.lifespan = lifespan  # else it is collected
+async def _live(app: FastAPI, started: asyncio.Future[None]) -> None:
+    try:
+        async with app.router.lifespan_context(app):
+            started.set_result(None)
+            await asyncio.Event().wait()
+    except BaseException as error:
+        if started.done():
+            raise
+        started.set_exception(error)
 
 
 STRING: Json = {"type": "string"}
