@@ -1,6 +1,6 @@
 # `make quickstart` and `make test` need nothing but Python 3.11 or newer: each first makes .venv itself.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart offline test test-fast soak audit check bench docs lock clean
+.PHONY: help install quickstart offline test test-fast soak audit check bench docs schemas lock clean
 
 BIN := .venv/bin
 # A worker more than cores, because tests wait for processes, and five at most; each takes whole files. One process: make test ARGS="-n 0".
@@ -43,6 +43,9 @@ bench: install ## Measure and write docs/benchmarks.md (ten minutes); a short ru
 
 docs: install ## Build the documentation site in build/site; live preview: .venv/bin/mkdocs serve
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+schemas: install ## Write ngym/schemas: JSON Schemas of the config, of recipes and of rows
+	$(BIN)/python scripts/schemas.py
 
 lock: install ## Renew locks/ from pyproject.toml; the newest versions: make lock ARGS=--upgrade
 	scripts/lock $(ARGS)

@@ -17,6 +17,7 @@ from ngym.cli.shell.main import DISK_FULL, command, writing
 from ngym.errors import UsageError
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+SCHEMAS = Path(__file__).parents[1] / "schemas"
 WORDS = ("stone", "river", "cloud", "bread", "light")
 GOLD = (
     {"case": "the word backwards", "task": {"word": "stone"}, "text": "It is enots.", "expect": {"reward": 1.0}},
@@ -25,6 +26,7 @@ GOLD = (
 )
 
 CONFIG = Template("""\
+# yaml-language-server: $$schema=schemas/global_config.json
 # Every service of the project, by name. Any key can be set on the command line: ng_run policy.latency_s=0.5
 
 # A model with fixed answers, so that everything runs without a GPU.
@@ -83,6 +85,7 @@ README = Template("""\
 - `gym_servers/$name/data/example.jsonl`: tasks. `verify` gets the fields next to `responses_create_params`.
 - `gym_servers/$name/data/gold.jsonl`: answers whose reward is known.
 - `global_config.yaml`: the services: a model, this environment, an agent that brings them together.
+- `schemas/`: JSON Schemas of the config and of recipes, for completion in editors (VS Code: the YAML extension).
 
 In one terminal:
 
@@ -212,6 +215,8 @@ def project(name: str) -> dict[str, str]:
         f"gym_servers/{name}/data/gold.jsonl": "".join(json.dumps(case) + "\n" for case in GOLD),
         f"tests/test_{name}.py": TEST.substitute(name=name),
         "README.md": README.substitute(name=name),
+        "schemas/global_config.json": (SCHEMAS / "global_config.json").read_text(encoding="utf-8"),
+        "schemas/recipe.json": (SCHEMAS / "recipe.json").read_text(encoding="utf-8"),
         "results/.gitignore": "*\n!.gitignore\n",
         ".gitignore": ".ngym/\n",
     }
