@@ -112,8 +112,15 @@ def _lines(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def _parsed(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SystemError:  # CPython 3.11 counts the depth of all threads together (python/cpython#106905)
+        return ast.parse(source)
+
+
 def _docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text is not None:
