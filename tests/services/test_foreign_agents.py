@@ -1,5 +1,6 @@
 """Agents on SDKs that know nothing of ngym but a base_url yield trainable rollouts, through /run and through a collector."""
 
+import asyncio
 from typing import Any
 
 import chat_policy
@@ -71,6 +72,22 @@ async def test_a_rollout_of_a_foreign_agent_is_scored_and_trainable(name: str):
         assert [item["type"] for item in output] == [*["function_call", "function_call_output"] * 2, "message"]
         assert [item["call_id"] for item in output[:4:2]] == [item["call_id"] for item in output[1:4:2]]
     assert b"ngym_captured_rollouts 0.0" in left.body  # they were fetched
+
+
+@pytest.mark.parametrize("name", list(NEEDS))
+async def test_many_rollouts_of_a_foreign_agent_at_once_do_not_block_its_service(name: str):
+    """`house` fails where the event loop was blocked: 32 HTTP clients of LangChain are 3 s without an answer to /health."""
+    apps = {
+        "policy": load(ROOT / "models" / "scripted" / "app.py").app,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": load(ROOT / "agents" / name / "app.py").app,
+    }
+    options = {"policy": {"replies": REPLIES}, "actor": {"gym": "env", "model": "policy"}}
+    task = {"responses_create_params": {"input": "Count to five."}, "target": 5}
+    async with house(options, **apps) as peers:
+        await peers["actor"].post("/run", task)  # imports
+        rows = await asyncio.gather(*(peers["actor"].post("/run", task) for _ in range(32)))
+    assert [row["reward"] for row in rows] == [1.0] * 32
 
 
 def cutting(last: str) -> Any:

@@ -110,13 +110,16 @@ def test_a_missing_file_and_a_bad_override_are_told(project: Path):
 def test_a_services_own_options_are_checked_against_its_record():
     class Options(ServiceOptions):
         model: ServiceName
+        judge: ServiceName | None = None
         steps: int = 3
 
-    lines = {"modle": "c.yaml:7", "model": "c.yaml:8", "steps": "c.yaml:9"}
+    lines = {"modle": "c.yaml:7", "model": "c.yaml:8", "steps": "c.yaml:9", "judge": "c.yaml:10"}
     services = ["policy", "env"]
     assert parse_options(Options, {"model": "policy"}, lines, "c.yaml:5", services).model == "policy"
     with pytest.raises(ConfigError, match=r"c.yaml:8: no service named 'polcy' \(did you mean 'policy'\?\)"):
         parse_options(Options, {"model": "polcy"}, lines, "c.yaml:5", services)
+    with pytest.raises(ConfigError, match=r"c.yaml:10: no service named 'polcy' \(did you mean 'policy'\?\)"):
+        parse_options(Options, {"model": "policy", "judge": "polcy"}, lines, "c.yaml:5", services)
     with pytest.raises(ConfigError) as caught:
         parse_options(
             Options,

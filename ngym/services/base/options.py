@@ -92,7 +92,7 @@ def parse_options(
     services = list(services)
     for name, info in model.model_fields.items():
         value = getattr(options, name)
-        if any(isinstance(mark, _Reference) for mark in info.metadata) and value is not None and value not in services:
+        if _is_reference(info) and value is not None and value not in services:
             raise ConfigError(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
     return options
 
