@@ -338,6 +338,26 @@ def test_every_model_server_has_a_model_option():
     assert ModelOptions().model == "model"
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/v1/messages"])
+async def test_a_model_that_is_not_served_is_a_404_where_the_stanza_says_so(path: str):
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        return new_response(request, [message_item([output_text("4")], "msg_1")], response_id="resp_1", model="m")
+
+    asked = {"input": "x"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "x"}]}
+    asked |= {"max_tokens": 8} if path == "/v1/messages" else {}
+    async with client_of(model_server(respond=respond), model="small") as client:
+        assert (await client.post(path, json={**asked, "model": "gpt-5"})).status_code == 200
+    async with client_of(model_server(respond=respond), model="small", any_model_name=False) as client:
+        refused = await client.post(path, json={**asked, "model": "gpt-5"})
+        assert (await client.post(path, json={**asked, "model": "small"})).status_code == 200
+        if path != "/v1/messages":  # which requires it
+            assert (await client.post(path, json=asked)).status_code == 200
+    assert refused.status_code == 404
+    error = refused.json()["error"]
+    assert error["message"].startswith("there is no model 'gpt-5' here, only 'small'")
+    assert error["type" if path == "/v1/messages" else "code"] in ("model_not_found", "not_found_error")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_told_to_come_again(streamed: bool):
     begun: list[asyncio.Event] = []

@@ -135,8 +135,8 @@ def _through(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
 def openai_refusal(error: ServiceError) -> Json:
     """An error for OpenAI's clients, which show only `error.message`."""
     wrong = error.extra.get("errors") or [{"field": None}]
-    told = {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": error.failure}
-    return {"error": told}
+    code = error.extra.get("code", error.failure)
+    return {"error": {"message": error.detail, "type": error.title, "param": wrong[0]["field"], "code": code}}
 
 
 _ANTHROPIC_ERRORS = {

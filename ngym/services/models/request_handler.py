@@ -27,7 +27,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from ngym.convert import finish_reason, sse, usage_from_chat
-from ngym.errors import BadRequest, NotFound, ServiceError, boundary
+from ngym.errors import MOST_NAME, BadRequest, NotFound, ServiceError, boundary, cut
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size, fitted
 from ngym.rollout import ModelCall as CallTokens
@@ -35,6 +35,7 @@ from ngym.rollout import tokens_of, without_tokens
 from ngym.schema import TOKEN_FIELDS, Json
 from ngym.services.base.app import JsonResponse, context_of
 from ngym.services.base.dispatch import Admission, EventStream, Handler, whole_stream
+from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop
 from ngym.services.models.api_dialects import Native, Tongue
 from ngym.services.models.token_capture import Captures, ModelCall, Question, Respond, Stream, take_seen
@@ -409,6 +410,7 @@ class Answering:
 
     def _asked(self, request: Request, tongue: Tongue, body: Json, raw: bytes, rollout_id: str | None) -> Asked:
         context = context_of(request)
+        model = _model_name(body, context)
         whole = body
         if not body.keys().isdisjoint(OF_THE_SERVER):
             whole = {name: value for name, value in body.items() if name not in OF_THE_SERVER}
@@ -424,7 +426,6 @@ class Answering:
             seen = seen or question.seen
         call = ModelCall(context.options, self._state.model_state, rollout_id, request.headers, seen, len(raw))
         stored = raw if tongue.name == "responses" and body.get("store", True) else None
-        model = str(body.get("model") or context.options.model)
         told = self._traffic.call(native, model, streamed=bool(body.get("stream")))
         return Asked(body, native, call, told, question, stored)
 
@@ -528,6 +529,21 @@ def refusals(told: Callable[[ServiceError], Json]) -> Iterator[None]:
         error.status = 400 if error.status == BadRequest.status else error.status
         error.extra = {**error.extra, **told(error)}
         raise
+
+
+def _model_name(body: Json, context: ServiceContext) -> str:
+    """The model that the request names, or the served one.
+
+    Raises:
+        NotFound: it is another model, and the stanza has `any_model_name: false`.
+    """
+    options = context.options
+    name = str(body.get("model") or options.model)
+    if not options.any_model_name and name not in (options.model, context.name):
+        wrong = [{"field": "model", "message": "another model is served here"}]
+        detail = f"there is no model {cut(name, MOST_NAME)!r} here, only {options.model!r}; any_model_name: true accepts every name"
+        raise NotFound(detail, extra={"errors": wrong, "code": "model_not_found"})
+    return name
 
 
 def _tokens(answer: Json) -> CallTokens | None:

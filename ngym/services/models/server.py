@@ -53,6 +53,10 @@ class ModelOptions(ServiceOptions):
     """The options of every model server. Derive from it."""
 
     model: str = Field(default="model", description="The model's name in /v1/models.")
+    any_model_name: bool = Field(
+        default=True,
+        description="Also answer requests that name another model. false: these get a 404, as from OpenAI and vLLM.",
+    )
     captured_tokens: int = Field(
         default=100_000_000,
         ge=0,
