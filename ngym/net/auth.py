@@ -40,6 +40,8 @@ BASIC = 'Basic realm="ngym: the run\'s token is the password", Bearer'
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_HOST = 80  # shown characters of a host name
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/\\]+)(?::\d+)?")  # the port may differ: ssh forwards it
+_OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+MOST_HOSTS = 64  # remembered Host headers
 _PAGE_OF_OURS = (b"none", b"same-origin")  # Sec-Fetch-Site: typed by the user; sent by a page of the same service
 
 
@@ -176,9 +178,24 @@ class Visitors:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(name.lower() for name in (*LOOPBACK, *names))
+        self._allowed: set[bytes | None] = {None}  # Host headers of earlier requests; None: without one
 
     def problem(self, scope: Scope) -> ServiceError | None:
         """Why this request is refused, or None."""
+        host: bytes | None = None
+        for name, value in scope["headers"]:
+            if name == b"host" and host is None:
+                host = value
+            elif name == b"host" or name in _OF_BROWSERS:
+                return self._problem(scope)
+        if host in self._allowed:
+            return None
+        problem = self._problem(scope)
+        if problem is None and len(self._allowed) < MOST_HOSTS:
+            self._allowed.add(host)
+        return problem
+
+    def _problem(self, scope: Scope) -> ServiceError | None:
         shown: dict[bytes, list[bytes]] = {b"host": [], b"origin": [], b"sec-fetch-site": [], b"sec-fetch-mode": []}
         for name, value in scope["headers"]:
             if name in shown:

@@ -97,7 +97,7 @@ def json_weight(raw: bytes) -> int:
 
 def is_deep(raw: bytes, value: Any) -> bool:
     """Whether parsed JSON is nested deeper than MAX_DEPTH. Most `raw` JSON has fewer brackets than that."""
-    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+    if len(raw) <= MAX_DEPTH or raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return False
     try:
         orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - MAX_DEPTH), value))

@@ -40,7 +40,7 @@ from ngym.errors import (
 )
 from ngym.net import request_context
 from ngym.schema import SESSION_HEADER, Json, Kind
-from ngym.services.base.dispatch import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served
+from ngym.services.base.dispatch import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served, Serving
 from ngym.services.base.options import ServiceContext, ServiceOptions, context_from_environment
 
 log = logging.getLogger("ngym.services")
@@ -132,18 +132,20 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
             async with AsyncExitStack() as stack:
                 if lifespan is not None:
                     await stack.enter_async_context(lifespan(context))
-                app.state.serving = True
+                mib = getattr(context.options, "max_body_mib", None)
+                serving.is_on, serving.most_bytes = True, mib << 20 if mib else None
                 yield
         finally:
-            app.state.serving = False
+            serving.is_on = False
             if is_own:
                 app.state.context = None
             await context.peers.close()
 
     name = _author()
+    serving = Serving()
     app = _Application(title=name, lifespan=run, redirect_slashes=False)
     app.state.default_name = name
-    app.state.serving = False
+    app.state.serving = serving
     app.state.starting = None
     app.state.kind = kind
     app.state.options_model = options
@@ -155,7 +157,7 @@ def service_app(kind: Kind, *, options: type[ServiceOptions], lifespan: Lifespan
     )
     app.state.process_metrics = ProcessCollector(registry=registry)
     app.state.served = {}
-    app.add_middleware(Edge, registry=registry, served=app.state.served, start=ensure_started)
+    app.add_middleware(Edge, registry=registry, served=app.state.served, serving=serving, start=ensure_started)
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MemoryError, _no_memory)

@@ -17,6 +17,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -286,6 +287,21 @@ class Served(NamedTuple):
     finishes: bool = False
 
 
+@dataclass
+class Serving:
+    """State of the application that its middleware reads.
+
+    Attributes:
+        is_on: the lifespan has begun and not ended.
+        most_bytes: limit of a body, from the service's options; None: that of its route.
+        answer_headers: further headers of the answer to a request with this scope.
+    """
+
+    is_on: bool = False
+    most_bytes: int | None = None
+    answer_headers: Callable[[Scope], list[tuple[bytes, bytes]]] | None = None
+
+
 class Edge:
     """The outermost middleware.
 
@@ -299,9 +315,11 @@ class Edge:
         app: ASGIApp,
         registry: CollectorRegistry,
         served: Mapping[tuple[str, str], Served],
+        serving: Serving,
         start: Callable[[Any], Awaitable[None]],
     ) -> None:
         self.app = app
+        self.serving = serving
         self.start = start
         self.served = served
         self.requests = Counter("ngym_requests", "Requests by route and status", ["route", "status"], registry=registry)
@@ -314,7 +332,8 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if not scope["app"].state.serving:
+        serving = self.serving
+        if not serving.is_on:
             await self.start(scope["app"])
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         token = request_context.current.set(request_context.from_headers(headers))
@@ -324,6 +343,8 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if serving.answer_headers is not None:
+                    message["headers"] = [*message["headers"], *serving.answer_headers(scope)]
             await send(message)
 
         route = scope["path"]
@@ -337,12 +358,10 @@ class Edge:
         started = time.perf_counter()
         try:
             most_bytes = CALL_BYTES if served is None else served.most_bytes
-            if most_bytes is not None:
-                most_bytes = _own_bound(scope["app"]) or most_bytes
             if most_bytes is None:
                 scope[OWN_PACE] = True
             else:
-                receive = Body(receive, headers, most_bytes)
+                receive = Body(receive, headers, serving.most_bytes or most_bytes)
             if served is None:
                 await self._elsewhere(scope, receive, watched)
             else:
@@ -369,13 +388,6 @@ class Edge:
             self._timers.setdefault(route, self.seconds.labels(route))
         counter.inc()
         self._timers[route].observe(seconds)
-
-
-def _own_bound(app: Any) -> int | None:
-    """The limit of a body in bytes, if the service's options set one."""
-    context = getattr(app.state, "context", None)
-    mib = getattr(context.options, "max_body_mib", None) if context else None
-    return mib << 20 if mib else None
 
 
 async def _answer(served: Served, request: Request, receive: Receive) -> Response:

@@ -44,7 +44,8 @@ STRANGERS = 100  # limit of unknown fields searched for a misspelling
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
     """Call the function, in a thread if the request's body is large, and return its result."""
-    return await by_size(len(await request.body()), function, *args)
+    size = len(await request.body())
+    return function(*args) if size <= LOOP_BYTES else await by_size(size, function, *args)
 
 
 async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
@@ -53,9 +54,11 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
     Args:
         most_weight: limit of its weight (`is_light`); the service's `max_json_weight` overrides it.
     """
+    raw = await request.body()
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
-    return await off_loop(request, parsed, await request.body(), cut(request.url.path, MOST_NAME), own or most_weight)
+    args = raw, cut(request.scope["path"], MOST_NAME), own or most_weight
+    return parsed(*args) if len(raw) <= LOOP_BYTES else await by_size(len(raw), parsed, *args)
 
 
 async def valid_body(request: Request, model: type[BaseModel], value: Json, what: str) -> Any:
@@ -100,7 +103,7 @@ def parsed(raw: bytes, path: str, most_weight: int) -> Json:
 
 def is_light(raw: bytes, most: int) -> bool:
     """Whether the weight of this JSON is at most `most`. Bytes within strings do not count."""
-    if json_weight(raw) <= most:
+    if len(raw) * (NODE_WEIGHT + 1) <= most or json_weight(raw) <= most:
         return True
     weight, inside, start = 0, False, 0
     while start < len(raw) and weight <= most:
@@ -116,6 +119,8 @@ def is_light(raw: bytes, most: int) -> bool:
 
 def _loaded(raw: bytes) -> Any:
     """orjson.loads without the garbage collections that its many new objects would trigger: all of them are alive."""
+    if len(raw) <= LOOP_BYTES:
+        return orjson.loads(raw)
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -33,9 +33,9 @@ from ngym.services.gym.sessions import (
     Repeats,
     Session,
     SessionStore,
-    TellsSession,
     begun,
     session_for,
+    session_headers,
     session_id_of,
     set_task,
 )
@@ -234,7 +234,7 @@ def gym_server(
     store = SessionStore()
     over_mcp = McpRoute()
     app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
-    app.add_middleware(TellsSession)
+    app.state.serving.answer_headers = session_headers
     app.state.sessions = store
     repeats = app.state.repeats = Repeats()
     app.state.verifier = inspected(verify, VerifyRequest)

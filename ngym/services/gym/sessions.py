@@ -16,10 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from ngym.errors import BadRequest, NotFound, Overloaded, ServiceError
 from ngym.net.json_limits import fitted, parsed_bytes
@@ -184,37 +183,22 @@ async def set_task(store: SessionStore, session: Session, row: Json, request: Re
     store.set_task(session, row, parsed_bytes(await request.body()))
 
 
-class TellsSession:
-    """Middleware of a gym server: each answer in a session, errors included, has its id as header and cookie.
+def session_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The headers of every answer of a gym server in a session, errors included: its id, also as a cookie.
 
     Some clients keep only the cookies of the last answer (NeMo Gym's agents). A proxy between caller and server does
     not know the id, so an answer without it is not the server's.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        async def told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                session_id = scope.get(BEGUN) or session_id_of(Request(scope)) or ""
-                if SESSION_ID.fullmatch(session_id):
-                    MutableHeaders(scope=message).update(_headers(session_id))
-            await send(message)
-
-        await self.app(scope, receive, told)
+    session_id = scope.get(BEGUN) or session_id_of(Request(scope)) or ""
+    if not SESSION_ID.fullmatch(session_id):
+        return []
+    written: bytes = session_id.encode()
+    return [(_ID, written), _REPEATABLE, (b"set-cookie", _COOKIE % written)]
 
 
-def _headers(session_id: str) -> dict[str, str]:
-    return {
-        SESSION_HEADER: session_id,
-        REPEATABLE_HEADER: str(REPEATABLE_S),
-        "set-cookie": f"{SESSION_COOKIE}={session_id}; HttpOnly; Path=/; SameSite=strict",
-    }
+_ID = SESSION_HEADER.lower().encode()
+_REPEATABLE = (REPEATABLE_HEADER.lower().encode(), str(REPEATABLE_S).encode())
+_COOKIE = SESSION_COOKIE.encode() + b"=%s; HttpOnly; Path=/; SameSite=strict"
 
 
 class Repeats:
