@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,24 +79,25 @@ def as_json(aggregates: Aggregates, paths: Paths, run_id: str, status: str, seco
     }
 
 
-def first_failures(aggregates: Aggregates, source: Path) -> Iterator[str]:
+def first_failures(aggregates: Aggregates, inputs: Sequence[Path]) -> Iterator[str]:
     """A line for each failure class of each agent, with the message of the first failure.
 
-    source: the input; a row that the message names by its index is named by its line there.
+    inputs: a row that the message names by its index is named by its line there.
     """
     for agent, tally in aggregates.by_agent.items():
         for kind, message in tally.first_failures.items():
-            yield f"{agent}: first {kind}: {_placed(' '.join(message.split()), source)}"
+            yield f"{agent}: first {kind}: {_placed(' '.join(message.split()), inputs)}"
 
 
-def _placed(message: str, source: Path) -> str:
+def _placed(message: str, inputs: Sequence[Path]) -> str:
     found = _ROW.search(message)
     if found is None:
         return message
     index = int(found[1])
-    for position, line in enumerate(read(source)):
+    lines = ((path, line) for path in inputs for line in read(path))
+    for position, (path, line) in enumerate(lines):
         if line.row.get("_ng_task_index", position) == index:
-            return f"{message[: found.start()]}{source}:{line.number}:{message[found.end() :]}"
+            return f"{message[: found.start()]}{path}:{line.number}:{message[found.end() :]}"
     return message
 
 

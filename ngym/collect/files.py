@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ import orjson
 
 import ngym
 from ngym.collect.aggregate import Aggregates
-from ngym.collect.plan import InputCheck, PlannedRollout, Recipe, digest_of, input_rows, planned
+from ngym.collect.plan import InputCheck, PlannedRollout, Recipe, digest_of, input_rows, no_rows, planned, title
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, TokenFormat
 from ngym.collect.run import Gate, Limits, Run
 from ngym.errors import UsageError
@@ -49,12 +49,26 @@ TICK_S = 0.2
 
 @dataclass(frozen=True)
 class Source:
-    """The settings that a resumed run must share. services: the resolved config, name -> stanza."""
+    """The settings that a resumed run must share.
 
-    input: Path
+    Attributes:
+        input: the file of the tasks, or several.
+        services: the resolved config, name -> stanza.
+    """
+
+    input: Path | tuple[Path, ...]
     recipe: Recipe
     token_format: TokenFormat = "ng"
     services: Json = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        return (self.input,) if isinstance(self.input, Path) else self.input
+
+    @property
+    def title(self) -> str:
+        """The input in a message."""
+        return title(self.inputs)
 
     def config(self) -> Json:
         """Everything except the row that decides a rollout; not repeats and limit, which only add rollouts."""
@@ -70,8 +84,8 @@ class Source:
         return {**own, "token_format": self.token_format, "services": stanzas}
 
     def digests(self) -> dict[str, str | None]:
-        """`{"input": sha256 of the file, "config": sha256 of config()}`."""
-        return {"input": digest_of(self.input), "config": self.config_digest()}
+        """`{"input": digest_of(inputs), "config": sha256 of config()}`."""
+        return {"input": digest_of(self.inputs), "config": self.config_digest()}
 
     def config_digest(self) -> str:
         settings = orjson.dumps(self.config(), option=orjson.OPT_SORT_KEYS)
@@ -109,9 +123,9 @@ class RunRecord:
         if before["config"] != config:
             difference = _difference(record._content["config"], source.config())
             raise UsageError(_changed(output, "the config or its overrides", before["config"], config) + difference)
-        record.input_digest = digest_of(source.input)
+        record.input_digest = digest_of(source.inputs)
         if before["input"] not in (None, record.input_digest):
-            raise UsageError(_changed(output, f"the input ({source.input})", before["input"], record.input_digest))
+            raise UsageError(_changed(output, f"the input ({source.title})", before["input"], record.input_digest))
         return record
 
     @property
@@ -126,7 +140,7 @@ class RunRecord:
     def begin(self, source: Source, rollouts: int, command: list[str]) -> None:
         """Note that a session begins; `rollouts` are in the plan."""
         self._content |= {
-            "input": str(source.input),
+            "input": str(source.inputs[0]) if len(source.inputs) == 1 else list(map(str, source.inputs)),
             "repeats": source.recipe.repeats,
             "limit": source.recipe.limit,
             "rollouts": rollouts,
@@ -321,7 +335,7 @@ class Files:
         by: str | None = None,
         on_stall: Callable[[str | None], None] = lambda reason: None,
     ) -> None:
-        check_places(output, source.input)
+        check_places(output, source.inputs)
         self.paths = Paths.beside(output)
         self.source = source
         self.aggregates = Aggregates(by)
@@ -406,7 +420,7 @@ class Files:
         Raises:
             UsageError: bad lines in the part of a large input that `prepare` has not read; all are named.
         """
-        plan = planned(input_rows(self.source.input, self.source.recipe), self.source.recipe)
+        plan = planned(input_rows(self.source.inputs, self.source.recipe), self.source.recipe)
         for _, group in groupby(plan, lambda rollout: rollout.first):
             due = [rollout for rollout in group if not self._settled(rollout, max_attempts)]
             keys = tuple(rollout.key for rollout in due)
@@ -513,7 +527,7 @@ class Files:
     def _read_input(self, agents: Collection[str] | None, starts: bool) -> None:
         """Check the part of the input that a new run needs before its first rollout."""
         recipe, progress = self.source.recipe, self.progress
-        self._check = InputCheck(self.source.input, recipe, agents)
+        self._check = InputCheck(self.source.inputs, recipe, agents)
         self._check.first()
         progress.agents = set(self._check.named)
         if starts and not self._check.complete:
@@ -560,7 +574,7 @@ class Files:
         beside = path.with_name(path.name + ".tmp")
         ticking = _Ticker(tick)
         self.progress = Progress()
-        rows = input_rows(self.source.input, self.source.recipe, agents)
+        rows = input_rows(self.source.inputs, self.source.recipe, agents)
         try:
             with beside.open("wb") as file:
                 for rollout in planned(rows, self.source.recipe):
@@ -573,12 +587,12 @@ class Files:
         finally:
             beside.unlink(missing_ok=True)
         if self.progress.total == 0:
-            raise UsageError(f"{self.source.input}: no rows in it; each line is one task")
+            raise no_rows(self.source.inputs)
         self.progress.complete = True
         if not self._record.knows_its_input and self.progress.done < len(self._done):
             lost = len(self._done) - self.progress.done
             raise UsageError(
-                f"{self.paths.output}: {lost:,} of its rows are of tasks that {self.source.input} does not have (the run ended "
+                f"{self.paths.output}: {lost:,} of its rows are of tasks that {self.source.title} does not have (the run ended "
                 f"before it had read its input); restore it, {REMEDY}"
             )
 
@@ -592,12 +606,12 @@ class Files:
             self.aggregates.give_up(rollout.row["agent_ref"], self._failed[rollout.key][-1])
 
 
-def check_places(output: Path, source: Path) -> None:
+def check_places(output: Path, inputs: Sequence[Path]) -> None:
     """Raise a UsageError if the output cannot be written there."""
     check_output(output)
     paths = Paths.beside(output)
     for written in (*paths, *paths.named(NEW), *paths.named(OLD)):
-        if written.exists() and source.exists() and written.samefile(source):
+        if written.exists() and any(source.exists() and written.samefile(source) for source in inputs):
             of = (
                 "is both --input and --output"
                 if written == output

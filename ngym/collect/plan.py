@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import UsageError
-from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked
+from ngym.files.jsonl import READ_BYTES, CheckedLines, Line, checked, opened
 from ngym.schema import AgentRef, Json, RolloutKey, task_id
 from ngym.stats.pass_at_k import DenseInts
 
@@ -31,6 +31,7 @@ AGENT_TYPE = "responses_api_agents"  # NeMo Gym's name, kept in agent_ref so tha
 FIRST_BYTES = 16 << 20
 BEGIN_S = 1.0  # the first rollouts have the interpreter to themselves
 SLICE_S = 0.01  # of the interpreter's time, then as much for the event loop
+MOST_REFERENCE = 4 << 10  # bytes of an agent_ref that is split between two parts of a file
 _NAMED = re.compile(rb'"agent_ref"\s*:\s*\{[^{}]*?"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -103,15 +104,15 @@ def planned(rows: Iterable[Json], recipe: Recipe) -> Iterator[PlannedRollout]:
             )
 
 
-def input_rows(path: Path, recipe: Recipe, agents: Collection[str] | None = None) -> Iterator[Json]:
-    """Stream the rows of a file; at the end one UsageError names every bad line.
+def input_rows(paths: Sequence[Path], recipe: Recipe, agents: Collection[str] | None = None) -> Iterator[Json]:
+    """Stream the rows of files; at the end one UsageError names every bad line.
 
     Args:
         agents: the agents that exist; None if that is not known.
     """
     check_agent(recipe, agents)
     check = RowCheck(recipe, agents)
-    return (line.row for line in checked(path, check, recipe.limit))
+    return (line.row for line in checked(paths, check, recipe.limit))
 
 
 def check_agent(recipe: Recipe, agents: Collection[str] | None) -> None:
@@ -220,27 +221,28 @@ def _overridden(params: Json, recipe: Recipe, rollout_index: int) -> Json:
 
 
 class InputCheck:
-    """Checks every row that a recipe uses, and computes the file's digest.
+    """Checks every row that a recipe uses, and computes the digest of the files.
 
     Args:
         agents: the agents that exist; None if that is not known.
 
     Attributes:
         rows: rows checked so far. named: the agents that they name, or --agent. complete: whether all are checked.
-        digest: sha256 of the file; None until it is known.
+        digest: `digest_of` the files; None until it is known.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, agents: Collection[str] | None) -> None:
+    def __init__(self, paths: Sequence[Path], recipe: Recipe, agents: Collection[str] | None) -> None:
         check_agent(recipe, agents)
         self.rows = 0
         self.named: set[str] = set()
         self.complete = False
         self.digest: str | None = None
-        self._path = path
+        self._paths = paths
         self._recipe = recipe
-        self._lines = CheckedLines(path, RowCheck(recipe, agents), recipe.limit)
+        self._lines = CheckedLines(paths, RowCheck(recipe, agents), recipe.limit)
         self._left = iter(self._lines)
-        self._end = 0  # bytes that were checked
+        self._checked = 0  # bytes
+        self._end = 0  # of the last checked line, in its file
         self._stop = threading.Event()
         self._hurry = threading.Event()
         self._thread: ThreadPoolExecutor | None = None
@@ -254,11 +256,11 @@ class InputCheck:
         """
         for line in self._left:
             self._count(line)
-            if line.end >= size and not self._lines.bad:
+            if self._checked >= size and not self._lines.bad:
                 return
         self._all_checked()
-        if self._path.stat().st_size <= size:
-            self.digest = digest_of(self._path)
+        if sum(path.stat().st_size for path in self._paths) <= size:
+            self.digest = digest_of(self._paths)
 
     def begin_rest(self) -> None:
         """Check the rest and compute the digest in a thread, unless both are done."""
@@ -296,10 +298,12 @@ class InputCheck:
 
         Also finds names in other objects that look like an agent_ref.
         """
-        if self.complete or self._path.stat().st_size <= self._end:
+        if self.complete:
             return set()
-        with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = set(_NAMED.findall(content, self._end))
+        found: set[bytes] = set()
+        for number, path in enumerate(self._paths[self._lines.reads :]):
+            with opened(path) as file:
+                found.update(_references(file, 0 if number else self._end))
         names = {orjson.loads(name) for name in found if _is_json(name, str)}
         return {self._recipe.agents.get(name, name) for name in names}
 
@@ -314,25 +318,56 @@ class InputCheck:
                 self._hurry.wait(SLICE_S)
                 began = time.perf_counter()
         self._all_checked()
-        self.digest = digest_of(self._path, self._stop)
+        self.digest = digest_of(self._paths, self._stop)
 
     def _count(self, line: Line) -> None:
         self.rows += 1
+        self._checked += line.end - line.start
         self._end = line.end
         self.named.add(self._recipe.reference(line.row)["name"])
 
     def _all_checked(self) -> None:
         if self.rows == 0:
-            raise UsageError(f"{self._path}: no rows in it; each line is one task")
+            raise no_rows(self._paths)
         self.complete = True
 
 
-def digest_of(path: Path, stop: threading.Event | None = None) -> str | None:
-    """sha256 of a file; None if `stop` was set.
+def no_rows(paths: Sequence[Path]) -> UsageError:
+    return UsageError(f"{title(paths)}: no rows in it; each line is one task")
+
+
+def title(paths: Sequence[Path]) -> str:
+    """The input in a message: `tasks.jsonl`, or `a.jsonl and 2 more files`."""
+    more = len(paths) - 1
+    return f"{paths[0]} and {more} more file{'s' * (more > 1)}" if more else str(paths[0])
+
+
+def digest_of(paths: Sequence[Path], stop: threading.Event | None = None) -> str | None:
+    """sha256 of a file as it is on the disk, or of the digests of several; None if `stop` was set.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: a file cannot be read.
     """
+    digests = []
+    for path in paths:
+        if (digest := _digest_of(path, stop)) is None:
+            return None
+        digests.append(digest)
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _references(file: BinaryIO, start: int) -> Iterator[bytes]:
+    """The names after byte `start` that look like those of an agent_ref; those at the end of a part are read twice."""
+    while start > 0 and (skipped := file.read(min(start, READ_BYTES))):  # decompressed content cannot be sought
+        start -= len(skipped)
+    kept = b""
+    while part := file.read(READ_BYTES):
+        text = kept + part
+        yield from _NAMED.findall(text)
+        kept = text[-MOST_REFERENCE:]
+
+
+def _digest_of(path: Path, stop: threading.Event | None) -> str | None:
     digest = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
 from ngym.files.jsonl import check_output
 
@@ -91,13 +90,9 @@ class Options:
     def _check_files(self) -> None:
         if not self.inputs:
             raise UsageError("--input FILE is missing: rollouts of ng_collect_rollouts")
-        for number, path in enumerate(self.inputs):
-            if not path.is_file():
-                raise UsageError(f"{path}: no such file (--input){near_file(path)}")
+        for path in self.inputs:
             if self.output.exists() and self.output.samefile(path):
                 raise UsageError(f"{self.output} is both --input and --output; choose another --output")
-            if any(path.samefile(other) for other in self.inputs[:number]):
-                raise UsageError(f"{path}: given twice (--input)")
         check_output(self.output)
         if self.output.exists() and not self.overwrite and not self.dry_run:
             raise UsageError(f"{self.output} exists; add --overwrite to replace it, or choose another --output")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import orjson
 
@@ -30,7 +32,7 @@ from ngym.export.conversation import (
     sharegpt,
 )
 from ngym.export.options import Options
-from ngym.files.jsonl import BOM, REPORTED_LINES, Line, read, whole_file
+from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, opened, read, whole_file
 from ngym.schema import Json
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def export(options: Options, show: Callable[[bytes], None], tick: Callable[[int]
     with ExitStack() as stack:
         candidates = Scan(options, tally, tick).candidates()
         rows = list(leaders_first(choose(candidates, options, tally)))
-        sources = [stack.enter_context(_opened(path)) for path in options.inputs]
+        sources = [stack.enter_context(_seekable(path)) for path in options.inputs]
         lines = map(Renderer(options, sources).line, rows)
         if options.dry_run:
             for line in lines:
@@ -158,11 +160,16 @@ class Renderer:
         )
 
 
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+@contextmanager
+def _seekable(path: Path) -> Iterator[BinaryIO]:
+    """The content of a file; that of a compressed one in a temporary file, where any line is found quickly."""
+    with opened(path) as file:
+        if path.suffix not in COMPRESSED:
+            yield file
+            return
+        with tempfile.TemporaryFile() as plain:
+            shutil.copyfileobj(file, plain, READ_BYTES)
+            yield cast(BinaryIO, plain)
 
 
 class Scan:

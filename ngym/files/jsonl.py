@@ -1,19 +1,25 @@
 """Reads and writes JSON Lines files as streams; every problem is reported with its first line.
 
-`read(path)` yields every line with its problem, if any; `checked(path, check)` yields the good lines and reports all
-problems together. For files that are appended to for hours and must survive a kill, use `ngym.files.row_log.RowLog`.
+`read(path)` yields every line with its problem, if any; `checked(paths, check)` yields the good lines and reports all
+problems together. Files that end in .gz and .zst are decompressed as they are read. For files that are appended to for
+hours and must survive a kill, use `ngym.files.row_log.RowLog`.
 """
 
 from __future__ import annotations
 
+import glob
+import gzip
 import hashlib
+import io
 import os
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import orjson
 
@@ -26,6 +32,7 @@ REPORTED_LINES = 20
 READ_BYTES = 1 << 20
 MAX_LINE_BYTES = 256 << 20  # the largest body of a service of ngym
 BOM = b"\xef\xbb\xbf"
+COMPRESSED = (".gz", ".zst")
 
 
 class Line(NamedTuple):
@@ -43,30 +50,115 @@ class WriteFailed(NgymError):
     """The file cannot be written, and waiting would not help."""
 
 
+def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Path, ...]:
+    """The files of these paths and patterns (`runs/*/out.jsonl.zst`), each once; those of a pattern are sorted.
+
+    Args:
+        option: named in the message of an error.
+
+    Raises:
+        UsageError: a file does not exist, or no file matches a pattern.
+    """
+    paths: dict[Path, Path] = {}  # what a link names -> its first path
+    for text in map(str, inputs):
+        path, is_pattern = Path(text), glob.has_magic(text)
+        found = sorted(map(Path, glob.iglob(text, recursive=True))) if is_pattern and not path.is_file() else [path]
+        files = [one for one in found if one.is_file()]
+        if not files:
+            reason = "no file matches" if is_pattern else "no such file"
+            where = f" ({option})" if option else ""
+            raise UsageError(f"{text}: {reason}{where}{near_file(path)}")
+        for file in files:
+            paths.setdefault(file.resolve(), file)
+    return tuple(paths.values())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's content, decompressed if its name ends in .gz or .zst.
+
+    Raises:
+        UsageError: it cannot be read, or its compressed content is damaged.
+    """
+    try:
+        with _decompressed(path) as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        near = near_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{near}") from None
+
+
+def _decompressed(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(path)), READ_BYTES))
+    if path.suffix == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_Zstandard(path), READ_BYTES))
+    return path.open("rb", buffering=READ_BYTES)
+
+
+class _Zstandard(io.RawIOBase):
+    """The decompressed content of a .zst file. EOFError if it ends within a frame: zstandard itself does not notice."""
+
+    def __init__(self, path: Path) -> None:
+        import zstandard
+
+        self._file = path.open("rb")
+        self._error = zstandard.ZstdError
+        self._new = zstandard.ZstdDecompressor().decompressobj
+        self._frame = self._new()
+        self._is_within = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            part = self._frame.unused_data or self._file.read(READ_BYTES)
+            if not part:
+                if self._is_within:
+                    raise EOFError("the compressed file ends too early")
+                return 0
+            if self._frame.eof:
+                self._frame = self._new()
+            try:
+                self._ready = memoryview(self._frame.decompress(part))
+            except self._error as error:
+                raise OSError(str(error)) from None
+            self._is_within = not self._frame.eof
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def read(path: Path) -> Iterator[Line]:
     """Yield every non-empty line of a JSONL file; a BOM and CRLF are tolerated.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    try:
-        with path.open("rb", buffering=READ_BYTES) as file:
-            start = 0
-            for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
-                end = start + len(raw)
-                if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                    complete = _skip_line(file)
-                    end = file.tell()
-                    yield Line(number, start, end, {}, f"longer than {MAX_LINE_BYTES >> 20} MiB", complete)
-                    start = end
-                    continue
-                text = raw.removeprefix(BOM).strip() if number == 1 else raw.strip()
-                if text:
-                    yield _line(number, start, end, text, raw.endswith(b"\n"))
-                start = end
-    except OSError as error:
-        near = near_file(path) if isinstance(error, FileNotFoundError) else ""
-        raise UsageError(f"{path}: cannot be read: {error.strerror}{near}") from None
+    with opened(path) as file:
+        yield from _lines(file)
+
+
+def _lines(file: BinaryIO) -> Iterator[Line]:
+    start = 0
+    for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
+        end = start + len(raw)
+        if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            complete = _skip_line(file)
+            end = file.tell()
+            yield Line(number, start, end, {}, f"longer than {MAX_LINE_BYTES >> 20} MiB", complete)
+            start = end
+            continue
+        text = raw.removeprefix(BOM).strip() if number == 1 else raw.strip()
+        if text:
+            yield _line(number, start, end, text, raw.endswith(b"\n"))
+        start = end
 
 
 def _skip_line(file: BinaryIO) -> bool:
@@ -78,7 +170,7 @@ def _skip_line(file: BinaryIO) -> bool:
 
 
 class CheckedLines:
-    """Streams the good lines of a file; at its end, one UsageError has the first 20 problems, each with its first line.
+    """Streams the good lines of files; at the end, one UsageError has the first 20 problems, each with its first line.
 
     Args:
         check: returns the problem of a row, or None.
@@ -86,40 +178,56 @@ class CheckedLines:
 
     Attributes:
         bad: number of bad lines so far.
+        reads: index of the file that is being read.
     """
 
-    def __init__(self, path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> None:
-        self.bad = 0
-        self._path = path
+    def __init__(self, paths: Sequence[Path], check: Callable[[Json], str | None], limit: int | None = None) -> None:
+        self.bad = self.reads = 0
+        self._paths = paths
         self._check = check
         self._limit = limit
 
     def __iter__(self) -> Iterator[Line]:
-        named: dict[str, list[int]] = {}  # problem -> its first line, and how many lines have it
-        for line in islice(read(self._path), self._limit):
+        named: dict[str, _Problem] = {}
+        for line in islice(self._read(), self._limit):
             problem = line.problem or self._check(line.row)
             if problem is None:
                 yield line
                 continue
             self.bad += 1
             if problem in named:
-                named[problem][1] += 1
+                named[problem].count += 1
             elif len(named) < REPORTED_LINES:
-                named[problem] = [line.number, 1]
+                named[problem] = _Problem(f"{self._paths[self.reads]}:{line.number}")
         if named:
-            raise UsageError("\n".join(self._told(named)))
+            raise UsageError("\n".join(self._report(named)))
 
-    def _told(self, named: dict[str, list[int]]) -> Iterator[str]:
-        for problem, (number, count) in named.items():
-            more = f" (and {count - 1:,} more lines like it)" if count > 1 else ""
-            yield f"{self._path}:{number}: {problem}{more}"
-        if rest := self.bad - sum(count for _, count in named.values()):
-            yield f"... and {rest} more lines of {self._path}"
+    def _read(self) -> Iterator[Line]:
+        for number, path in enumerate(self._paths):
+            self.reads = number
+            yield from read(path)
+
+    def _report(self, named: dict[str, _Problem]) -> Iterator[str]:
+        for problem, seen in named.items():
+            more = f" (and {seen.count - 1:,} more lines like it)" if seen.count > 1 else ""
+            yield f"{seen.first}: {problem}{more}"
+        if rest := self.bad - sum(seen.count for seen in named.values()):
+            yield f"... and {rest} more lines of {', '.join(map(str, self._paths))}"
 
 
-def checked(path: Path, check: Callable[[Json], str | None], limit: int | None = None) -> Iterator[Line]:
+@dataclass
+class _Problem:
+    """first: `path:line` of the first line with it. count: the lines with it."""
+
+    first: str
+    count: int = 1
+
+
+def checked(
+    paths: Path | Sequence[Path], check: Callable[[Json], str | None], limit: int | None = None
+) -> Iterator[Line]:
     """`CheckedLines` for callers that only want the lines."""
-    return iter(CheckedLines(path, check, limit))
+    return iter(CheckedLines((paths,) if isinstance(paths, Path) else paths, check, limit))
 
 
 def _line(number: int, start: int, end: int, text: bytes, complete: bool) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gzip
 import json
 import random
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import orjson
 import pytest
+import zstandard
 from stub_agents import Answer, instant_agent, problem, scored, serving, task
 
 from ngym.collect import Limits, Recipe
@@ -62,7 +64,7 @@ async def session(
     overwrite: bool = False,
 ) -> Files:
     """One run of the collector on `out.jsonl` beside the input."""
-    files = Files(source.input.with_name("out.jsonl"), source)
+    files = Files(source.inputs[0].with_name("out.jsonl"), source)
     try:
         files.prepare(
             resume=resume, overwrite=overwrite, max_attempts=max_attempts, agents={"agent"}, command=["test", "--x"]
@@ -663,6 +665,35 @@ def test_agents_that_only_a_later_row_names_are_known_before_services_start(task
     files.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
     assert files.progress.agents == agents - {"agent_5"}
     files.close()
+
+
+@pytest.mark.usefixtures("small_first_part")
+def test_agents_in_later_files_of_an_input_are_known_before_services_start(tmp_path: Path) -> None:
+    named = [{**task(n), "agent_ref": {"type": "x", "name": f"agent_{n}"}} for n in range(9)]
+    files = [written(tmp_path / f"{n}.jsonl", named[3 * n : 3 * n + 3]) for n in range(3)]
+    packed = tmp_path / "2.jsonl.zst"
+    packed.write_bytes(zstandard.compress(files[2].read_bytes()))
+    store = Files(tmp_path / "out.jsonl", Source((files[0], files[1], packed), Recipe("agent_0")))
+    agents = {f"agent_{n}" for n in range(9)}
+    store.prepare(resume=False, overwrite=False, max_attempts=3, agents=agents, command=[], starts=True)
+    assert store.progress.agents == agents
+    store.close()
+
+
+async def test_several_compressed_inputs_are_one_run(tmp_path: Path) -> None:
+    files = [written(tmp_path / f"{n}.jsonl", [task(2 * n), task(2 * n + 1)]) for n in range(3)]
+    packed = tmp_path / "1.jsonl.gz"
+    packed.write_bytes(gzip.compress(files[1].read_bytes()))
+    source = Source((files[0], packed, files[2]), Recipe("agent"))
+    await session(source, stop_after=2)
+    await session(source, resume=True)
+    out = tmp_path / "out.jsonl"
+    told = sorted((row["_ng_task_index"], row["responses_create_params"]["input"]) for row in rows(out))
+    assert told == [(n, f"task {n}") for n in range(6)]
+    record = json.loads((tmp_path / "out_run.json").read_text())
+    assert record["input"] == [str(files[0]), str(packed), str(files[2])]
+    with pytest.raises(UsageError, match=r"the input \(.*0\.jsonl and 1 more file\) changed since this run began"):
+        await session(Source((files[0], files[2]), Recipe("agent")), resume=True)
 
 
 def test_a_rollout_costs_the_collector_less_than_50_bytes() -> None:

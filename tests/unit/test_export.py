@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
+import zstandard
 from click.testing import CliRunner, Result
 from house import house
 from machine import PATIENCE_S
@@ -406,6 +408,20 @@ def test_rollouts_are_copied_byte_for_byte(tmp_path: Path):
     assert command("--format", "demonstrations", source, "--output", tmp_path / "sft.jsonl").exit_code == 0
 
 
+@pytest.mark.parametrize("format", ["rollouts", "preferences"])
+def test_compressed_files_and_patterns_are_read_like_plain_files(format: str, tmp_path: Path):
+    rows = [[rollout(reward, said(f"{n} {reward}"), task=n) for reward in (1.0, 0.0)] for n in range(3)]
+    plain = [write(tmp_path / f"{n}.jsonl", *two) for n, two in enumerate(rows)]
+    packed = [tmp_path / "packed_0.jsonl.gz", tmp_path / "packed_1.jsonl.zst", tmp_path / "packed_2.jsonl"]
+    for path, to, pack in zip(plain, packed, (gzip.compress, zstandard.compress, bytes), strict=True):
+        to.write_bytes(pack(path.read_bytes()))
+    inputs = [["--input", *plain], ["--input", tmp_path / "packed_*", packed[0]]]
+    for n, sources in enumerate(inputs):
+        result = command("--format", format, *sources, "--output", tmp_path / f"out{n}")
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "out0").read_bytes() == (tmp_path / "out1").read_bytes() != b""
+
+
 def test_bad_lines_of_all_files_are_named_and_nothing_is_written(tmp_path: Path):
     good, output = rollout(1, "A"), tmp_path / "out.jsonl"
     bad = ["{torn", {"messages": []}, {**good, "reward": "high"}, {**good, "_ng_task_index": None}, {**good, "ng": 3}]
@@ -494,7 +510,7 @@ def test_a_disk_without_room_leaves_the_old_output(tmp_path: Path):
         (["--format", "sharegpt", "--margin", "1"], "--margin is for --format preferences, not sharegpt"),
         (["--format", "rollouts", "--drop-reasoning"], "--drop-reasoning has no effect with --format rollouts"),
         (["--format", "rollouts", "--min-reward", "nan"], "--min-reward must be a number, not nan"),
-        (["--format", "rollouts", "{input}"], "in.jsonl: given twice (--input)"),
+        (["--format", "rollouts", "none*.jsonl"], "none*.jsonl: no file matches (--input)"),
         (["--format", "rollouts", "nowhere.jsonl"], "nowhere.jsonl: no such file (--input)"),
         (["--format", "rollouts", "--output", "{input}"], "is both --input and --output"),
         (["--format", "rollouts", "--output", "nowhere/out.jsonl"], "the folder nowhere does not exist; make it first"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gzip
 import os
 import random
 import resource
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+import zstandard
 from machine import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.files import row_log
 from ngym.files.file_lock import FileLocked
-from ngym.files.jsonl import WriteFailed, checked, read, write_whole
+from ngym.files.jsonl import WriteFailed, checked, expanded, read, write_whole
 from ngym.files.row_log import COMMIT_ROWS, RowLog
 from ngym.schema import Json
 
@@ -45,6 +47,58 @@ def test_a_bom_crlf_and_empty_lines_are_tolerated(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n  \n{"n": 2}\n\n{"n": 3}')
     assert [(found.number, found.row["n"]) for found in read(path)] == [(1, 1), (4, 2), (6, 3)]
+
+
+PACKED = {
+    "in.jsonl.gz": gzip.compress,
+    "in.jsonl.zst": zstandard.compress,
+    "frames.jsonl.zst": lambda data: zstandard.compress(data[:100]) + zstandard.compress(data[100:]),
+    "members.jsonl.gz": lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:]),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_compressed_file_reads_like_a_plain_one(name: str, tmp_path: Path) -> None:
+    data = b"".join(line(n, 2000 * (n % 7)) + b"\n" for n in range(500))
+    (tmp_path / "in.jsonl").write_bytes(data)
+    packed = tmp_path / name
+    packed.write_bytes(PACKED[name](data))
+    assert list(read(packed)) == list(read(tmp_path / "in.jsonl"))
+    for damaged in (packed.read_bytes()[:-9], packed.read_bytes()[:60], b"x" * 90, b'{"n": 1}'):
+        packed.write_bytes(damaged)
+        with pytest.raises(UsageError, match=f"{name}: cannot be read: [A-Za-z]"):
+            list(read(packed))
+    packed.write_bytes(b"")
+    assert list(read(packed)) == []
+
+
+def test_paths_and_patterns_are_files_each_once(tmp_path: Path) -> None:
+    for name in ("a/1.jsonl", "a/2.jsonl", "b/1.jsonl", "b/[1].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "2.jsonl")
+
+    def names(*inputs: str) -> list[str]:
+        return [str(path.relative_to(tmp_path)) for path in expanded(str(tmp_path / one) for one in inputs)]
+
+    assert names("*/1.jsonl", "link", "a/*") == ["a/1.jsonl", "b/1.jsonl", "link"]
+    assert names("b/[1].jsonl") == ["b/[1].jsonl"], "a file of this name comes before the pattern"
+    with pytest.raises(UsageError, match=r"\*\.json: no file matches \(--input\)"):
+        names("*.json")
+    with pytest.raises(UsageError, match=r"a: no such file \(--input\), it is a folder"):
+        names("a")
+
+
+def test_bad_lines_of_several_files_have_their_file(tmp_path: Path) -> None:
+    files = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    files[0].write_bytes(b'{"n": 1}\n{"m": 1}\n')
+    files[1].write_bytes(b'{"m": 1}\n[]\n')
+    with pytest.raises(UsageError) as caught:
+        list(checked(files, lambda row: None if "n" in row else "no n"))
+    assert str(caught.value).splitlines() == [
+        f"{files[0]}:2: no n (and 1 more lines like it)",
+        f"{files[1]}:2: not a JSON object but list: '[]'",
+    ]
 
 
 def test_all_bad_lines_are_reported_together(tmp_path: Path) -> None:

@@ -55,7 +55,14 @@ class CollectCommand(Command):
     metavar="OLD=NEW",
     help="Run the rows whose agent_ref names OLD with the agent NEW; repeat it.",
 )
-@click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
+@click.option(
+    "--input",
+    "sources",
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Tasks, JSONL, also .gz or .zst; a quoted pattern for several files, or repeat it.",
+)
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
 @count("--limit", "Only the first N tasks.")
 @count("--repeats", "Rollouts of each task.", 1)
@@ -98,7 +105,7 @@ class CollectCommand(Command):
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def main(ctx: click.Context, /, **options: Any) -> None:
-    """Run an agent over the tasks of a file, and write scored rollouts as they finish.
+    """Run an agent over the tasks of files, and write scored rollouts as they finish.
 
     The services come from a run of ng_run (in this folder, or --head), or are started here with --config. Then
     KEY=VALUE override the config as for ng_run.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TextIO
 
@@ -17,14 +18,14 @@ import orjson
 from ngym.cli.shell.main import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TRY_AGAIN
 from ngym.collect.display import Meter, Show, as_json, display, files, first_failures, tables
 from ngym.collect.files import Files, Paths, RunRecord, Source, check_places
-from ngym.collect.plan import PlannedRollout, Recipe, input_rows, planned
+from ngym.collect.plan import PlannedRollout, Recipe, input_rows, no_rows, planned
 from ngym.collect.rollout_rows import TokenFormat
 from ngym.collect.run import Gate, Limits
 from ngym.collect.session import CollectionSession, Known, Reached, discover
 from ngym.config.service_config import Config, load_config, shown_config, tracing_of
-from ngym.did_you_mean import did_you_mean, near_file
+from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.files.jsonl import read
+from ngym.files.jsonl import expanded, read
 from ngym.files.row_log import DiskFull
 from ngym.net.auth import wrong_url
 from ngym.peers import Peers
@@ -48,7 +49,7 @@ class Options:
 
     agent: str | None
     mapped: tuple[str, ...]
-    source: Path
+    sources: tuple[str, ...]
     output: Path
     limit: int | None
     repeats: int
@@ -76,14 +77,20 @@ class Options:
             raise UsageError(f"--head {problem}")
         if self.configs and self.head:
             raise UsageError("--config starts services here and --head uses running ones; keep one")
+        misplaced = next((text for text in self.overrides if "=" not in text), None)
+        if misplaced is not None and Path(misplaced).is_file():
+            raise UsageError(f"{misplaced}: repeat --input for each file, or quote the pattern: --input 'runs/*.jsonl'")
         if self.overrides and not self.configs:
             hint = "overrides of the config need --config FILE; for a sampling setting use --set"
             raise UsageError(f"{self.overrides[0]!r}: {hint}")
-        if not self.source.is_file():
-            raise UsageError(f"{self.source}: no such file (--input){near_file(self.source)}")
+        _ = self.inputs
         for text in self.settings:
             _setting(text)
         _mapping(self.mapped)
+
+    @cached_property
+    def inputs(self) -> tuple[Path, ...]:
+        return expanded(self.sources)
 
     @property
     def recipe(self) -> Recipe:
@@ -148,10 +155,10 @@ def show_plan(options: Options, known: Known, config: Config | None) -> None:
     Raises:
         UsageError: as without --dry-run, except that an existing output only prints a note.
     """
-    check_places(options.output, options.source)
+    check_places(options.output, options.inputs)
     earlier = _earlier(options)
     if options.resume and (earlier.done or earlier.failed):
-        source = Source(options.source, options.recipe, options.token_format, known.services)
+        source = Source(options.inputs, options.recipe, options.token_format, known.services)
         RunRecord.resumed(Paths.beside(options.output).run, source, options.output)
     plan = _planned(options, known, earlier if options.resume else Earlier())
     needed = sorted(config.only(plan.agents).services) if config else None
@@ -188,14 +195,14 @@ def _key(row: Json) -> RolloutKey | None:
 
 def _planned(options: Options, known: Known, earlier: Earlier) -> Plan:
     plan: Plan | None = None
-    for rollout in planned(input_rows(options.source, options.recipe, known.agents), options.recipe):
+    for rollout in planned(input_rows(options.inputs, options.recipe, known.agents), options.recipe):
         plan = plan or Plan(rollout, Counter(), set(), 0, 0)
         plan.agents[rollout.agent] += 1
         plan.tasks.add(rollout.key[:2])
         plan.done += rollout.key in earlier.done
         plan.given_up += rollout.key not in earlier.done and earlier.failed[rollout.key] >= options.max_attempts
     if plan is None:
-        raise UsageError(f"{options.source}: no rows in it; each line is one task")
+        raise no_rows(options.inputs)
     return plan
 
 
@@ -288,7 +295,7 @@ class Command:
 
     def run(self, config: Config | None, launcher: Launcher | None) -> int:
         options = self.options
-        source = Source(options.source, options.recipe, options.token_format, self.known.services)
+        source = Source(options.inputs, options.recipe, options.token_format, self.known.services)
         store = Files(options.output, source, by=options.by, on_stall=lambda reason: self._gate.hold("disk", reason))
         session = self._session = CollectionSession(store, options.limits, self._gate, self._display, self._echo)
         try:
@@ -412,7 +419,7 @@ class Command:
             console.print(table)
         more = "" if store.progress.complete else " or more"  # the input was not read to its end
         self._echo(f"{session.status}: {aggregates.done:,} of {total:,}{more} rollouts in {clock(session.seconds)}")
-        for line in first_failures(aggregates, self.options.source):
+        for line in first_failures(aggregates, self.options.inputs):
             self._echo(f"  {harmless(line)}")
         if aggregates.done + aggregates.given_up < total or more:
             self._echo(

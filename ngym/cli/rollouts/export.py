@@ -29,7 +29,7 @@ FILE = click.Path(path_type=Path)
     required=True,
     help="demonstrations: for SFT; preferences: for DPO; rollouts: unchanged copies.",
 )
-@click.option("--input", "source", type=FILE, metavar="FILE...", help="Rollouts, JSONL; one or several files.")
+@click.option("--input", "source", metavar="FILE...", help="Rollouts, JSONL, also .gz or .zst; files or patterns.")
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="JSONL.")
 @click.option(
     "--min-reward",
@@ -55,9 +55,9 @@ FILE = click.Path(path_type=Path)
 @click.option("--overwrite", is_flag=True, help="Replace the output.")
 @click.option("--dry-run", is_flag=True, help="Show the numbers and the first row, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
-@click.argument("more", nargs=-1, type=FILE, metavar="")
+@click.argument("more", nargs=-1, metavar="")
 @click.pass_context
-def main(ctx: click.Context, /, source: Path | None, more: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+def main(ctx: click.Context, /, source: str | None, more: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Turn scored rollouts into demonstrations, preference pairs, KTO or ShareGPT rows, or a filtered copy.
 
     Failed and unscored rollouts are never used, and a rollout that was cut off in mid-turn is not exported as finished.
@@ -68,7 +68,9 @@ def main(ctx: click.Context, /, source: Path | None, more: tuple[Path, ...], as_
               ng_export --format kto --input out.jsonl --output kto.jsonl --dry-run --json
               ng_export --format preferences --input runs/*/out.jsonl --output dpo.jsonl --pairs all --margin 0.5
     """
-    inputs = (source, *more) if source else more
+    from ngym.files.jsonl import expanded
+
+    inputs = expanded((source, *more) if source else more)
     ctx.exit(_export(Options(inputs=inputs, **options), as_json))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ Exit codes: 0  the profile is shown
 
 
 @command("ng_profile", epilog=EXIT_CODES)
-@click.argument("sources", nargs=-1, required=True, type=FILE, metavar="FILE...")
+@click.argument("sources", nargs=-1, required=True, metavar="FILE...")
 @click.option(
     "--solved",
     type=float,
@@ -45,7 +45,7 @@ Exit codes: 0  the profile is shown
     is_flag=True,
     help="Print the rows of --output, one JSON object per line, instead of the table.",
 )
-def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
+def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path | None, as_json: bool) -> None:
     """Show how often each task of scored rollouts was solved, and which tasks have no learning signal.
 
     A task has a learning signal for algorithms that compare rollouts of the same task if their rewards differ.
@@ -55,12 +55,12 @@ def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path 
               ng_profile runs/*/out.jsonl --by level --output tasks.jsonl
               ng_profile out.jsonl --json
     """
-    from ngym.files.jsonl import write_whole
+    from ngym.files.jsonl import checked, expanded, write_whole
     from ngym.stats.score_summary import profile
 
-    tasks = profile((row for source in sources for row in _rows(source)), by)
+    tasks = profile((line.row for line in checked(expanded(sources, ""), _problem)), by)
     if not tasks:
-        raise UsageError(f"{', '.join(map(str, sources))}: no rollouts in it")
+        raise UsageError(f"{', '.join(sources)}: no rollouts in it")
     lines = b"".join(orjson.dumps(task.as_json(solved)) + b"\n" for task in tasks)
     if output is not None:
         write_whole(output, lines)
@@ -74,12 +74,6 @@ def main(sources: tuple[Path, ...], solved: float, by: str | None, output: Path 
             _show_subsets(by, of_agent, solved)
     if output is not None:
         click.echo(f"{output}: {len(tasks):,} tasks")
-
-
-def _rows(source: Path) -> Iterator[Json]:
-    from ngym.files.jsonl import checked
-
-    return (line.row for line in checked(source, _problem))
 
 
 def _problem(row: Json) -> str | None:

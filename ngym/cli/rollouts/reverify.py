@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,7 +34,14 @@ FILE = click.Path(path_type=Path)
 
 
 @command("ng_reverify", epilog=EXIT_CODES)
-@click.option("--input", "source", type=FILE, required=True, metavar="FILE", help="Rollouts, JSONL.")
+@click.option(
+    "--input",
+    "sources",
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Rollouts, JSONL, also .gz or .zst; a quoted pattern for several files, or repeat it.",
+)
 @click.option("--output", type=FILE, required=True, metavar="FILE", help="The same rollouts with their new rewards.")
 @config_files("The config with the gym servers, which are started and stopped here.", "global_config.yaml")
 @click.option("--models", is_flag=True, help="Also start the models that gym servers ask, such as a judge.")
@@ -46,7 +53,7 @@ FILE = click.Path(path_type=Path)
 @click.pass_context
 def main(
     ctx: click.Context,
-    source: Path,
+    sources: tuple[str, ...],
     output: Path,
     configs: tuple[Path, ...],
     models: bool,
@@ -65,29 +72,31 @@ def main(
               ng_reverify --input out.jsonl --output again.jsonl --models --json
     """
     from ngym.config.service_config import load_config
+    from ngym.files.jsonl import expanded
     from ngym.supervise.launcher import Launcher
 
-    _check(source, output, overwrite or dry_run)
+    inputs = expanded(sources)
+    _check(inputs, output, overwrite or dry_run)
     if dry_run:
-        _show(_needs(load_config(configs, overrides), source, models), output, as_json)
+        _show(_needs(load_config(configs, overrides), inputs, models), output, as_json)
         return
     launcher = Launcher.start()
     try:
-        needs = _needs(load_config(configs, overrides), source, models)
-        told = asyncio.run(_reverify(needs, launcher, source, output, concurrency))
+        needs = _needs(load_config(configs, overrides), inputs, models)
+        told = asyncio.run(_reverify(needs, launcher, inputs, output, concurrency))
     finally:
         launcher.close()
     told.show(output, as_json)
     ctx.exit(EXIT_FAILED if told.failed else EXIT_DONE)
 
 
-def _check(source: Path, output: Path, overwrite: bool) -> None:
+def _check(inputs: Sequence[Path], output: Path, overwrite: bool) -> None:
     from ngym.files.jsonl import check_output
 
     check_output(output)
     if output.exists() and not overwrite:
         raise UsageError(f"{output} exists; choose another --output, or pass --overwrite")
-    if output.exists() and source.exists() and output.samefile(source):
+    if output.exists() and any(map(output.samefile, inputs)):
         raise UsageError(f"{output} is the input; choose another --output")
 
 
@@ -100,13 +109,14 @@ class Needs(NamedTuple):
     services: Collection[str]
 
 
-def _needs(config: Config, source: Path, models: bool) -> Needs:
+def _needs(config: Config, inputs: Sequence[Path], models: bool) -> Needs:
+    from ngym.collect.plan import title
     from ngym.validation import needed
 
-    rows = Counter(row["agent_ref"]["name"] for row in _rows(source))
+    rows = Counter(row["agent_ref"]["name"] for row in _rows(inputs))
     if not rows:
-        raise UsageError(f"{source}: no rows in it")
-    gyms = {agent: _gym(config, agent, source) for agent in rows}
+        raise UsageError(f"{title(inputs)}: no rows in it")
+    gyms = {agent: _gym(config, agent, title(inputs)) for agent in rows}
     remedy = "--models starts it, and asks it again"
     return Needs(config, gyms, rows, needed(config, set(gyms.values()), models, remedy).services)
 
@@ -122,7 +132,7 @@ def _show(needs: Needs, output: Path, as_json: bool) -> None:
     click.echo(f"would start {', '.join(starts)} and write {output}{there}; nothing was started or written")
 
 
-async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path, concurrency: int) -> _Told:
+async def _reverify(needs: Needs, launcher: Launcher, inputs: Sequence[Path], output: Path, concurrency: int) -> _Told:
     from ngym.cli.environments import started
     from ngym.grading.reverify import reverified
 
@@ -131,7 +141,7 @@ async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path
     try:
         async with started(needs.config, needs.services, launcher) as peers:
             with writing(output), aside.open("wb") as file:
-                async for again in reverified(_rows(source), _of(needs.gyms, peers), concurrency):
+                async for again in reverified(_rows(inputs), _of(needs.gyms, peers), concurrency):
                     told.add(again)
                     file.write(orjson.dumps(again.row) + b"\n")
         aside.rename(output)
@@ -141,10 +151,10 @@ async def _reverify(needs: Needs, launcher: Launcher, source: Path, output: Path
     return told
 
 
-def _rows(source: Path) -> Iterator[Json]:
+def _rows(inputs: Sequence[Path]) -> Iterator[Json]:
     from ngym.files.jsonl import checked
 
-    return (line.row for line in checked(source, _problem))
+    return (line.row for line in checked(inputs, _problem))
 
 
 def _problem(row: Json) -> str | None:
@@ -155,7 +165,7 @@ def _problem(row: Json) -> str | None:
     return None
 
 
-def _gym(config: Config, agent: str, source: Path) -> str:
+def _gym(config: Config, agent: str, source: str) -> str:
     """The gym server that scores this agent's rollouts."""
     if agent not in config.services:
         near = did_you_mean(agent, config.services)
