@@ -39,6 +39,7 @@ GYMS = (
     "math", "mcqa", "qa_short", "retrieval", "safety", "sandbox", "sql", "structured_outputs", "tool_minimal", "translation",
     "weather", "workplace",
 )  # fmt: skip
+HEAD = "head"
 AGENTS = ("simple", "multi_turn", "gymnasium")
 TEXT = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}]
 ASKED = {"role": "user", "content": "2 + 2?"}
@@ -272,8 +273,9 @@ async def measure(arguments: argparse.Namespace) -> int:
     late: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
         settings = load_config([config(Path(folder))])
-        async with Supervisor(settings.only(names) if names else settings) as stack:
-            for name, (url,) in [*stack.urls.items(), ("the head", [stack.head_url])]:
+        started = [name for name in names if name != HEAD] or ["counter"]
+        async with Supervisor(settings.only(started) if names else settings) as stack:
+            for name, (url,) in [*stack.urls.items(), (HEAD, [stack.head_url])]:
                 if names and name not in names:
                     continue
                 row = row_of({"gymnasium_agent": "games"}.get(name, "counter" if name.endswith("_agent") else name))
@@ -294,7 +296,7 @@ async def measure(arguments: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="NAMES", help="these services, with commas between them")
+    parser.add_argument("--only", default="", metavar="NAMES", help="these services, or head; with commas between them")
     parser.add_argument(
         "--body", default="", metavar="TEXT", help="only requests whose route and body name has this in it"
     )
