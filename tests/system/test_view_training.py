@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from ngym.errors import UsageError
 from ngym.view import training
 from ngym.view.training import TrainingRun, training_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RECIPE = "algorithm: {name: grpo}\nseed: 0\noptimizer: {lr: LR, betas: [0.9, 0.95]}\nrollouts: {max_lag: 1}\n"
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -186,30 +184,6 @@ def learned(count: int) -> Json:
     """A rollout of weights that had learned so many batches."""
     prompt = {"input": [{"role": "user", "content": f"<b>task {count}</b>"}]}
     return rollout(count, responses_create_params=prompt, _ng_train={"task": "a/0", "oldest": count})
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000)
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser: Any, shown: tuple[str, Path]) -> Iterator[Any]:
-    """A page on which nothing went wrong, at the end neither."""
-    opened = browser.new_page(viewport={"width": 1300, "height": 900})
-    opened.set_default_timeout(120_000)
-    wrong: list[str] = []
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    yield opened
-    opened.close()
-    assert wrong == []
 
 
 @pytest.fixture

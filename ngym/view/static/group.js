@@ -6,6 +6,7 @@ import { wordDiff } from "./diff.js";
 import { clear, el, link } from "./dom.js";
 import { formatSeconds, isNumber, plural } from "./format.js";
 import { failureMessage, finalText, textOf, turnsOf } from "./items.js";
+import { shownText } from "./markdown.js";
 import { goInPlace, hrefOf } from "./router.js";
 import { drawnOrRaw, longText, safeLine, safeText } from "./safetext.js";
 
@@ -171,7 +172,7 @@ function picker(context, groups, all, shown, select) {
 function promptOf(known) {
   const rollout = [...known.values()].find((one) => one.rollout)?.rollout;
   const asked = rollout ? turnsOf(rollout).findLast((turn) => turn.given && turn.kind === "message" && turn.role === "user") : null;
-  return el("div", { class: "asked" }, asked ? turnElement(asked) : null);
+  return el("div", { class: "asked" }, asked ? turnElement(asked, shownText) : null);
 }
 
 function columnsOf(context, shown, known) {
