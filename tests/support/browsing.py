@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from machine import wait_until
+from paths import ROOT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EXPECT_MS, LONG_MS = 20_000, 60_000  # on an overloaded machine
@@ -57,3 +58,17 @@ def eventually(page: Page, condition: Callable[[], object]) -> None:
         return condition()
 
     wait_until(holds)
+
+
+AXE = ROOT / "build" / "axe.min.js"  # scripts/browser fetches it
+ASKED = "() => axe.run({ resultTypes: ['violations'] })"
+
+
+def findings(page: Page) -> list[str]:
+    """What axe-core calls critical or serious on this page: the rule, and the first elements."""
+    if not AXE.is_file():
+        pytest.skip("no axe-core: scripts/browser fetches it")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate(ASKED)["violations"]
+    bad = [one for one in found if one["impact"] in ("critical", "serious")]
+    return [f"{one['id']}: {[node['html'][:200] for node in one['nodes'][:3]]}" for one in bad]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from viewing import Viewer, rollout, viewer, write
+from viewing import Viewer, failure, rollout, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
 
@@ -57,6 +59,12 @@ MATH = """async (texts) => {
         const tags = [made, ...made.querySelectorAll("*")].map((node) => node.localName);
         return { tags: [...new Set(tags)], isRead: made.querySelector("math") !== null, text: made.textContent };
     });
+}"""
+
+PACKED = """async (rows) => {
+    const { packedApi } = await import('/static/packed.js');
+    const api = packedApi({ runs: [{ id: 'r1' }], rows: { r1: rows } });
+    return (await api.tasks('r1', { limit: 100 })).rows;
 }"""
 
 
@@ -134,3 +142,66 @@ def test_texts_made_to_be_slow_are_rendered_whole(page: Page, shown: Viewer) -> 
     for text in HARD:
         kept = page.evaluate(render, text)
         assert kept.count("a") == text.count("a") and kept.count("x") == text.count("x"), json.dumps(text[:20])
+
+
+def test_the_tasks_that_got_easier_are_first_and_a_slider_goes_through_the_versions(page: Page, shown: Viewer) -> None:
+    go(page, shown, "#/r/r1")
+    page.get_by_role("button", name="Got easier").click()
+    first = page.locator("#row-0")
+    playwright.expect(first.locator(".trend")).to_have_text("+1")
+    assert first.locator(".sparkline circle").count() == 6
+    first.click()
+    slider = page.get_by_role("slider", name="Weights")
+    playwright.expect(page.locator(".versions output")).to_contain_text("all 6 versions of the weights; trend +1")
+    slider.focus()
+    slider.press("End")
+    playwright.expect(page.locator(".versions output")).to_have_text(
+        "weights of version 5: mean reward 1 of 2 rollouts"
+    )
+    playwright.expect(page.locator(".picker .chip")).to_have_count(2)
+    slider.press("Home")
+    playwright.expect(page.locator(".picker .chip")).to_have_count(12)
+
+
+def test_tool_errors_and_failure_classes_are_chips(page: Page, tmp_path: Path) -> None:
+    clumsy = rollout(1)
+    clumsy["ng"]["tool_errors"] = 2
+    file = write(tmp_path / "out.jsonl", [rollout(0), clumsy])
+    write(tmp_path / "out_failures.jsonl", [failure(2), failure(3), failure(4, kind="a: b")])
+    with viewer(file, cache=tmp_path / "cache") as served:
+        go(page, served)
+        page.get_by_role("button", name="timeout 2").click()
+        playwright.expect(page.locator(".status-line")).to_have_text("2 of 5 rollouts")
+        page.get_by_role("button", name="a: b 1").last.click()
+        playwright.expect(page.locator(".status-line")).to_have_text("1 of 5 rollouts")
+        page.get_by_role("button", name="Tool errors 1").click()
+        playwright.expect(page.locator(".status-line")).to_have_text("1 of 5 rollouts")
+        page.locator("#row-0").click()
+        playwright.expect(page.locator(".reward-box")).to_contain_text("2 tool errors")
+        page.goto("about:blank")
+
+
+@pytest.mark.parametrize(("route", "rows"), [("#/r/r1/row/3", 1), ("#/r/r1?q=task%3C2", 4)])
+def test_what_is_seen_is_shared_as_one_file(page: Page, shown: Viewer, tmp_path: Path, route: str, rows: int) -> None:
+    go(page, shown, route)
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Share").click()
+    file = tmp_path / "shared.html"
+    saved.value.save_as(file)
+    page.goto(file.as_uri())
+    if rows == 1:
+        playwright.expect(page.locator(".turn.is-assistant")).to_contain_text("It is 4.")
+        page.goto(file.as_uri() + "#/r/r1")
+    playwright.expect(page.locator(".status-line")).to_have_text(re.compile(f"^{rows} (of|rollout)"))
+    assert page.get_by_role("button", name="Share").count() == 0
+    assert ('"task":3' in file.read_text()) is False
+
+
+def test_a_report_has_the_same_trends_as_the_server(page: Page, shown: Viewer) -> None:
+    go(page, shown)
+    page.wait_for_load_state()
+    served = shown.get("/api/runs/r1/tasks?sort=-trend")["rows"]
+    rows = shown.get("/api/runs/r1/rows?limit=1000")["rows"]
+    trends = page.evaluate(PACKED, rows)
+    assert sorted(one["trend"] for one in served) == pytest.approx(sorted(one["trend"] for one in trends))
+    assert [one["curve"] for one in served if one["task"] == 1] == [trends[1]["curve"]]

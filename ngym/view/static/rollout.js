@@ -6,6 +6,7 @@ import { formatNumber, isNumber } from "./format.js";
 import { rewardColour } from "./charts.js";
 import { isRaw, rawSwitch } from "./markdown.js";
 import { go, goInPlace, hrefOf } from "./router.js";
+import { shareButton } from "./runbar.js";
 import { drawnOrRaw, safeLine } from "./safetext.js";
 import { remember } from "./theme.js";
 import { tokensView } from "./tokens.js";
@@ -138,6 +139,7 @@ class RolloutPage {
       this.#problem,
       el("div", { class: "fill" }),
       ...(this.#isTokens ? [] : [rawSwitch(() => this.#draw())]),
+      ...[shareButton(this.context.api, this.run, () => ({ row: this.row }), () => `rollout-${this.row}`)].filter(Boolean),
       ...this.#neighbours(),
     );
     if (this.#isTokens) this.#drawTokens();
