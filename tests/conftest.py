@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from machine import running, wait_until
 from paths import ROOT
 
-pytest_plugins = ["parallel", "rerun"]
+pytest_plugins = ["browsing", "parallel", "rerun"]
 
 # Read when torch, transformers or vLLM are imported, here or in a process that a test starts.
 os.environ |= {

@@ -20,7 +20,6 @@ from ngym.supervise.head_file import find_running, token_of
 
 if TYPE_CHECKING:
     from ngym.runtime.live_region import Screen
-    from ngym.supervise.service_metrics import Scrape
 
 
 COLUMNS = (
@@ -180,34 +179,16 @@ def _running_head(config: Path) -> str:
 
 async def _looks(url: str, token: str | None, interval_s: float) -> AsyncGenerator[list[Server], None]:
     """Yield the head's records forever, each with the metrics since the previous one."""
-    from ngym.supervise.service_metrics import numbers
+    from ngym.supervise.service_metrics import numbers, scrapes
 
-    before = await _scrapes(await _ask(url, token), token)
+    before = await scrapes(await _ask(url, token), token, TIMEOUT_S)
     while True:
         await asyncio.sleep(interval_s)
         servers = await _ask(url, token)
-        now = await _scrapes(servers, token)
+        now = await scrapes(servers, token, TIMEOUT_S)
         both = {name: numbers(before[name], scrape).as_json() for name, scrape in now.items() if name in before}
         yield [{**server, "metrics": both.get(server["name"])} for server in servers]
         before = now
-
-
-async def _scrapes(servers: list[Server], token: str | None) -> dict[str, Scrape]:
-    """Metrics by service; services that report none are left out."""
-    from ngym.supervise.service_metrics import scrape, together
-
-    found: dict[str, Scrape] = {}
-    all_urls = [server.get("urls") or [server["url"]] for server in servers]
-    # The token belongs to the run: external services do not receive it.
-    tokens = [token if server["app"] else None for server in servers]
-    asked = [
-        asyncio.gather(*(scrape(url, opener, TIMEOUT_S) for url in urls))
-        for urls, opener in zip(all_urls, tokens, strict=True)
-    ]
-    for server, scrapes in zip(servers, await asyncio.gather(*asked), strict=True):
-        if told := [scrape for scrape in scrapes if scrape is not None]:
-            found[server["name"]] = together(told)
-    return found
 
 
 async def _ask(url: str, token: str | None) -> list[Server]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import json
+import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import yaml
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,12 +29,13 @@ from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
+from ngym.supervise.head_file import get
 from ngym.supervise.service import State, listen, url_of
 from ngym.supervise.service_metrics import resident_bytes
 from ngym.telemetry.log_format import redacted
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from ngym.supervise.supervisor import Supervisor
 
@@ -47,15 +50,25 @@ REFERENCES: dict[str, tuple[str, Kind]] = {
     "gym": ("resources_server", "gym_server"),
     "model": ("model_server", "model"),
 }
+RUNNING_TIMEOUT_S = 5.0
 # From good to bad: a service with replicas has the state of its worst replica.
 SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="2">
-<title>ngym: {ready}/{total} ready</title><style>
-body{{font:15px system-ui,sans-serif;margin:2rem;color:#222;background:#fff}} table{{border-collapse:collapse}}
-td,th{{padding:.35rem .9rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}}
-tr.ready td:nth-child(3){{color:#0a7d28}} tr.failed td:nth-child(3),tr.restarting td:nth-child(3){{color:#b00020}}
-</style></head><body><h1>{ready} of {total} services ready</h1><table><tr>{head}</tr>{rows}</table>
-<p><a href="/servers">servers</a> &middot; <a href="/config">config</a></p></body></html>"""
+PAGE = (Path(__file__).parent / "head_page.html").read_text(encoding="utf-8")
+
+
+def _digest(tag: str) -> str:
+    """The source expression of a content security policy for what is in this element of the page."""
+    text = PAGE.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+PAGE_HEADERS = {
+    "content-security-policy": f"default-src 'none'; script-src {_digest('script')}; style-src {_digest('style')}; "
+    "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
 
 
 def global_config_dict_yaml(config: Config, urls: Mapping[str, Sequence[str]], head_url: str) -> str:
@@ -128,10 +141,10 @@ class Head:
         self.url = url_of(self._socket, tls is not None)
         app: ASGIApp = _app(supervisor)
         if supervisor.run_token:
-            app = Locked(app, Lock([supervisor.run_token]), "the head")
+            app = _with_page(Locked(app, Lock([supervisor.run_token]), "the head"))
         else:
             urls = chain([self.url], *(stanza.external_urls for stanza in supervisor.config.services.values()))
-            app = Guarded(app, Visitors(hosts_of(urls)), "the head")
+            app = Guarded(_with_page(app), Visitors(hosts_of(urls)), "the head")
         files = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key} if tls else {}
         self._server = Server(server_config(app, lifespan="off", log_config=None, **files))
         self._task: asyncio.Task[None] | None = None
@@ -144,6 +157,19 @@ class Head:
         if self._task:
             await self._task
         self._socket.close()
+
+
+def _with_page(app: ASGIApp) -> ASGIApp:
+    """The application, with the page for browsers at /. The page holds no data: it brings the token of a locked run."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        wanted = dict(scope["headers"]).get(b"accept", b"") if scope["type"] == "http" else b""
+        if b"text/html" in wanted and (scope["method"], scope["path"]) == ("GET", "/"):
+            await HTMLResponse(PAGE, headers=PAGE_HEADERS)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
 
 
 def servers(states: list[State]) -> list[dict[str, Any]]:
@@ -183,10 +209,33 @@ def uptime_seconds(started: datetime | None) -> float:
 def _app(supervisor: Supervisor) -> Starlette:
     config = supervisor.config
 
+    looks = service_metrics.Looks(supervisor.run_token)
+
     async def root(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):
-            return HTMLResponse(status_page(servers(supervisor.states)))
         return JSONResponse({"status": "ok"})
+
+    async def show_status(request: Request) -> Response:
+        records = servers(supervisor.states)
+        measured = await looks.now(records)
+        told = [{**record, "metrics": measured.get(record["name"])} for record in records]
+        for record in told:
+            record["labels"] = [state.label for state in supervisor.states if state.name == record["name"]]
+        running = await service_metrics.running(records, supervisor.run_token)
+        return JSONResponse({"head": supervisor.head_url, "servers": told, "running": running})
+
+    async def show_log(request: Request) -> Response:
+        found = supervisor.log_tail(label := request.path_params["label"])
+        if found is None:
+            raise HTTPException(404, f"no process of this run is called {label!r:.80}")
+        return JSONResponse({"label": label, "path": str(found[0]), "lines": found[1]})
+
+    async def show_running(request: Request) -> Response:
+        agent, rollout_id = request.path_params["agent"], quote(request.path_params["rollout_id"], safe="")
+        for url in [state.url for state in supervisor.states if state.name == agent and state.app]:
+            reply = await get(f"{url.rstrip('/')}/running/{rollout_id}", RUNNING_TIMEOUT_S, supervisor.run_token)
+            if reply.status == 200:
+                return Response(reply.body, media_type="application/json")
+        raise HTTPException(404, "this rollout has ended")
 
     async def list_servers(request: Request) -> Response:
         return JSONResponse(servers(supervisor.states))
@@ -216,6 +265,9 @@ def _app(supervisor: Supervisor) -> Starlette:
         "/openapi.json": openapi,
         "/health": root,
         "/servers": list_servers,
+        "/status": show_status,
+        "/logs/{label}": show_log,
+        "/running/{agent}/{rollout_id}": show_running,
         "/metrics": metrics,
         "/prometheus/targets": targets,
         "/config": show_config,
@@ -232,9 +284,16 @@ _OBJECT: dict[str, Any] = {"type": "object"}
 _OBJECTS: dict[str, Any] = {"type": "array", "items": _OBJECT}
 # Path -> its summary, the media type and the schema of its answer.
 _ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "/": ("Liveness; for a browser, a page with all services", "application/json", _OBJECT),
+    "/": ("Liveness; for a browser, the page of the run", "application/json", _OBJECT),
     "/health": ("Liveness", "application/json", _OBJECT),
     "/servers": ("All services: address, state, processes", "application/json", _OBJECTS),
+    "/status": (
+        "All services with their rates, latencies and errors, and the rollouts that run",
+        "application/json",
+        _OBJECT,
+    ),
+    "/logs/{label}": ("The last lines of a process's log", "application/json", _OBJECT),
+    "/running/{agent}/{rollout_id}": ("A rollout that runs, as a row", "application/json", _OBJECT),
     "/metrics": ("Prometheus metrics of all services", "text/plain", {"type": "string"}),
     "/prometheus/targets": ("Targets for Prometheus' HTTP discovery", "application/json", _OBJECTS),
     "/config": ("The resolved config, without secrets", "application/json", _OBJECT),
@@ -249,6 +308,10 @@ def _document(is_locked: bool) -> dict[str, Any]:
         path: {
             "get": {
                 "summary": summary,
+                "parameters": [
+                    {"in": "path", "name": name, "required": True, "schema": {"type": "string"}}
+                    for name in re.findall(r"{(\w+)}", path)
+                ],
                 "responses": {"200": {"description": "OK", "content": {media_type: {"schema": schema}}}},
             }
         }
@@ -269,25 +332,3 @@ async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     return JSONResponse(told.problem("the head"), error.status_code, error.headers, "application/problem+json")
-
-
-def status_page(records: list[dict[str, Any]]) -> str:
-    """A page that reloads itself, without scripts or external resources."""
-    columns = ("name", "kind", "status", "detail", "url", "pid", "uptime_seconds", "restarts")
-    head = "".join(f"<th>{column.replace('_', ' ')}</th>" for column in columns)
-    rows = "".join(_row(record, columns) for record in records)
-    ready = sum(record["status"] == "ready" for record in records)
-    return PAGE.format(ready=ready, total=len(records), head=head, rows=rows)
-
-
-def _row(record: dict[str, Any], columns: Sequence[str]) -> str:
-    cells = "".join(f"<td>{_cell(record, column)}</td>" for column in columns)
-    return f"<tr class='{record['status'].replace(' ', '-')}'>{cells}</tr>"
-
-
-def _cell(record: dict[str, Any], column: str) -> str:
-    if column == "url":
-        urls = record.get("urls") or [record["url"]]
-        return "<br>".join(f"<a href='{html.escape(url)}/'>{html.escape(url)}</a>" for url in urls)
-    value = record[column]
-    return html.escape(str(value if value is not None else ""))

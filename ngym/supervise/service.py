@@ -322,6 +322,10 @@ class Process(Watched):
         self._child: Child | None = None
         self._deaths = Deaths()
 
+    def log_tail(self) -> tuple[Path, list[str]]:
+        """Where its log is, and the last lines of the current process."""
+        return self._log.path, self._log.tail(KEPT_LINES)
+
     async def run(self) -> None:
         """Restart the process whenever it ends. ServiceFailed or ConfigError when restarting is pointless; an optional
         service is then given up, and the run goes on.

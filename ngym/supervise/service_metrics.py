@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import resource
 import time
@@ -24,9 +25,12 @@ from ngym.supervise.service import State
 
 PROC = Path("/proc")
 PAGE_BYTES = resource.getpagesize()
-PROBES = frozenset({"/", "/health", "/ready", "/metrics"})  # our own requests, which are not the service's work
+PROBES = frozenset(
+    {"/", "/health", "/ready", "/metrics", "/running", "/running/{rollout_id}"}
+)  # our own requests, which are not the service's work
 EVERY_S = 5.0
 TIMEOUT_S = 2.0
+AGAIN_S = 1.0
 WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's page has thousands of lines
 
 
@@ -250,6 +254,71 @@ async def look_for_ever(
 def _traffic(before: Scrape, now: Scrape) -> Traffic:
     seen = numbers(before, now)
     return Traffic(seen.requests_per_s, sum(seen.errors.values()))
+
+
+async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeout_s: float) -> dict[str, Scrape]:
+    """Metrics by service; services that report none are left out. servers: records of the head."""
+    found: dict[str, Scrape] = {}
+    all_urls = [server.get("urls") or [server["url"]] for server in servers]
+    # The token belongs to the run: external services do not receive it.
+    tokens = [token if server["app"] else None for server in servers]
+    asked = [
+        asyncio.gather(*(scrape(url, opener, timeout_s) for url in urls))
+        for urls, opener in zip(all_urls, tokens, strict=True)
+    ]
+    for server, replicas in zip(servers, await asyncio.gather(*asked), strict=True):
+        if told := [scrape for scrape in replicas if scrape is not None]:
+            found[server["name"]] = together(told)
+    return found
+
+
+class Looks:
+    """The metrics of all services since the last look. Looks within AGAIN_S share one, whoever asks."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+        self._before: dict[str, Scrape] | None = None
+        self._at = -math.inf
+        self._told: dict[str, dict[str, Any]] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    async def now(self, servers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The numbers of each service that reports them, by name."""
+        async with self._one_at_a_time:
+            if time.monotonic() - self._at < AGAIN_S:
+                return self._told
+            if self._before is None:
+                self._before = await scrapes(servers, self._token, TIMEOUT_S)
+                await asyncio.sleep(AGAIN_S)
+            now = await scrapes(servers, self._token, TIMEOUT_S)
+            self._told = {
+                name: numbers(self._before[name], found).as_json()
+                for name, found in now.items()
+                if name in self._before
+            }
+            self._before, self._at = now, time.monotonic()
+            return self._told
+
+
+async def running(servers: Sequence[Mapping[str, Any]], token: str | None) -> list[dict[str, Any]]:
+    """The rollouts that run now, oldest first: what the agents' /running lists, with the agent's name and address."""
+    agents = [
+        (server["name"], url)
+        for server in servers
+        if server["kind"] == "agent" and server["app"] and server["status"] == "ready"
+        for url in server.get("urls") or [server["url"]]
+    ]
+
+    async def ask(name: str, url: str) -> list[dict[str, Any]]:
+        try:
+            reply = await get(f"{url.rstrip('/')}/running", TIMEOUT_S, token)
+            listed = json.loads(reply.body)["rollouts"] if reply.status == 200 else []
+            return [{"agent": name, "at": url, **rollout} for rollout in listed]
+        except (OSError, ValueError, LookupError, TypeError):  # it is busy, or another program
+            return []
+
+    found = await asyncio.gather(*(ask(name, url) for name, url in agents))
+    return sorted((rollout for each in found for rollout in each), key=lambda rollout: -rollout["seconds"])
 
 
 async def scrape(url: str, token: str | None, timeout_s: float, wanted: tuple[str, ...] = ("",)) -> Scrape | None:

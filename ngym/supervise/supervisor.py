@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from ngym.config.service_config import Config, Stanza, missing_models, secrets_of
@@ -64,6 +65,11 @@ class Supervisor:
     def states(self) -> list[State]:
         """Every process of every service, and every URL of external ones, in the config's order."""
         return [watched.state for watched in self._watched]
+
+    def log_tail(self, label: str) -> tuple[Path, list[str]] | None:
+        """The file and the last lines of the log of this process; None: it is not a process of ours."""
+        found = [each for each in self._watched if isinstance(each, Process) and each.state.label == label]
+        return found[0].log_tail() if found else None
 
     async def __aenter__(self) -> Self:
         self._launcher = self._launcher or Launcher.start()

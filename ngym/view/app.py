@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ngym.errors import NgymError, NotFound, ServiceError, Unauthorized, UsageError
 from ngym.net.auth import RUN_TOKEN, Lock, Visitors, hosts_of, is_loopback, new_token, refuse, token_from
 from ngym.schema import Json
-from ngym.view import training
+from ngym.view import export, training
 from ngym.view.index import row_seq
 from ngym.view.rows import MOST_ROWS, Rows
 from ngym.view.runs import Opened, RolloutRun
@@ -57,6 +57,7 @@ KINDS = {
     ".png": "image/png",
 }
 DEFAULT_ROWS = 200
+SHARED_ROWS = 40  # in full, of a filter
 SERVICE = "the viewer"
 
 
@@ -126,6 +127,7 @@ def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | Non
         Route("/api/runs/{id}/tasks", api.tasks),
         Route("/api/runs/{id}/tasks/{task}", api.task),
         Route("/api/runs/{id}/stats", api.stats),
+        Route("/api/runs/{id}/report", api.report),
         Route("/api/compare", api.compare),
         Route("/api/training", api.training),
         Route("/api/training/{id}/metrics", api.training_metrics),
@@ -182,6 +184,17 @@ class Api:
 
     def stats(self, request: Request) -> Response:
         return _json(self._run(request).stats.of(request.query_params.get("q", "")))
+
+    def report(self, request: Request) -> Response:
+        """A file to send: one rollout, or what a filter lets through. It holds nothing of other runs."""
+        run, row = self._run(request), request.query_params.get("row")
+        title = f"{self._title}: {run.name}" + (f", row {row}" if row else "")
+        if row:
+            page = export.single(run, row, title)
+        else:
+            alone = Opened({run.id: run}, {})
+            page, _ = export.report(alone, rows=SHARED_ROWS, q=request.query_params.get("q", ""), title=title)
+        return Response(page, media_type="text/html", headers={"content-disposition": "attachment"})
 
     def compare(self, request: Request) -> Response:
         a, b = (self._shown.rollout_run(request.query_params.get(name, "")) for name in ("a", "b"))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import orjson
 
-from ngym.errors import NgymError
+from ngym.errors import NgymError, UsageError
 from ngym.files.jsonl import BOM, write_whole
 from ngym.schema import Json
 from ngym.view import training
@@ -128,6 +128,15 @@ def export(
     Raises:
         WrongFilter: the filter says nothing. NgymError: a file cannot be read. WriteFailed: the report cannot be written.
     """
+    page, packed = report(shown, rows=rows, q=q, title=title, tick=tick)
+    write_whole(output, page)
+    return packed
+
+
+def report(
+    shown: Opened, *, rows: int, q: str, title: str, tick: Callable[[str], None] = lambda text: None
+) -> tuple[bytes, Packed]:
+    """The report as a page; the arguments and errors are those of `export`."""
     room = Room(MOST_BYTES)
     packed: Json = {"title": title, "filter": q, "runs": [], "rows": {}, "full": {}, "stats": {}, "compare": {}}
     of = full = listed = 0
@@ -147,9 +156,35 @@ def export(
         packed["full"][id], packed["rows"][id], packed["stats"][id] = rollouts, table, run.stats.of(q)
     packed["runs"] = shown.as_json()
     packed["training"] = _training(shown)
-    page = bundle(STATIC, orjson.dumps(packed, option=orjson.OPT_NON_STR_KEYS), title)
-    write_whole(output, page)
-    return Packed(full, listed, of, room.refused, len(page))
+    page = _page(packed, title)
+    return page, Packed(full, listed, of, room.refused, len(page))
+
+
+def single(run: RolloutRun, row: str, title: str) -> bytes:
+    """A page with one rollout alone, which it opens with.
+
+    Raises:
+        NotFound: there is no such row. UsageError: it does not fit, or is not JSON.
+    """
+    line = Room(MOST_BYTES).given(run.index.line(row_seq(row)))
+    if line is None:
+        raise UsageError(f"row {row} of {run.name} is not JSON, or has more than {MOST_BYTES >> 20} MiB")
+    facts = {
+        **run.as_json(),
+        "rows": 1,
+        "failures": 0,
+        "failure_classes": [],
+        "tool_errors": 0,
+        "bad_lines": 0,
+        "bad": [],
+    }
+    packed: Json = {"title": title, "filter": "", "runs": [facts], "rows": {run.id: run.rows.rows([row_seq(row)])}}
+    packed |= {"full": {run.id: {row: orjson.Fragment(line)}}, "stats": {}, "compare": {}, "training": None}
+    return _page({**packed, "home": f"#/r/{run.id}/row/{row}"}, title)
+
+
+def _page(packed: Json, title: str) -> bytes:
+    return bundle(STATIC, orjson.dumps(packed, option=orjson.OPT_NON_STR_KEYS), title)
 
 
 class Room:

@@ -47,6 +47,17 @@ COLUMNS = {
 }
 _ROW = f"SELECT r.seq, {', '.join(COLUMNS.values())} FROM {FROM}"
 
+# The weights of a rollout: how many batches they had learned, or the policy version where no trainer says so.
+WEIGHTS = "COALESCE(r.learned, r.policy_version)"
+_X, _Y = f"(CASE WHEN r.reward IS NOT NULL THEN {WEIGHTS} END)", f"(CASE WHEN {WEIGHTS} IS NOT NULL THEN r.reward END)"
+_N = f"count({_X} + {_Y})"
+# The rise of the least-squares line of the reward over the weights, from the first to the last.
+TREND = (
+    f"(({_N} * sum({_X} * {_Y}) - sum({_X}) * sum({_Y})) * 1.0 * (max({_X}) - min({_X}))"
+    f" / NULLIF({_N} * sum({_X} * {_X}) - sum({_X}) * sum({_X}), 0))"
+)
+MOST_POINTS = 60  # of a task's curve
+
 TASK_COLUMNS = {
     "task": "min(r.task)",
     "task_id": "max(t.task_id)",
@@ -59,6 +70,7 @@ TASK_COLUMNS = {
     "worst": "min(r.reward)",
     "spread": "max(r.reward) - min(r.reward)",
     "failures": "count(*) FILTER (WHERE r.failure IS NOT NULL)",
+    "trend": TREND,
     "tokens": "avg(r.output_tokens)",
     "prompt": "(SELECT prompt FROM texts WHERE seq = t.first)",
 }
@@ -164,6 +176,8 @@ class Rows:
                 )
                 asked = (orjson.dumps(some).decode(), *selection.parameters)
                 found = {row[0]: dict(zip(TASK_COLUMNS, row[1:], strict=True)) for row in database.execute(sql, asked)}
+                for key, curve in _curves(database, f"{own} AND ({selection.where})", asked).items():
+                    found[key]["curve"] = curve[:: -(-len(curve) // MOST_POINTS)]
         rows = [found[key] for key in some if key in found]
         return Page(rows, len(keys), extent.rows + extent.failures, scanned)
 
@@ -221,6 +235,18 @@ class Rows:
         sql = f"SELECT {key} FROM {FROM} WHERE {key} IS NOT NULL AND ({where}) GROUP BY {key} ORDER BY {by}"
         with self.index.reading() as database:
             return _Order(_column(database, sql, parameters), scanned)
+
+
+def _curves(database: sqlite3.Connection, where: str, parameters: Sequence[Any]) -> dict[int, list[list[float]]]:
+    """By task: [weights, mean reward, rollouts], in the order of the weights."""
+    curves: dict[int, list[list[float]]] = {}
+    sql = (
+        f"SELECT r.task_key, {WEIGHTS} AS weights, avg(r.reward), count(*) FROM {FROM} WHERE {where} "
+        "AND weights IS NOT NULL AND r.reward IS NOT NULL GROUP BY r.task_key, weights ORDER BY weights"
+    )
+    for key, *point in database.execute(sql, parameters):
+        curves.setdefault(key, []).append(point)
+    return curves
 
 
 def _task_order(sort: str) -> str:

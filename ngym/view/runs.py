@@ -26,6 +26,7 @@ LOOKED_AT = 8 << 20  # bytes of a file's first line, to tell what it is
 SUFFIX, FAILED = ".jsonl", "_failures"
 BESIDE = ("_materialized_inputs", "_tasks")  # ends of the names of files beside rollouts, which may be empty, too
 PASSED_OVER = frozenset({"node_modules", "__pycache__", "venv", "policy", "checkpoints"})
+MOST_CLASSES = 8  # of failures, in the list of runs
 RECENT_S = 10.0  # a file that was written to so recently grows
 KEYS = (b'"response"', b'"failure"')
 REMEDY = "ng_view shows the rollouts of ng_collect_rollouts and the folders of ng_train"
@@ -85,12 +86,19 @@ class RolloutRun:
                 "environments": [],
                 "has_tokens": False,
                 "fields": [],
+                "tool_errors": 0,
+                "failure_classes": [],
             }
         with self.index.reading() as database:
             bad = database.execute("SELECT part, line, problem FROM bad_lines ORDER BY part, line LIMIT 20").fetchall()
             run_id = database.execute("SELECT run_id FROM texts ORDER BY seq LIMIT 1").fetchone()
             agents = database.execute("SELECT DISTINCT agent FROM groups WHERE agent IS NOT NULL ORDER BY agent")
             of_groups = "SELECT sum(total) * 1.0 / sum(scored), 1 - sum(scored) * 1.0 / sum(n) FROM groups"
+            classes = database.execute(
+                "SELECT failure, count(*) AS n FROM rows WHERE failure IS NOT NULL GROUP BY failure ORDER BY n DESC LIMIT ?",
+                (MOST_CLASSES,),
+            ).fetchall()
+            (tool_errors,) = database.execute("SELECT count(*) FROM rows WHERE tool_errors > 0").fetchone()
             mean_reward, unscored_share = database.execute(of_groups).fetchone()
             return {
                 "bad_lines": extent.bad,
@@ -101,6 +109,8 @@ class RolloutRun:
                 "environments": [agent for (agent,) in agents],
                 "has_tokens": database.execute("SELECT 1 FROM rows WHERE tokens LIMIT 1").fetchone() is not None,
                 "fields": [name for (name,) in database.execute("SELECT name FROM fields ORDER BY name")],
+                "tool_errors": tool_errors,
+                "failure_classes": [{"class": name, "count": count} for name, count in classes],
             }
 
 

@@ -23,7 +23,10 @@ SERVICES = {
     "games": {"kind": "gym_server", "app": "gym_servers/games"},
     "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
 }
-HEADS = ("/", "/servers", "/config", "/global_config_dict_yaml", "/server_instances", "/metrics", "/prometheus/targets")
+HEADS = (
+    "/", "/servers", "/status", "/logs/policy", "/running/counter_agent/0", "/config", "/global_config_dict_yaml",
+    "/server_instances", "/metrics", "/prometheus/targets",
+)  # fmt: skip
 WRONG = {
     "nothing": {},
     "another token": {"authorization": "Bearer the-token-of-that-run"},
@@ -209,10 +212,11 @@ async def test_the_head_documents_its_routes(tmp_path: Path, tokens: None) -> No
     async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
         headers = {"authorization": f"Bearer {TOKEN}"}
         document = (await client.get(f"{stack.head_url}/openapi.json", headers=headers)).json()
-        assert set(document["paths"]) == {*HEADS, "/health"}
+        named = {"/logs/{label}": "/logs/policy", "/running/{agent}/{rollout_id}": "/running/counter_agent/0"}
+        assert {named.get(path, path) for path in document["paths"]} == {*HEADS, "/health"}
         assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
-        for path in document["paths"]:
-            answer = await client.get(f"{stack.head_url}{path}", headers=headers)
+        for path in document["paths"].keys() - {"/running/{agent}/{rollout_id}"}:  # none runs
+            answer = await client.get(f"{stack.head_url}{named.get(path, path)}", headers=headers)
             (media_type,) = document["paths"][path]["get"]["responses"]["200"]["content"]
             assert answer.headers["content-type"].startswith(media_type), path
 

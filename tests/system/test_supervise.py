@@ -152,17 +152,6 @@ async def test_the_head_tells_who_is_where(project: Project) -> None:
         assert json.loads((await get(stack.head_url, PATIENCE_S)).body) == {"status": "ok"}
 
 
-async def test_a_browser_gets_a_page_with_names_escaped(project: Project) -> None:
-    project.write({"one": gym("yes"), "judge": {"kind": "model", "url": "http://127.0.0.1:9/<b>"}}, yes=YES)
-    async with project.supervisor() as stack:
-        host, port = stack.head_url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET / HTTP/1.0\r\nAccept: text/html\r\n\r\n")
-        page = (await reader.read()).decode()
-        writer.close()
-    assert "1 of 2 services ready" in page and "&lt;b&gt;" in page and "<b>" not in page
-
-
 async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
     project.write(
         {

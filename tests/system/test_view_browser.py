@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from machine import wait_until
+from browsing import eventually
 from viewing import Viewer, failure, of_task, rollout, run, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
-playwright.expect.set_options(timeout=20_000)  # on an overloaded machine
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-LONG_MS = 60_000
 HIDDEN = "\x1b\x85\xad\u034f\u061c\u200b\u200e\u2028\u202e\u2066\u3164\ufeff\ufffb\U000e0041"
 EVIL = (
     f"<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">{HIDDEN}[31m \u202egnp.exe"
@@ -34,18 +30,6 @@ RECORD = """() => {
 
 Page = Any
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One Chromium for all tests of this file: CHROMIUM, or the first that is installed."""
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed, and CHROMIUM names none")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=2 * LONG_MS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +54,6 @@ def shown(folder: Path) -> Iterator[Viewer]:
         os.utime(file, (0, 0))  # none is growing, but for what a test adds
     with viewer(*files, cache=folder / "cache") as served:
         yield served
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Page]:
-    """A new page; what it complains about, and whatever it fetches from elsewhere, fails the test."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    opened = context.new_page()
-    opened.set_default_timeout(LONG_MS)
-    complaints: list[str] = []
-    opened.on("console", lambda said: said.type == "error" and complaints.append(said.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("request", lambda request: is_elsewhere(request.url) and complaints.append(request.url))
-    yield opened
-    context.close()
-    assert complaints == []
-
-
-def is_elsewhere(url: str) -> bool:
-    return not url.startswith(("http://127.0.0.1:", "file:", "data:"))
 
 
 def attempt(task: int, index: int, reward: float, said: str | None = None, **own: Any) -> Json:
@@ -152,16 +117,6 @@ def unfold(page: Page) -> None:
         return fold.children.length > 1;
     })"""
     eventually(page, lambda: page.evaluate(opened))
-
-
-def eventually(page: Page, condition: Callable[[], object]) -> None:
-    """wait_until, while the browser continues."""
-
-    def holds() -> object:
-        page.wait_for_timeout(20)
-        return condition()
-
-    wait_until(holds)
 
 
 def test_a_newcomer_finds_the_worst_rollout_and_why_it_failed_by_clicks(page: Page, shown: Viewer) -> None:

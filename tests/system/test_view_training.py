@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from ngym.errors import UsageError
 from ngym.view import training
 from ngym.view.training import TrainingRun, training_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RECIPE = "algorithm: {name: grpo}\nseed: 0\noptimizer: {lr: LR, betas: [0.9, 0.95]}\nrollouts: {max_lag: 1}\n"
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -29,7 +27,12 @@ def line(step: int, **values: float | None) -> bytes:
 
 
 def lines(count: int, gain: float = 0.05) -> bytes:
-    return b"".join(line(n, reward__mean=gain * n, time__train=1.0, time__generation=2.0) for n in range(1, count + 1))
+    """With a learning rate that never changes, and a value that only the first five steps have."""
+    phases = {"time__train": 1.0, "time__generation": 2.0}
+    return b"".join(
+        line(n, reward__mean=gain * n, lr=0.5, **phases, **({"warmup": n / 5} if n <= 5 else {}))
+        for n in range(1, count + 1)
+    )
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_a_torn_last_line_is_not_sent_until_it_is_whole(run: TrainingRun) -> Non
 
 def test_a_file_that_was_cut_begins_anew(run: TrainingRun) -> None:
     before = training.metrics(run)
-    os.truncate(run.metrics, len(line(1, reward__mean=0.05, time__train=1.0, time__generation=2.0)))
+    os.truncate(run.metrics, len(lines(1)))
     append(run, lines(5, gain=0.07)[:400].rpartition(b"\n")[0] + b"\n")
     found = training.metrics(run, before["next"])
     assert found["reset"] and found["columns"]["step"][0] == 1
@@ -188,30 +191,6 @@ def learned(count: int) -> Json:
     return rollout(count, responses_create_params=prompt, _ng_train={"task": "a/0", "oldest": count})
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000)
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser: Any, shown: tuple[str, Path]) -> Iterator[Any]:
-    """A page on which nothing went wrong, at the end neither."""
-    opened = browser.new_page(viewport={"width": 1300, "height": 900})
-    opened.set_default_timeout(120_000)
-    wrong: list[str] = []
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    yield opened
-    opened.close()
-    assert wrong == []
-
-
 @pytest.fixture
 def dashboard(page: Any, shown: tuple[str, Path]) -> Callable[[str], Any]:
     def go(query: str) -> Any:
@@ -251,6 +230,40 @@ def test_runs_are_drawn_over_each_other_and_told_apart(dashboard: Callable[[str]
     wait_until(lambda: chart(page, "reward/mean").locator("canvas").evaluate(INK) >= 3)
     wait_until(lambda: hover(page, "reward/mean", 1.0) == [["fast", "0.6"], ["slow", "0.2"]])
     assert page.locator(".training-tip > div").first.inner_text() == "step 20 · 1 min"
+
+
+def test_a_metric_that_never_changes_is_a_line_with_its_chart_behind_it(dashboard: Callable[[str], Any]) -> None:
+    page = dashboard("")
+    flat = page.locator(".training-flat")
+    flat.first.wait_for()
+    assert flat.all_inner_texts() == ["flat: lr 0.5"]
+    assert not chart(page, "lr").is_visible()
+    flat.locator("summary").click()
+    wait_until(lambda: chart(page, "lr").locator("canvas").evaluate(INK) >= 2)
+
+
+def test_a_chart_spans_the_steps_at_which_its_metric_has_values(dashboard: Callable[[str], Any]) -> None:
+    page = dashboard("")
+    chart(page, "warmup").scroll_into_view_if_needed()
+    wait_until(lambda: hover(page, "warmup", 1.0) == [["fast", "1"], ["slow", "1"]])
+    assert page.locator(".training-tip > div").first.inner_text().startswith("step 5 ")
+
+
+def test_ticks_can_be_told_apart(dashboard: Callable[[str], Any]) -> None:
+    page = dashboard("")
+    ticks = {
+        (0.0, 0.5, 1.0): ["0", "0.5", "1.0"],
+        (0.999902, 0.999904): ["0.999902", "0.999904"],
+        (22000.0, 22002.0): ["22.000k", "22.002k"],
+        (1e6, 1.0005e6): ["1.0000M", "1.0005M"],
+        (-2e-6, 0.0, 2e-6): ["\N{MINUS SIGN}2e-6", "0", "2e-6"],
+        (12.0,): ["12"],
+    }
+    found = page.evaluate(
+        "async (all) => { const { trainingTicks } = await import('/static/training_axes.js'); return all.map(trainingTicks); }",
+        [list(marks) for marks in ticks],
+    )
+    assert found == list(ticks.values())
 
 
 def test_evaluations_come_first_and_phases_are_stacked(dashboard: Callable[[str], Any]) -> None:

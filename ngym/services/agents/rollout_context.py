@@ -37,6 +37,8 @@ class RolloutContext:
         self.state = state
         self.row: Json = {}
         self.scored: Json | None = None  # by the environment's steps; then /verify is not called
+        self.doing = "seed"  # what it waits for: seed, model, tool:NAME or verify
+        self.so_far: list[Json] = []  # the items that it sampled and got from tools
         self.request_bytes = request_bytes
         self.peers = context.peers
         self.rollout_id = rollout_id
@@ -91,6 +93,7 @@ class RolloutContext:
     async def sample(self, request: Json) -> Json:
         """One model call: returns its Response and records token data, usage and time."""
         started = time.perf_counter()
+        self.doing = "model"
         if self.turns == 0:
             self.declare(request.get("tools"))
         with boundary("model_error", "the model call failed"):
@@ -99,6 +102,7 @@ class RolloutContext:
         if call is not None:
             extend(self.segments, call)
         self.turns += 1
+        self.so_far += response["output"]
         self.finish_reasons.append(finish_reason(response))
         self._usage = response.get("usage") if self.turns == 1 else added(self._usage, response.get("usage"))
         self.took("model", started, "model_s")
@@ -135,6 +139,7 @@ class RolloutContext:
             ServiceError: the environment failed, and with it the rollout.
         """
         started = time.perf_counter()
+        self.doing = f"tool:{call['name']}" if self._is_declared(call) else "tool"
         self.tool_calls += 1
         if self.tool_calls > self.options.max_tool_calls:
             text, failed = f"Error: no more than {self.options.max_tool_calls} tool calls in a rollout.", True
@@ -143,8 +148,10 @@ class RolloutContext:
                 text, failed = await self._tool_text(call)
         self.tool_errors += failed
         self.took(f"tool:{call['name']}" if self._is_declared(call) else "tool", started, "tools_s")
+        self.doing = "model"
         output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
         self._called.append((call, output))
+        self.so_far.append(output)
         return output
 
     def _is_declared(self, call: Json) -> bool:
@@ -223,6 +230,20 @@ class RolloutContext:
         """The last response with the whole trajectory as its output and the usage of all turns."""
         self.stop_reason = stop_reason
         return {**response, "output": output, "usage": self._usage}
+
+    def progress(self) -> Json:
+        """A line of GET /running: which rollout it is, and how far."""
+        row = self.row
+        return {
+            "rollout_id": self.rollout_id,
+            "task": row.get("_ng_task_index"),
+            "rollout": row.get("_ng_rollout_index"),
+            "doing": self.doing,
+            "seconds": round(time.perf_counter() - self._started, 3),
+            "turns": self.turns,
+            "tool_calls": self.tool_calls,
+            "tool_errors": self.tool_errors,
+        }
 
     def trace(self, reward: float | None, components: dict[str, float] | None) -> Trace:
         """The `ng` record of the row (reference/rows.md)."""

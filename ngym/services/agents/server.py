@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, PeerTimeout, ServiceError, boundary
+from ngym.errors import BadRequest, NotFound, PeerTimeout, ServiceError, boundary
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import by_size, serialized
@@ -35,6 +36,7 @@ from ngym.services.base.request_bodies import json_body, off_loop
 
 STARTS = 8  # rollouts that begin in one turn of the event loop
 BEGINNING_CHARS = 1000
+MOST_SHOWN = 500  # running rollouts in one answer
 METRICS_S = 120.0
 ABANDON_S = 10.0
 CLOCKS_S = 0.01  # timers of the event loop may fire this much too early
@@ -122,6 +124,7 @@ def agent(
     app = service_app("agent", options=options, lifespan=running)
     app.state.agent_state = None
     turns = Turns()
+    running_now: dict[str, RolloutContext] = {}
     abandoned: set[asyncio.Task[None]] = set()  # asyncio itself holds only weak references to tasks
 
     async def run(request: Request) -> Response:
@@ -130,6 +133,7 @@ def agent(
         params = _checked(row.get("responses_create_params"), "responses_create_params.")
         rollout = _rollout(request, params, len(await request.body()))
         rollout.row = row
+        running_now[rollout.rollout_id] = rollout
         try:
             seeded = await _seed(rollout, await request.body()) if seeds else {}
             response = await _respond(respond, rollout, _params(row, seeded))
@@ -141,6 +145,8 @@ def agent(
             abandoned.add(ending)
             ending.add_done_callback(abandoned.discard)
             raise
+        finally:
+            running_now.pop(rollout.rollout_id, None)
         if request.headers.get(TOKEN_FORMAT_HEADER) != "ng":
             scored["response"] = response
         scored["ng"] = rollout.trace(scored.get("reward"), scored.get("reward_components"))
@@ -153,6 +159,21 @@ def agent(
         rollout = _rollout(request, _checked(params), len(await request.body()))
         rollout.row = {"responses_create_params": params}
         return await off_loop(request, JsonResponse, await _respond(respond, rollout, params))
+
+    async def list_running(request: Request) -> Response:
+        some = [rollout.progress() for rollout in islice(running_now.values(), MOST_SHOWN)]
+        return JsonResponse({"count": len(running_now), "rollouts": some})
+
+    async def show_running(request: Request) -> Response:
+        rollout = running_now.get(request.path_params["rollout_id"])
+        if rollout is None:
+            raise NotFound("no rollout with this id runs here now: it has ended, or another replica runs it")
+        row = {
+            name: rollout.row.get(name) for name in ("responses_create_params", "_ng_task_index", "_ng_rollout_index")
+        }
+        return JsonResponse(
+            {**row, "response": {"output": without_tokens(rollout.so_far)}, "running": rollout.progress()}
+        )
 
     async def aggregate(request: Request) -> Response:
         context = context_of(request)
@@ -179,6 +200,8 @@ def agent(
         (ROUTE, verify_group, "Passed to the gym server", _ANY, _ANY, BULK_BYTES),
     ):
         add_route(app, "POST", path, handler, summary=summary, body=body, answer=answer, most_bytes=most_bytes)
+    add_route(app, "GET", "/running", list_running, summary="The rollouts that run here now")
+    add_route(app, "GET", "/running/{rollout_id}", show_running, summary="One of them, as far as it is: as a row")
     add_route(app, "GET", "/aggregate_metrics", aggregate, summary="Passed to the gym server")
     return app
 
@@ -288,6 +311,7 @@ async def _end_session(rollout: RolloutContext) -> None:
 
 async def _verify(rollout: RolloutContext, body: Json) -> Json:
     started = time.perf_counter()
+    rollout.doing = "verify"
     with boundary("verify_error", "the rollout could not be verified"):
         raw = await by_size(rollout.request_bytes, serialized, body)
         scored: Json = await rollout.gym.post("/verify", raw, timeout=rollout.options.verify_timeout_s)

@@ -79,6 +79,23 @@ export function scatter(points, onPick, height = 130) {
   );
 }
 
+/** points: [[x, mean reward, rollouts]] as a small curve; at: the x that is marked. */
+export function sparkline(points, { width = 110, height = 22, at = null, title = "" } = {}) {
+  const [x0, x1] = extent(points.map(([x]) => x));
+  const [y0, y1] = extent([0, 1, ...points.map(([, y]) => y)]);
+  const place = ([px, py]) => [3 + ((px - x0) / (x1 - x0)) * (width - 6), 3 + (1 - (py - y0) / (y1 - y0)) * (height - 6)].map((one) => one.toFixed(1));
+  const dots = points.map((point) => {
+    const [cx, cy] = place(point);
+    return svgEl("circle", { cx, cy, r: point[0] === at ? 4 : 1.6, class: point[0] === at ? "is-here" : null });
+  });
+  return svgEl(
+    "svg",
+    { class: "sparkline", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title },
+    svgEl("polyline", { points: points.map((point) => place(point).join()).join(" ") }),
+    dots,
+  );
+}
+
 /** entries: [{name, count, colour?, said?: the figure in words}]; onPick(entry) or null. A line each: name, bar, figure. */
 export function bars(entries, onPick) {
   const most = Math.max(1e-9, ...entries.map((entry) => Math.abs(entry.count)));

@@ -1,7 +1,7 @@
 // The columns of the table of rollouts: a small default choice; the reader's own choice is kept.
 import { rewardColour } from "./charts.js";
 import { button, clear, el } from "./dom.js";
-import { DASH, formatCount, formatNumber, formatSeconds, formatSigned, isNumber } from "./format.js";
+import { DASH, formatCount, formatNumber, formatSeconds, formatSigned, isNumber, plural } from "./format.js";
 import { safeLine } from "./safetext.js";
 import { remember, remembered } from "./theme.js";
 
@@ -18,7 +18,9 @@ export function rewardMark(reward, range = [0, 1]) {
 
 export function statusBadge(row) {
   const said = text(row.status === "failed" ? (row.failure ?? "failed") : row.status);
-  return el("span", { class: `badge is-${row.status}` }, said);
+  const badge = el("span", { class: `badge is-${row.status}` }, said);
+  if (!row.tool_errors) return badge;
+  return el("span", null, badge, el("span", { class: "badge is-truncated", title: plural(row.tool_errors, "failed tool call") }, `⚒ ${row.tool_errors}`));
 }
 
 /** All columns of a run, whether shown or not. */

@@ -2,6 +2,7 @@
 import { el, folded, svgEl } from "./dom.js";
 import { plural } from "./format.js";
 import { parsedJson, turnsOf } from "./items.js";
+import { shownText } from "./markdown.js";
 import { drawnOrRaw, jsonText, longText, safeLine, safeText } from "./safetext.js";
 
 const FOLDED_SYSTEM = 400; // characters; a longer system text is folded
@@ -15,13 +16,13 @@ export function conversation(row) {
     "div",
     { class: "conversation" },
     declaredTools(row.responses_create_params?.tools),
-    given.map((turn) => turnElement(turn)),
+    given.map((turn) => turnElement(turn, shownText)),
     el(
       "div",
       { class: "divider" },
       said.length ? "the rollout" : row.response ? "the policy said nothing" : "no answer was kept: the attempt failed",
     ),
-    said.map((turn) => turnElement(turn)),
+    said.map((turn) => turnElement(turn, shownText)),
   );
 }
 
@@ -32,7 +33,7 @@ export function turnElement(turn, drawText = longText) {
 
 function drawnTurn(turn, drawText) {
   if (turn.kind === "message") return line(turn.role === "developer" ? "system" : turn.role, messageBody(turn, drawText), turn.given);
-  if (turn.kind === "reasoning") return line("reasoning", reasoningBody(turn), turn.given);
+  if (turn.kind === "reasoning") return line("reasoning", reasoningBody(turn, drawText), turn.given);
   if (turn.kind === "call") return line("call", callBody(turn), turn.given);
   if (turn.kind === "result")
     return line(
@@ -83,10 +84,10 @@ function imageBody(url) {
   return el("div", { class: "image-name" }, imageIcon(), safeText(`image elsewhere, not fetched: ${url.slice(0, 300) || "(no address)"}`));
 }
 
-function reasoningBody({ text }) {
+function reasoningBody({ text }, drawText) {
   if (!text) return el("span", { class: "muted" }, "(no text was given)");
   const first = safeLine(text.trim().split("\n")[0].slice(0, 140));
-  return folded([el("span", { class: "muted" }, first), text.length > first.length && " …"], () => longText(text, "quiet-text"));
+  return folded([el("span", { class: "muted" }, first), text.length > first.length && " …"], () => drawText(text, "quiet-text"));
 }
 
 function callBody({ name, args, result, answered }) {

@@ -47,6 +47,7 @@ function serverApi() {
     task: (run, task, signal) => getJson(`/api/runs/${run}/tasks/${task}`, {}, signal),
     tasks: (run, query, signal) => getJson(`/api/runs/${run}/tasks`, query, signal),
     stats: (run, q, signal) => getJson(`/api/runs/${run}/stats`, { q }, signal),
+    report: (run, query, signal) => getText(`/api/runs/${run}/report`, query, signal),
     compare: (a, b, query, signal) => getJson("/api/compare", { a, b, ...query }, signal),
     training: (signal) => getJson("/api/training", {}, signal),
     trainingMetrics: (run, after, signal) => getJson(`/api/training/${run}/metrics`, { after }, signal),

@@ -62,7 +62,7 @@ export function copyButton(text, label = "Copy") {
   return made;
 }
 
-function furnish(node, attributes, children) {
+export function furnish(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "on") for (const [event, handler] of Object.entries(value)) node.addEventListener(event, handler);

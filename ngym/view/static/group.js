@@ -1,11 +1,14 @@
 // Two to four rollouts of a task side by side; words that the first does not have are marked.
+import { sparkline } from "./charts.js";
 import { rewardMark, statusBadge } from "./columns.js";
 import { turnElement } from "./conversation.js";
 import { isSilence } from "./data.js";
 import { wordDiff } from "./diff.js";
 import { clear, el, link } from "./dom.js";
-import { formatSeconds, isNumber, plural } from "./format.js";
+import { formatNumber, formatSeconds, formatSigned, isNumber, plural } from "./format.js";
 import { failureMessage, finalText, textOf, turnsOf } from "./items.js";
+import { shownText } from "./markdown.js";
+import { trendOf, weightsOf } from "./packed.js";
 import { goInPlace, hrefOf } from "./router.js";
 import { drawnOrRaw, longText, safeLine, safeText } from "./safetext.js";
 
@@ -50,10 +53,13 @@ function sideBySide(context, route, groups, read) {
   let params = route.params;
   let all = [];
   let isOwed = false; // the server did not answer
+  let versions = null;
 
   const draw = async () => {
     const asked = params;
-    const shown = chosen(all, groups, asked);
+    const weights = asked.get("at");
+    const some = weights === null ? all : all.filter(({ row }) => String(weightsOf(row)) === weights);
+    const shown = chosen(some, groups, asked);
     await Promise.all(
       shown
         .filter(({ key }) => !known.has(key))
@@ -61,8 +67,14 @@ function sideBySide(context, route, groups, read) {
     );
     isOwed = [...known.values()].some(({ error }) => isSilence(error));
     if (control.signal.aborted || asked !== params) return; // another choice is drawn
-    const select = (keys) => goInPlace(hrefOf(route.path, { cols: keys.join(",") }));
-    clear(element).append(promptOf(known), picker(context, groups, all, shown, select), columnsOf(context, shown, known));
+    const select = (keys) => goInPlace(hrefOf(route.path, { at: weights, cols: keys.join(",") }));
+    const slide = (at) => goInPlace(hrefOf(route.path, { at }));
+    versions ??= groups.length === 1 ? versionsPanel(all, slide) : null;
+    versions?.show(weights);
+    for (const part of [...element.children]) if (part !== versions?.element) part.remove();
+    element.prepend(promptOf(known));
+    if (versions && !versions.element.isConnected) element.append(versions.element);
+    element.append(picker(context, groups, some, shown, select), columnsOf(context, shown, known));
   };
   const load = async () => {
     const found = groups.map(async ({ run, task }) =>
@@ -94,6 +106,28 @@ function sideBySide(context, route, groups, read) {
       return true;
     },
   };
+}
+
+/** The task under one version of the weights after the other: a curve, and a slider; null where there are not several. slide(weights or null) */
+function versionsPanel(all, slide) {
+  const { curve, trend } = trendOf(all.map(({ row }) => row));
+  if (curve.length < 2) return null;
+  const said = el("output", { class: "num" });
+  const slider = el("input", { type: "range", min: 0, max: curve.length, "aria-label": "Weights", on: { input: () => slide(curve[slider.value - 1]?.[0] ?? null) } });
+  const drawn = el("div");
+  const show = (weights) => {
+    const place = curve.findIndex(([version]) => String(version) === weights);
+    const [version, mean, n] = curve[place] ?? [];
+    slider.value = String(place + 1);
+    said.textContent =
+      place < 0
+        ? `all ${curve.length} versions of the weights; trend ${formatSigned(trend)}`
+        : `weights of version ${version}: mean reward ${formatNumber(mean)} of ${plural(n, "rollout")}`;
+    slider.setAttribute("aria-valuetext", said.textContent);
+    clear(drawn).append(sparkline(curve, { width: 600, height: 70, at: version ?? null, title: "Mean reward by version of the weights" }));
+  };
+  const element = el("section", { class: "panel versions" }, el("h3", null, "Over the versions of the weights"), drawn, slider, said);
+  return { element, show };
 }
 
 /** The columns to show: those of the address; else the best and the worst of a group, or of two groups what makes their difference. */
@@ -171,7 +205,7 @@ function picker(context, groups, all, shown, select) {
 function promptOf(known) {
   const rollout = [...known.values()].find((one) => one.rollout)?.rollout;
   const asked = rollout ? turnsOf(rollout).findLast((turn) => turn.given && turn.kind === "message" && turn.role === "user") : null;
-  return el("div", { class: "asked" }, asked ? turnElement(asked) : null);
+  return el("div", { class: "asked" }, asked ? turnElement(asked, shownText) : null);
 }
 
 function columnsOf(context, shown, known) {

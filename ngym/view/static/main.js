@@ -59,7 +59,7 @@ function first(context, { runs, error }) {
     shown = null; // the next answer is a first one, too
     return;
   }
-  const home = homeOf(runs);
+  const home = context.api.packed?.home ?? homeOf(runs);
   if (home && parseHash(location.hash).path.length === 0) return goInPlace(home);
   show(context);
 }

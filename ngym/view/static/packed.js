@@ -97,9 +97,29 @@ function taskRows(rows) {
       worst,
       spread: best === null ? null : best - worst,
       failures,
+      ...trendOf(group),
       tokens: null,
     };
   });
+}
+
+/** As the server has it: the curve [[weights, mean reward, rollouts]], and the rise of the least-squares line through the rollouts. */
+export function trendOf(group) {
+  const points = group.map((row) => [weightsOf(row), row.reward]).filter(([x, y]) => x !== null && y !== null);
+  const versions = [...new Set(points.map(([x]) => x))].sort((a, b) => a - b);
+  const sum = (value) => points.reduce((total, point) => total + value(point), 0);
+  const [n, sx, sy] = [points.length, sum(([x]) => x), sum(([, y]) => y)];
+  const spread = n * sum(([x]) => x * x) - sx * sx;
+  const curve = versions.map((version) => {
+    const own = points.filter(([x]) => x === version);
+    return [version, own.reduce((total, [, y]) => total + y, 0) / own.length, own.length];
+  });
+  return { curve, trend: spread ? ((n * sum(([x, y]) => x * y) - sx * sy) * (versions.at(-1) - versions[0])) / spread : null };
+}
+
+/** How many batches the weights of a rollout had learned; the policy version where no trainer says so. */
+export function weightsOf(row) {
+  return row.learned ?? row.policy_version ?? null;
 }
 
 function grouped(rows) {

@@ -4,8 +4,11 @@ import { isSilence } from "./data.js";
 import { clear, el, link } from "./dom.js";
 import { formatNumber, isNumber } from "./format.js";
 import { rewardColour } from "./charts.js";
+import { isRaw, rawSwitch } from "./markdown.js";
 import { go, goInPlace, hrefOf } from "./router.js";
+import { shareButton } from "./runbar.js";
 import { drawnOrRaw, safeLine } from "./safetext.js";
+import { remember } from "./theme.js";
 import { tokensView } from "./tokens.js";
 import { verdictPanel } from "./verdict.js";
 
@@ -48,6 +51,7 @@ class RolloutPage {
       ["[", "previous rollout of the group", () => this.#stepInGroup(-1)],
       ["s", "the group side by side", () => this.loaded.then(() => this.parsed && go(this.#groupHref()))],
       ["v", "conversation or tokens", () => go(this.#href({ view: this.#isTokens ? "" : "tokens" }))],
+      ["m", "texts rendered or raw", () => (remember("raw", !isRaw()), this.parsed && this.#draw())],
       ["/", "back to the list, to filter", () => go(this.#listHref())],
       ["Escape Backspace", "back to the list", () => go(this.#listHref())],
     ];
@@ -134,6 +138,8 @@ class RolloutPage {
         : []),
       this.#problem,
       el("div", { class: "fill" }),
+      ...(this.#isTokens ? [] : [rawSwitch(() => this.#draw())]),
+      ...[shareButton(this.context.api, this.run, () => ({ row: this.row }), () => `rollout-${this.row}`)].filter(Boolean),
       ...this.#neighbours(),
     );
     if (this.#isTokens) this.#drawTokens();

@@ -6,7 +6,7 @@ import { filterBox } from "./filter.js";
 import { formatCount, formatPercent, plural } from "./format.js";
 import { isIndexing } from "./live.js";
 import { go, goInPlace, hrefOf } from "./router.js";
-import { compareChoice, quickFilters, runTabs } from "./runbar.js";
+import { compareChoice, quickFilters, runTabs, shareButton } from "./runbar.js";
 import { safeLine } from "./safetext.js";
 import { Table } from "./table.js";
 import { fittingTaskColumns } from "./tasks.js";
@@ -77,6 +77,7 @@ class RunPage {
           el("div", { class: "fill" }),
           compareChoice(this.id, context.live.state.runs),
           this.chooser?.element,
+          shareButton(context.api, this.id, () => ({ q: this.q }), () => [this.run.name, this.q].filter(Boolean).join("-")),
         ),
         this.filter.element,
         this.quick,
@@ -211,6 +212,8 @@ class RunPage {
     this.run = now;
     const state = (run) => `${run.rows} ${run.failures} ${run.indexed_bytes} ${run.growing}`;
     if (state(before) === state(this.run)) return;
+    const chips = (run) => JSON.stringify([run.tool_errors > 0, run.failure_classes]);
+    if (chips(before) !== chips(now) && !this.quick.matches(":active")) clear(this.quick).append(...quickFilters(this.id, this));
     if (before.fields?.length !== this.run.fields?.length) this.#setColumns();
     this.table.refresh();
     this.figures.grown(this.run);

@@ -1,7 +1,11 @@
 // The bar above the table of a run: its parts, another run to compare it with, and the most useful filters.
 import { button, el, link } from "./dom.js";
+import { filterValue } from "./filter.js";
+import { formatCount } from "./format.js";
 import { go, hrefOf } from "./router.js";
 import { safeLine } from "./safetext.js";
+
+const SAVED_MS = 4000;
 
 export function runTabs(id, isTasks) {
   const tab = (text, path, now) => link(hrefOf(path), text, { class: "tab", "aria-current": now ? "page" : null });
@@ -27,8 +31,28 @@ export function compareChoice(id, runs) {
   return select;
 }
 
+/** A button that saves what is seen as one file to send; null in such a file. query: {row} or {q}; name: of the file, without its end. */
+export function shareButton(api, id, query, name) {
+  if (api.packed) return null;
+  const made = button("Share", async () => {
+    made.disabled = true;
+    try {
+      const href = URL.createObjectURL(new Blob([await api.report(id, query())], { type: "text/html" }));
+      el("a", { href, download: `${safeLine(name()).replace(/[^\w.-]+/g, "-")}.html` }).click();
+      setTimeout(() => URL.revokeObjectURL(href), SAVED_MS);
+      made.textContent = "Saved";
+    } catch (error) {
+      made.textContent = safeLine(error.message);
+    }
+    made.disabled = false;
+    setTimeout(() => (made.textContent = "Share"), SAVED_MS);
+  });
+  made.title = "Save it as one HTML file to send, which needs no server";
+  return made;
+}
+
 /** Chips; that of the present filter and order is pressed. */
-export function quickFilters(id, { isTasks, q, sort }) {
+export function quickFilters(id, { isTasks, q, sort, run }) {
   const chip = (text, path, query, title) => {
     const on = isTasks === (path.length === 3) && q === (query.q ?? "") && sort === (query.sort ?? "");
     return button(text, () => go(hrefOf(path, query)), { class: "chip", title, "aria-pressed": String(on) });
@@ -41,6 +65,13 @@ export function quickFilters(id, { isTasks, q, sort }) {
     chip("Failed", rollouts, { q: "status:failed" }, "Attempts that ended in a failure"),
     chip("Truncated", rollouts, { q: "status:truncated" }, "Cut off: too many steps, or too long"),
     chip("Unscored", rollouts, { q: "status:unscored" }, "The verifier gave no reward"),
+    run.tool_errors > 0 &&
+      chip(`Tool errors ${formatCount(run.tool_errors)}`, rollouts, { q: "tool_errors>0" }, "Rollouts with tool calls that failed"),
+    ...(run.failure_classes ?? []).map(({ class: name, count }) =>
+      chip(safeLine(`${name} ${formatCount(count)}`), rollouts, { q: `failure:${filterValue(name)}` }, "Attempts that failed so"),
+    ),
     chip("Rollouts disagree", ["r", id, "tasks"], { sort: "-spread" }, "Tasks whose own rollouts got different rewards"),
-  ];
+    chip("Got easier", ["r", id, "tasks"], { sort: "-trend" }, "Tasks whose reward rose most over the versions of the weights"),
+    chip("Got harder", ["r", id, "tasks"], { sort: "trend" }, "Tasks whose reward fell most over the versions of the weights"),
+  ].filter(Boolean);
 }

@@ -43,11 +43,16 @@ export function safeLine(text) {
 
 /** A block of text; what is long is folded behind a button. */
 export function longText(text, className = "") {
+  return foldedText(text, className, blocks);
+}
+
+/** A text as draw(text) -> nodes makes it: at first its beginning, if it is long. */
+export function foldedText(text, className, draw) {
   const element = el("div", { class: `text ${className}` });
   const head = headOf(text);
-  element.append(...blocks(head));
+  element.append(...draw(head));
   if (head.length === text.length) return element;
-  const all = button(`Show all ${formatCount(text.length)} characters`, () => element.replaceChildren(...blocks(text)), {
+  const all = button(`Show all ${formatCount(text.length)} characters`, () => element.replaceChildren(...draw(text)), {
     class: "button more",
   });
   element.append(all);

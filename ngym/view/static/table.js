@@ -26,7 +26,7 @@ export class Table {
   #size = new ResizeObserver(() => this.#soon());
   #box = el("div", { class: "rows", role: "presentation" });
   #head = el("div", { class: "table-head", role: "row" });
-  #note = el("div", { class: "table-note", role: "status" });
+  #note = el("div", { class: "table-note" }); // no role: a grid has rows alone
 
   constructor(options) {
     this.#options = options;

@@ -1,9 +1,11 @@
 // The charts of all metrics: in groups, made once, drawn when they are near the screen and something changed.
 import { clear, el } from "./dom.js";
+import { safeLine } from "./safetext.js";
 import { remember, remembered } from "./theme.js";
 import { TrainingChart } from "./training_chart.js";
 import { trainingRowAt } from "./training_data.js";
-import { trainingGroups } from "./training_groups.js";
+import { trainingNumber } from "./training_axes.js";
+import { TRAINING_FIRST, trainingGroups } from "./training_groups.js";
 import { TrainingLines } from "./training_lines.js";
 import { TrainingStack, trainingPhase } from "./training_stack.js";
 import { trainingTip } from "./training_step.js";
@@ -44,10 +46,11 @@ export class TrainingBoard {
   show(runs) {
     const { find, axis, smooth, log, fit, zoom } = this.settings;
     const names = [...new Set(runs.flatMap((run) => [...run.data.columns.keys()]))];
-    const signature = JSON.stringify([names, runs.map((run) => run.id), find]);
+    this.flat = new Map(find ? [] : names.map((name) => [name, flatValues(name, runs)]).filter(([, said]) => said !== null));
+    const signature = JSON.stringify([names, runs.map((run) => run.id), find, [...this.flat]]);
     if (signature !== this.#signature) this.#arrange(names, runs);
     this.#signature = signature;
-    this.view = { runs, axis, smooth, log, fit, span: zoom ?? trainingSpan(runs, axis) };
+    this.view = { runs, axis, smooth, log, fit, span: zoom ?? trainingSpan(runs, axis), isZoomed: Boolean(zoom) };
     this.pickedX = pickedPlace(runs, this.settings);
     for (const chart of this.#charts.values()) {
       chart.dirty = true;
@@ -80,13 +83,23 @@ export class TrainingBoard {
       const said = runs.length > 1 ? `${run.name}: seconds a step` : "seconds a step";
       return this.#chart(`phases ${run.id} ${said} ${phases}`, said, () => new TrainingStack(phases, run.id), phaseLegend(phases), before);
     });
-    const lines = metrics.filter((name) => this.settings.finds(name)).map((name) => this.#chart(name, name, () => new TrainingLines(name), null, before));
-    const charts = [...stacks, ...lines];
-    if (!charts.length) return null;
+    const made = (name) => this.#chart(name, name, () => new TrainingLines(name), null, before);
+    const found = metrics.filter((name) => this.settings.finds(name));
+    const isFlat = (name) => this.flat.has(name) && title !== TRAINING_FIRST; // a reward that does not move is news
+    const charts = [...stacks, ...found.filter((name) => !isFlat(name)).map(made)];
+    const flat = found.filter(isFlat);
+    if (!charts.length && !flat.length) return null;
     const toggle = (event) => remember("training.closed", { ...remembered("training.closed", {}), [title]: !event.target.open });
     const grid = el("div", { class: "training-grid" }, charts.map((chart) => chart.element));
-    const summary = el("summary", null, title, " ", el("span", { class: "muted" }, String(charts.length)));
-    return el("details", { class: "training-group", open: !(closed[title] ?? !open), on: { toggle } }, summary, grid);
+    const summary = el("summary", null, title, " ", el("span", { class: "muted" }, String(charts.length + flat.length)));
+    return el("details", { class: "training-group", open: !(closed[title] ?? !open), on: { toggle } }, summary, grid, flat.length > 0 && this.#flatPart(flat, made));
+  }
+
+  /** The metrics that never change, as one line; their charts are behind it. */
+  #flatPart(names, made) {
+    const told = names.map((name) => [el("span", { class: "training-flat-one" }, safeLine(name), " ", el("b", { class: "num" }, this.flat.get(name))), " "]);
+    const grid = el("div", { class: "training-grid" }, names.map((name) => made(name).element));
+    return el("details", { class: "training-flat" }, el("summary", null, el("span", { class: "muted" }, "flat: "), told), grid);
   }
 
   #chart(key, title, lines, note, before) {
@@ -150,6 +163,12 @@ export class TrainingBoard {
     const step = this.settings.axis === "step" ? x : stepAt(this.view.runs, x);
     this.#change({ picked: step === this.settings.picked ? null : step });
   }
+}
+
+/** What a metric that never changes is, "0" or "0 · 0.1" of several runs; null if one of them changes. */
+function flatValues(name, runs) {
+  const values = runs.filter((run) => run.data.columns.has(name)).map((run) => run.data.constant(name));
+  return values.length && values.every((value) => value !== null) ? [...new Set(values.map(trainingNumber))].join(" · ") : null;
 }
 
 /** [first, last] x of all runs. */

@@ -30,9 +30,10 @@ export class TrainingChart {
     this.#listen();
   }
 
-  /** view: {runs, axis, smooth, log, fit, span}. */
-  draw(view, colours) {
+  /** shared: {runs, axis, smooth, log, fit, span, isZoomed}. Without a zoom, the chart spans where its metric has values. */
+  draw(shared, colours) {
     this.dirty = false;
+    const view = shared.isZoomed ? shared : { ...shared, span: this.lines.span(shared) ?? shared.span };
     this.view = view;
     const [width, height] = [this.plot.clientWidth, this.plot.clientHeight];
     const spread = this.lines.spread(view);
@@ -111,7 +112,7 @@ export class TrainingChart {
 
   #within(event) {
     const { left } = this.plot.getBoundingClientRect();
-    return Math.min(Math.max(event.clientX - left, TRAINING_PAD.left), this.#plan.width - TRAINING_PAD.right);
+    return Math.min(Math.max(event.clientX - left, this.#plan.left), this.#plan.width - TRAINING_PAD.right);
   }
 
   #stretch(event) {

@@ -43,6 +43,18 @@ export class TrainingRunData {
     return null;
   }
 
+  /** The one value that a metric always has, over at least three steps; null if it changes. */
+  constant(name) {
+    const column = this.columns.get(name);
+    let [value, count] = [null, 0];
+    for (let row = 0; column && row < this.count; row++) {
+      if (!Number.isFinite(column[row])) continue;
+      if (count++ && column[row] !== value) return null;
+      value = column[row];
+    }
+    return count < 3 ? null : value;
+  }
+
   get lastStep() {
     return this.count ? this.steps[this.count - 1] : null;
   }

@@ -1,8 +1,9 @@
 // The charts and their order: those that show whether a run learns come first.
 
 // title, metrics in the order of their patterns, whether it is open at first
+export const TRAINING_FIRST = "Reward and held-out evaluation";
 const TRAINING_GROUPS = [
-  ["Reward and held-out evaluation", [
+  [TRAINING_FIRST, [
     /^reward\/mean$/, /^eval\/.*\/avg@\d+$/, /^eval\/.*\/greedy$/, /^eval\/.*\/pass@\d+$/, /^val\//, /^rewards?\//, /^frac_reward/, /^eval\/(?!.*\/(count|failed|unscored)$)/,
   ], true],
   ["Lag, KL, mismatch, entropy", [/^lag$/, /^lag\//, /^stale/, /^kl/, /^token_mult/, /^mismatch/, /^probs_ratio/, /^is_/, /entropy/], true],

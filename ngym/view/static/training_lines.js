@@ -25,6 +25,16 @@ export class TrainingLines {
     return view.runs.filter((run) => run.data.columns.has(this.metric));
   }
 
+  /** [first, last] x at which a run has a value, or null. */
+  span(view) {
+    const ends = this.runs(view).flatMap((run) => {
+      const column = run.data.columns.get(this.metric).subarray(0, run.data.count);
+      const [first, last] = [column.findIndex(Number.isFinite), column.findLastIndex(Number.isFinite)];
+      return first < 0 ? [] : [run.data.along(view.axis)[first], run.data.along(view.axis)[last]];
+    });
+    return ends.length ? [Math.min(...ends), Math.max(...ends)] : null;
+  }
+
   /** [lowest, highest] of what is seen, or null. */
   spread(view) {
     const seen = { low: Infinity, high: -Infinity };

@@ -15,6 +15,12 @@ export class TrainingStack {
     return view.runs.filter((run) => run.id === this.runId && this.phases.some((name) => run.data.columns.has(name)));
   }
 
+  /** [first, last] x of the run, or null. */
+  span(view) {
+    const [run] = this.runs(view);
+    return run?.data.count ? [run.data.along(view.axis)[0], run.data.along(view.axis)[run.data.count - 1]] : null;
+  }
+
   /** From nothing to the highest of all runs, so that their charts can be compared. */
   spread(view) {
     if (!this.runs(view).length) return null;

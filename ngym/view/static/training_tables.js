@@ -124,5 +124,5 @@ function valuesTable(runs, first, rows, last) {
   const heads = runs.map((run) => el("th", { class: "num" }, trainingSwatch(run), safeLine(run.name)));
   const made = el("table", { class: `training-table is-${first}` }, el("thead", null, el("tr", null, el("th", null, first), heads, last && el("th", { class: "num" }, last))));
   made.append(el("tbody", null, rows));
-  return el("div", { class: "training-scroll" }, made);
+  return el("div", { class: "training-scroll", tabindex: 0 }, made);
 }

@@ -2,7 +2,7 @@
 import { bars } from "./charts.js";
 import { rewardMark } from "./columns.js";
 import { copyButton, el, folded } from "./dom.js";
-import { DASH, formatCount, formatNumber, formatSigned, isNumber } from "./format.js";
+import { DASH, formatCount, formatNumber, formatSigned, isNumber, plural } from "./format.js";
 import { asText, extraFields, failureMessage } from "./items.js";
 import { jsonText, longText, safeText } from "./safetext.js";
 import { waterfall } from "./waterfall.js";
@@ -78,6 +78,7 @@ function rewardBox(row, trace, slim) {
       el("span", { class: `badge is-${trace.status ?? "ok"}` }, safeText(String(trace.status ?? "ok"))),
       " ",
       el("span", { class: "muted" }, stopped(trace.stop_reason)),
+      trace.tool_errors > 0 && [" ", el("span", { class: "badge is-truncated" }, plural(trace.tool_errors, "tool error"))],
     ),
     components.length > 0 &&
       bars(

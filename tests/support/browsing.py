@@ -1,0 +1,74 @@
+"""Fixtures of tests in a browser: one Chromium for the tests of a file, and pages on which nothing may go wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from machine import wait_until
+from paths import ROOT
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+EXPECT_MS, LONG_MS = 20_000, 60_000  # on an overloaded machine
+
+Page = Any
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """CHROMIUM, or the first that is installed."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
+    playwright.expect.set_options(timeout=EXPECT_MS)
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed, and CHROMIUM names none")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=2 * LONG_MS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Page]:
+    """A new page; what it complains about, and whatever it fetches from elsewhere, fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    opened = context.new_page()
+    opened.set_default_timeout(LONG_MS)
+    complaints: list[str] = []
+    opened.on("console", lambda said: said.type == "error" and complaints.append(said.text))
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("request", lambda request: is_elsewhere(request.url) and complaints.append(request.url))
+    yield opened
+    context.close()
+    assert complaints == []
+
+
+def is_elsewhere(url: str) -> bool:
+    return not url.startswith(("http://127.0.0.1:", "file:", "data:", "blob:"))
+
+
+def eventually(page: Page, condition: Callable[[], object]) -> None:
+    """wait_until, while the browser continues."""
+
+    def holds() -> object:
+        page.wait_for_timeout(20)
+        return condition()
+
+    wait_until(holds)
+
+
+AXE = ROOT / "build" / "axe.min.js"  # scripts/browser fetches it
+ASKED = "() => axe.run({ resultTypes: ['violations'] })"
+
+
+def findings(page: Page) -> list[str]:
+    """What axe-core calls critical or serious on this page: the rule, and the first elements."""
+    if not AXE.is_file():
+        pytest.skip("no axe-core: scripts/browser fetches it")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate(ASKED)["violations"]
+    bad = [one for one in found if one["impact"] in ("critical", "serious")]
+    return [f"{one['id']}: {[node['html'][:200] for node in one['nodes'][:3]]}" for one in bad]
