@@ -38,7 +38,7 @@ def rows_of(folder: Path) -> list[tuple[Row, Row]]:
     """The request to `/verify` and the recorded row, for each rollout."""
     asked = {prompt(row): row for row in read(folder / "example.jsonl")}
     recorded = read(folder / "example_rollouts.jsonl")
-    return [({**row, **asked.get(prompt(row), {}), "response": row.get("response")}, row) for row in recorded]
+    return [({**asked.get(prompt(row), row), "response": row.get("response")}, row) for row in recorded]
 
 
 def read(file: Path) -> list[Row]:
@@ -86,7 +86,7 @@ async def main(folder: Path, only: list[str]) -> None:
             continue
         data = folder / "resources_servers" / family / "data"
         outcomes = await replayed(family, stanza, data)
-        same = sum(a is not None and b is not None and abs(a - b) < 1e-3 for a, b, _ in outcomes)
+        same = sum(a is not None and b is not None and abs(a - b) < 0.006 for a, b, _ in outcomes)
         print(f"| `{family}` | `{Path(stanza['app']).name}` | {same} of {len(outcomes)} |", flush=True)
         for ours, theirs, reason in outcomes if only else ():
             print(f"    {ours} {theirs} {reason}")
