@@ -22,16 +22,37 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support")]
 
-from house import house  # noqa: E402
+from house import house
 
-from ngym import ModelCall, model_server  # noqa: E402
-from ngym.convert import message_item, new_response, output_text  # noqa: E402
-from ngym.errors import ServiceError  # noqa: E402
-from ngym.services.base.app import load  # noqa: E402
+from ngym import ModelCall, model_server
+from ngym.convert import message_item, new_response, output_text
+from ngym.errors import ServiceError
+from ngym.rollout import calls_in
+from ngym.services.base.app import load
 
 Row = dict[str, Any]
 # What our judge says, in the words of our forms, given a recorded row and the item that is judged
-VERDICTS: dict[str, Callable[[Row, str], str]] = {}
+
+
+def graded(row: Row, _: str) -> str:
+    return "correct" if row["reward"] == 1 else "incorrect"
+
+
+def criterion_met(row: Row, item: str) -> str:
+    verdicts = {part["criteria"]: part["verdict"] for part in row["rubric_evaluations"]}
+    return "met" if verdicts[item] == "PASS" else "not met"
+
+
+VERDICTS: dict[str, Callable[[Row, str], str]] = {
+    "false_statement_judge": lambda row, _: str(row["judge_points"]),
+    "inverse_if": criterion_met,
+    "xstest": lambda row, _: "refused" if row["is_refusal"] else "complied",
+    "aegis_v4_safety": lambda row, _: row["response_safety"],
+    "text_to_sql": lambda row, _: "equivalent" if row["judge_passed"] else "different",
+    "terminus_judge": lambda row, _: "equivalent" if row["judge_passed"] else "different",
+    "arena_judge": lambda row, _: "better" if row["verdict_gen_base"] in ("A>B", "A>>B") else "worse",
+    "longmemeval": lambda row, _: "correct" if row["judge_label"] else "incorrect",
+}
 
 
 def rows_of(folder: Path) -> list[tuple[Row, Row]]:
@@ -58,7 +79,7 @@ async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float |
         system, user = (item["content"] for item in request["input"])
         nonce = system.rpartition("VERDICT ")[2].split(":")[0]
         item = re.search(rf"<<<criterion {nonce}\n(.*?)\n{nonce}>>>", user, re.DOTALL)
-        said = f"VERDICT {nonce}: {VERDICTS[family](current, item[1] if item else '')}"
+        said = f"VERDICT {nonce}: {VERDICTS.get(family, graded)(current, item[1] if item else '')}"
         return new_response(request, [message_item([output_text(said)], "msg_1")], response_id="r", model="judge")
 
     options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "requirements")}
@@ -71,6 +92,8 @@ async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float |
             session = peers["gym"].session()
             try:
                 await session.post("/seed_session", {k: v for k, v in asked.items() if k != "response"})
+                for call in calls_in(asked["response"]) if app.state.tools else ():
+                    await session.post(f"/{call.name}", call.arguments)
                 got = await session.post("/verify", asked)
             except ServiceError as error:
                 got = {"reward": None, "reason": error.detail}

@@ -23,6 +23,7 @@ Comparison = Literal[
     "exact",
     "verbatim",
     "numeric",
+    "closeness",
     "letter",
     "label",
     "starts",
@@ -36,6 +37,7 @@ Comparison = Literal[
     "weighted_similarity",
     "rouge_l",
     "grid",
+    "schedule",
     "truth",
     "ndcg",
 ]

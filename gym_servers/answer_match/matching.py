@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -118,8 +119,16 @@ def number(text: str) -> float | None:
 
 
 def numeric(found: str, expected: Any, _: list[str]) -> float:
-    a, b = number(found), number(str(expected))
+    """Numbers that agree in six digits. The answer may have a unit."""
+    said = re.match(r"\s*-?[\d,]*\.?\d+(?:[eE][-+]?\d+)?", found)
+    a, b = number(said.group() if said else found), number(str(expected))
     return float(a is not None and b is not None and (a == b or close(b, a, 1e-6)))
+
+
+def closeness(found: str, expected: Any, _: list[str]) -> float:
+    """1 minus the distance of two numbers, at least 0."""
+    a, b = number(found), number(str(expected))
+    return max(0.0, 1.0 - abs(a - b)) if a is not None and b is not None else 0.0
 
 
 def letter(found: str, expected: Any, choices: list[str]) -> float:
@@ -241,6 +250,46 @@ def grid(found: str, expected: Any, _: list[str]) -> float:
     return float([row for row in rows if row] == expected)
 
 
+def schedule(found: str, expected: Any, _: list[str]) -> float:
+    """A list of events that do not overlap, one for each of `{id: {duration, constraint, min_time, max_time}}`."""
+    if not isinstance(expected, dict):
+        return 0.0
+    try:
+        events = {str(event["event_id"]): event for event in json.loads(found)}
+        spans = {
+            name: (minutes(e["start_time"]), minutes(e["start_time"]) + e["duration"]) for name, e in events.items()
+        }
+        kept = spans.keys() == expected.keys() and all(_keeps(spans[name], expected[name]) for name in spans)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0.0
+    in_order = sorted(spans.values())
+    return float(kept and all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)))
+
+
+def _keeps(span: tuple[int, int], wanted: dict[str, Any]) -> bool:
+    """The duration, the day's bounds, and `before 9am`, `after 9:30`, `at 10am` or `between 9am and 10am`."""
+    begin, end = span
+    kind, _, rest = str(wanted.get("constraint") or "").partition(" ")
+    bounds = [minutes(time) for time in rest.split(" and ")] if rest else []
+    fits = {
+        "before": end <= (bounds or [0])[0],
+        "after": begin >= (bounds or [0])[0],
+        "at": begin == (bounds or [0])[0],
+    }
+    fits["between"] = len(bounds) == 2 and begin >= bounds[0] and end <= bounds[1]
+    inside = minutes(wanted["min_time"]) <= begin and end <= minutes(wanted["max_time"])
+    return end - begin == wanted["duration"] and inside and fits.get(kind, True)
+
+
+def minutes(time: str) -> int:
+    """Minutes since midnight of `9:30`, `14:00`, `9am` or `12:15pm`."""
+    match = re.fullmatch(r"(\d{1,2})(?::(\d\d))?\s*(am|pm)?", time.strip().lower())
+    if match is None:
+        raise ValueError(f"{time!r} is not a time")
+    hour = int(match[1]) % 12 + 12 * (match[3] == "pm") if match[3] else int(match[1])
+    return 60 * hour + int(match[2] or 0)
+
+
 def truth(found: str, expected: Any, _: list[str]) -> float:
     """Both say yes (a word, a number but 0, a list that is not empty), or both say no."""
     return float(_says_yes(found) == _says_yes(expected))
@@ -271,6 +320,7 @@ COMPARISONS: dict[str, Callable[[str, Any, list[str]], float]] = {
         exact,
         verbatim,
         numeric,
+        closeness,
         letter,
         label,
         starts,
@@ -284,6 +334,7 @@ COMPARISONS: dict[str, Callable[[str, Any, list[str]], float]] = {
         weighted_similarity,
         rouge_l,
         grid,
+        schedule,
         truth,
         ndcg,
     )

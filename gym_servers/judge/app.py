@@ -104,7 +104,9 @@ class Form(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     instructions: str = Field(min_length=1, description="The judge's task.")
-    material: dict[str, str] = Field(description="A name for the judge -> the row's field (`a.b`: b of the object a).")
+    material: dict[str, str] = Field(
+        description="A name for the judge -> the row's field (`a.b`: b of the object a), or `$prompt`: the policy's input."
+    )
     verdicts: dict[str, float] = Field(min_length=2, description="Word of the judge -> reward.")
     each: str | None = Field(default=None, description="A list in the row: one question for each item; the mean.")
     text: str | None = Field(default=None, description="The key of an item's text; without it the item is the text.")
@@ -187,7 +189,8 @@ async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Pe
     form = options.form
     if form is None:
         return unverifiable("the row has no `mode`, and the stanza no `form`")
-    material = {name: field(task.row, path) for name, path in form.material.items()}
+    row = {**task.row, "$prompt": prompt_of(task.responses_create_params.get("input"))}
+    material = {name: field(row, path) for name, path in form.material.items()}
     listed = [task.row] if form.each is None else field(task.row, form.each)
     items = json.loads(listed) if isinstance(listed, str) else listed
     if not isinstance(items, list) or not items or None in material.values():
@@ -218,6 +221,15 @@ async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Pe
         worth.append(1 - value if flipped else value)
     told = {"reward": sum(worth) / len(worth), "verdicts": [verdict.value for verdict in verdicts], "outcome": "judged"}
     return shaped(told, task.response, options.shaping)
+
+
+def prompt_of(asked: Any) -> str:
+    """The texts of the messages that a policy was given."""
+    if isinstance(asked, str):
+        return asked
+    contents = [item.get("content") for item in asked or () if isinstance(item, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    return "\n\n".join(str(part.get("text") or "") if isinstance(part, dict) else str(part or "") for part in parts)
 
 
 def unverifiable(reason: str) -> dict[str, Any]:

@@ -183,6 +183,9 @@ def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> A
         if "array" in types(wanted):
             items = wanted.get("items", {})
             found.setdefault(child.tag, []).append(of_element(child, items, whole, depth + 1))
+        elif child.tag in found and whole == {}:  # no schema says which elements are lists
+            again = found[child.tag] if isinstance(found[child.tag], list) else [found[child.tag]]
+            found[child.tag] = [*again, of_element(child, {}, whole, depth + 1)]
         elif child.tag in found:
             raise Malformed(f"<{child.tag}> occurs twice")
         else:
