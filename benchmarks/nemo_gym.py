@@ -50,6 +50,7 @@ VERDICTS: dict[str, Callable[[Row, str], str]] = {
     "aegis_v4_safety": lambda row, _: row["response_safety"],
     "text_to_sql": lambda row, _: "equivalent" if row["judge_passed"] else "different",
     "terminus_judge": lambda row, _: "equivalent" if row["judge_passed"] else "different",
+    "arena": lambda row, _: {1.0: "better", 0.5: "tie"}.get(row["reward"], "worse"),
     "arena_judge": lambda row, _: "better" if row["verdict_gen_base"] in ("A>B", "A>>B") else "worse",
     "longmemeval": lambda row, _: "correct" if row["judge_label"] else "incorrect",
 }
@@ -82,7 +83,7 @@ async def replayed(family: str, stanza: Row, folder: Path) -> list[tuple[float |
         said = f"VERDICT {nonce}: {VERDICTS.get(family, graded)(current, item[1] if item else '')}"
         return new_response(request, [message_item([output_text(said)], "msg_1")], response_id="r", model="judge")
 
-    options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "requirements")}
+    options = {name: value for name, value in stanza.items() if name not in ("kind", "app", "requirements", "optional")}
     app = load(ROOT / stanza["app"] / "app.py").app
     outcomes: list[tuple[float | None, float | None, str]] = []
     async with house({"gym": options}, gym=app, policy=model_server(respond=judge)) as peers:

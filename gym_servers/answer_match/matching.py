@@ -299,9 +299,12 @@ def _says_yes(value: Any) -> bool:
     return folded(str(value)).strip(" .[]{}\"'") not in ("", "0", "no", "false", "none", "null")
 
 
-def ndcg(found: str, expected: Any, _: list[str]) -> float:
-    """Normalised discounted cumulative gain of a ranked list, over its own length. expected: `{item: relevance}`."""
-    gains = {folded(name): float(gain) for name, gain in expected.items()} if isinstance(expected, dict) else {}
+def ndcg(found: str, expected: Any, choices: list[str]) -> float:
+    """Normalised discounted cumulative gain of a ranked list, over its own length. choices: the items that `expected`
+    has a relevance for, in its order.
+    """
+    pairs = zip(choices, expected, strict=False) if isinstance(expected, list) else ()
+    gains = {folded(name): float(gain) for name, gain in pairs}
     ranked = list(dict.fromkeys(_items(found)))
     best = sorted(gains.values(), reverse=True)[: len(ranked)]
     top = sum((2**gain - 1) / _log2(place) for place, gain in enumerate(best))

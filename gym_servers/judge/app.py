@@ -119,6 +119,7 @@ class JudgeOptions(ServiceOptions):
     attempts: int = Field(default=2, ge=1, description="Calls until its verdict can be parsed.")
     timeout_s: float = Field(default=120.0, gt=0, description="For one answer of the judge.")
     scale: int = Field(default=5, ge=1, le=100, description="A rubric's criteria are scored from 0 to this.")
+    rows: Literal["form", "group"] = Field(default="form", description="The mode of rows that have none.")
     form: Form | None = Field(default=None, description="How rows without a `mode` are judged.")
     shaping: Shaping = Shaping()
 
@@ -167,7 +168,7 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     answer = without_reasoning(task.text).strip()
     if not answer:
         return {"reward": 0.0, "outcome": "no_answer"}
-    if task.mode == "group":
+    if task.mode == "group" or (task.mode == "form" and options.rows == "group"):
         return {"reward": None, "reward_pending": "group"}
     if task.mode == "form":
         return await by_form(task, answer, options, peers)
@@ -284,8 +285,12 @@ async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> lis
     An answer that the judge cannot rank even against a plain text gets 0, and the others are ranked without it.
     """
 
+    first = group.rollouts[0]
+
     async def rank(texts: list[str], judged: int | None = None) -> Verdict[list[int]]:
-        question = ranking_question(group.rollouts[0].question, texts, judged)
+        question = ranking_question(
+            first.question or prompt_of(first.responses_create_params.get("input")), texts, judged
+        )
         return await ask(
             peers, options.judge, question, ranking(len(texts)), attempts=options.attempts, timeout_s=options.timeout_s
         )

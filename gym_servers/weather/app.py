@@ -6,7 +6,7 @@ import json
 from typing import Any
 from zlib import crc32
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
 from ngym import VerifyRequest, gym_server
 from ngym.rollout import calls_in
@@ -31,8 +31,11 @@ def reported(response: dict[str, Any], city: str) -> str | None:
         is_call = item.get("type") == "function_call" and item.get("name") == "get_weather"
         if not is_call or place(_field(item.get("arguments"), "city")) != place(city):
             continue
-        if description := _field(outputs.get(str(item.get("call_id"))), "weather_description"):
+        output = outputs.get(str(item.get("call_id")))
+        if description := _field(output, "weather_description"):
             word = description.rstrip(" .").rpartition(" ")[2].casefold()
+        elif isinstance(output, str):  # a tool of NeMo Gym answers in a sentence
+            word = next((sky for sky in SKIES if sky in output.casefold()), word)
     return word
 
 
@@ -50,7 +53,9 @@ class GetWeather(BaseModel):
 
 
 class WeatherTask(VerifyRequest):
-    expected_city: ReferenceText | None = None
+    expected_city: ReferenceText | None = Field(
+        default=None, validation_alias=AliasChoices("expected_city", AliasPath("verifier_metadata", "expected_city"))
+    )
 
 
 async def get_weather(body: GetWeather) -> dict[str, str]:
