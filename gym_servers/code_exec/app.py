@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -85,14 +87,43 @@ class Execution(BaseModel):
     stdout: str
 
 
+class Tests(BaseModel):
+    """Tests as code, in the namespace of the answer: `check(candidate)`, or classes of unittest."""
+
+    test: str = Field(min_length=1)
+    entry_point: str = Field(min_length=1)  # the function's name
+    setup_code: str = ""  # runs before the answer
+    code_prompt: str = ""  # the head of the function; the answer may rely on its imports
+    prompt: str = ""  # as code_prompt; with a suffix, the text around the answer
+    suffix: str | None = None  # fill-in-the-middle: the answer is between prompt and suffix
+
+    def units(self, code: str) -> list[str]:
+        """The programs to run one after another, before the tests."""
+        if self.suffix is not None:
+            return [self.prompt + _between(self.prompt, code, self.suffix) + self.suffix]
+        head = self.code_prompt or self.prompt
+        return [self.setup_code, f"{head.rstrip()}\n    pass\n" if head else "", code]
+
+
+def _between(prompt: str, code: str, suffix: str) -> str:
+    """The missing part, without the lines of its surroundings that an answer repeats."""
+    same = max((n for n in range(1, min(len(code), len(prompt)) + 1) if prompt.endswith(code[:n])), default=0)
+    code = code[same:]
+    same = max((n for n in range(1, min(len(code), len(suffix)) + 1) if suffix.startswith(code[-n:])), default=0)
+    return code[: len(code) - same]
+
+
 class CodeTask(VerifyRequest):
     """function: the name to call; without it the answer is a program. tolerance: relative, for numbers with a point.
 
-    Also accepts `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as in LiveCodeBench and NeMo Gym.
+    Also accepts `verifier_metadata: {unit_tests: {inputs, outputs, fn_name}}`, as in LiveCodeBench and NeMo Gym, and
+    `verifier_metadata: {test, entry_point, ...}` (`Tests`) or `{task_id}`, whose tests are in the option `tests`.
     """
 
     function: str | None = None
-    cases: list[Call] | list[Execution] = Field(min_length=1)
+    cases: list[Call] | list[Execution] = Field(default_factory=list)
+    tests: Tests | None = None
+    task_id: str | None = None
     tolerance: float = 1e-6
 
     @model_validator(mode="before")
@@ -100,7 +131,10 @@ class CodeTask(VerifyRequest):
     def _unit_tests(cls, row: Any) -> Any:
         if not isinstance(row, dict) or "cases" in row or not isinstance(row.get("verifier_metadata"), dict):
             return row
-        tests = row["verifier_metadata"].get("unit_tests")
+        own = row["verifier_metadata"]
+        if "test" in own or "unit_tests" not in own:
+            return {**row, "tests": own if "test" in own else None, "task_id": own.get("task_id")}
+        tests = own["unit_tests"]
         tests = json.loads(tests) if isinstance(tests, str) else tests
         if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
             return row  # validation then reports that the field `cases` is missing
@@ -112,6 +146,8 @@ class CodeTask(VerifyRequest):
 
     @model_validator(mode="after")
     def _kinds(self) -> Self:
+        if not self.cases and self.tests is None and self.task_id is None:
+            raise ValueError("a row needs cases, or verifier_metadata with unit_tests, test or task_id")
         wanted = Call if self.function else Execution
         if not all(isinstance(case, wanted) for case in self.cases):
             raise ValueError("cases must be {args, expected} with a function, and {stdin, stdout} without one")
@@ -138,6 +174,7 @@ def _value(wanted: Any) -> Any:
 
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
+TEST_HARNESS = Path(__file__).with_name("test_harness.py").read_text()
 
 
 @dataclass(frozen=True)
@@ -184,6 +221,18 @@ async def of_program(sandbox: Sandbox, code: str, task: CodeTask, limits: Limits
     return Score(passed, reason, tier)
 
 
+async def of_tests(sandbox: Sandbox, code: str, tests: Tests, limits: Limits) -> Score:
+    """Run the answer and then its tests in one process. The answer that counts carries a nonce."""
+    nonce = secrets.token_hex(16)
+    request = {"units": tests.units(code), "test": tests.test, "entry_point": tests.entry_point, "nonce": nonce}
+    result = await sandbox.run(TEST_HARNESS, stdin=json.dumps(request), limits=limits)
+    if result.verdict == "infra_error":
+        return Score(0, result.detail, result.tier, infra=True)
+    told = [line.partition(" ")[2] for line in result.answer.splitlines() if line.startswith(f"{nonce} ")]
+    passed = told == ["passed"]
+    return Score(int(passed), None if passed else told[0] if told else _why(0, None, result), result.tier)
+
+
 def _returned(answer: dict[str, Any] | None, expected: Any, tolerance: float) -> bool:
     """Whether the call returned the expected value. An exception is not the value null."""
     return answer is not None and "value" in answer and same(expected, answer["value"], tolerance)
@@ -216,6 +265,9 @@ class CodeOptions(ServiceOptions):
     limits: Limits = Field(
         default=Limits(cpu_s=5), description="Of one run: one test of a program, or all calls of a function."
     )
+    tests: Path | None = Field(
+        default=None, description="A file of JSON lines with `task_id`, `test`, `entry_point`, for rows with a task_id."
+    )
     partial: bool = Field(
         default=False,
         description="Reward the share of tests that pass; otherwise the first failed test ends the check.",
@@ -227,33 +279,49 @@ async def lifespan(context: ServiceContext) -> AsyncIterator[None]:
     sandbox: Sandbox = sandbox_of(context.options.sandbox)
     async with sandbox.lifespan():
         app.state.sandbox = sandbox
+        app.state.tests = {} if context.options.tests is None else tests_of(context.options.tests)
         yield
+
+
+def tests_of(file: Path) -> dict[str, Tests]:
+    """Task id -> its tests. A `.gz` file is unpacked."""
+    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    return {row["task_id"]: Tests.model_validate(row) for row in rows}
 
 
 async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
     code = fenced(task.text)
+    tests = task.tests or app.state.tests.get(task.task_id)
+    if not task.cases and tests is None:
+        reason = f"the option `tests` names no file with the task {task.task_id!r}"
+        return {"reward": None, "outcome": "unverifiable", "reason": reason}
+    total = len(task.cases) or 1
     if code is None:
         return {
             "reward": 0.0,
             "outcome": "no_code",
             "extracted_answer": None,
             "passed": 0,
-            "tests": len(task.cases),
+            "tests": total,
             "tier": None,
         }
-    score: Score = await (of_function if task.function else of_program)(
-        app.state.sandbox, code, task, options.limits, options.partial
+    run = of_function if task.function else of_program
+    score = (
+        await run(app.state.sandbox, code, task, options.limits, options.partial)
+        if task.cases
+        else await of_tests(app.state.sandbox, code, cast(Tests, tests), options.limits)
     )
-    reward = None if score.infra else score.passed / len(task.cases)
+    reward = None if score.infra else score.passed / total
     if reward is not None and not options.partial:
         reward = float(reward == 1)
-    outcome = "infra_error" if score.infra else "passed" if score.passed == len(task.cases) else "failed"
+    outcome = "infra_error" if score.infra else "passed" if score.passed == total else "failed"
     return {
         "reward": reward,
         "outcome": outcome,
         "reason": score.reason,
         "passed": score.passed,
-        "tests": len(task.cases),
+        "tests": total,
         "tier": score.tier,
         "extracted_answer": code,
     }

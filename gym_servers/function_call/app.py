@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -137,6 +138,23 @@ class Task(VerifyRequest):
     )
     not_for: list[ReferenceText] = Field(default=[], description="Words for information that is known or not needed.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, row: Any) -> Any:
+        """NeMo Gym's rows: `expected_answers` (xlam), `expected_call`, or `expected_action` (a call, several, a message)."""
+        if not isinstance(row, dict) or "expected_calls" in row:
+            return row
+        action = row.get("expected_action")
+        if isinstance(action, dict):
+            calls = action.get("calls", [action] if action.get("type") == "function_call" else [])
+        elif "expected_call" in row:
+            calls = [row["expected_call"]]
+        else:
+            calls = row.get("expected_answers")
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            return row  # validation then reports that the field `expected_calls` is missing
+        return {**row, "expected_calls": [{"name": c.get("name"), "arguments": _arguments(c)} for c in calls]}
+
     @field_validator("responses_create_params")
     @classmethod
     def _tools_can_be_read(cls, params: Json) -> Json:
@@ -155,6 +173,8 @@ class Task(VerifyRequest):
     def _one_kind(self) -> Task:
         if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) > 1:
             raise ValueError("a row has either expected_calls, expected_answer or asks_for")
+        if not self.responses_create_params.get("tools"):
+            return self  # the policy's harness declares them
         unknown = {call.name for call in self.expected_calls} - self.schemas.keys()
         if unknown:
             raise ValueError(f"expected_calls names {sorted(unknown)}, which the row's tools do not declare")
@@ -163,7 +183,17 @@ class Task(VerifyRequest):
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
         tools = self.responses_create_params.get("tools") or []
-        return {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
+        declared = {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
+        return declared if tools else {call.name: {} for call in self.expected_calls}
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    """A call's arguments, which may be JSON text."""
+    given = call.get("arguments", {})
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 async def verify(task: Task, options: Options) -> dict[str, Any]:

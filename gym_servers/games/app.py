@@ -2,7 +2,10 @@
 
 import asyncio
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
+from zlib import crc32
+
+from pydantic import model_validator
 
 from ngym import Session, VerifyRequest
 from ngym.grading.answers import move
@@ -19,6 +22,7 @@ from .twenty48 import Twenty48
 from .wordle import Wordle
 
 ILLEGAL_MOVES = 3
+Name = Literal["blackjack", "wordle", "sokoban", "tic_tac_toe", "2048", "minesweeper"]
 GAMES: dict[str, type[Game]] = {
     "blackjack": Blackjack,
     "wordle": Wordle,
@@ -31,8 +35,16 @@ HOW = "Say your move alone in the last line, or in \\boxed{}."
 
 
 class Task(VerifyRequest):
-    game: Literal["blackjack", "wordle", "sokoban", "tic_tac_toe", "2048", "minesweeper"]
+    game: Name = "blackjack"
     seed: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_seed(cls, row: Any) -> Any:
+        """A row without a seed (NeMo Gym's blackjack) is another game in each task and rollout."""
+        if not isinstance(row, dict) or "seed" in row:
+            return row
+        return {**row, "seed": crc32(f"{row.get('_ng_task_index')} {row.get('_ng_rollout_index')}".encode())}
 
 
 async def reset(task: Task, session: Session) -> str:

@@ -32,6 +32,16 @@ class FollowingTask(VerifyRequest):
         "binary"  # binary: 1 if all are followed, else 0; fraction: the share that is followed
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_verifier(cls, row: Any) -> Any:
+        """NeMo Gym's `verifier: {type: ..., arguments}` (format_verification, citation_if) is one instruction."""
+        if not isinstance(row, dict) or "instruction_id_list" in row or not isinstance(row.get("verifier"), dict):
+            return row
+        name = f"verifier:{row['verifier'].get('type')}"
+        arguments = {key: value for key, value in row["verifier"].items() if key != "type"}
+        return {**row, "instruction_id_list": [name], "kwargs": [arguments]}
+
     @property
     def instructions(self) -> list[tuple[str, dict[str, Any]]]:
         """Each id with its arguments. Drops null arguments, which IFEval's rows have for other instructions."""

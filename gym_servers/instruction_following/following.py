@@ -7,12 +7,12 @@ from pydantic import validate_call
 
 from ngym.grading.text_match import visible
 
-from . import ifbench, ifeval, rlvr
+from . import ifbench, ifeval, markup, rlvr
 
 MAX_CHARS = 200_000  # a longer text follows no instruction
 Check = Callable[..., bool]
 
-KNOWN = {**ifeval.CHECKS, **ifbench.CHECKS, **rlvr.CHECKS}
+KNOWN = {**ifeval.CHECKS, **ifbench.CHECKS, **rlvr.CHECKS, **markup.CHECKS}
 CHECKS: dict[str, Check] = {name: validate_call(check) for name, check in KNOWN.items()}
 
 

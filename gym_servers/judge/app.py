@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ngym import ServiceOptions, VerifyGroup, VerifyRequest, gym_server
 from ngym.grading.answers import without_reasoning
@@ -98,11 +99,28 @@ def ranking_question(asked: str, answers: list[str], judged: int | None = None) 
     )
 
 
+class Form(BaseModel):
+    """A question about each row without a `mode`: fields of the row as material, and the rewards of the verdicts."""
+
+    model_config = ConfigDict(extra="forbid")
+    instructions: str = Field(min_length=1, description="The judge's task.")
+    material: dict[str, str] = Field(
+        description="A name for the judge -> the row's field (`a.b`: b of the object a), or `$prompt`: the policy's input."
+    )
+    verdicts: dict[str, float] = Field(min_length=2, description="Word of the judge -> reward.")
+    each: str | None = Field(default=None, description="A list in the row: one question for each item; the mean.")
+    text: str | None = Field(default=None, description="The key of an item's text; without it the item is the text.")
+    flip: str | None = Field(default=None, description="A field of the row or item ...")
+    flip_if: str | None = Field(default=None, description="... and its value for which the reward is 1 - reward.")
+
+
 class JudgeOptions(ServiceOptions):
     judge: ServiceName = Field(default="policy", description="A model service; preferably not the policy in training.")
     attempts: int = Field(default=2, ge=1, description="Calls until its verdict can be parsed.")
     timeout_s: float = Field(default=120.0, gt=0, description="For one answer of the judge.")
     scale: int = Field(default=5, ge=1, le=100, description="A rubric's criteria are scored from 0 to this.")
+    rows: Literal["form", "group"] = Field(default="form", description="The mode of rows that have none.")
+    form: Form | None = Field(default=None, description="How rows without a `mode` are judged.")
     shaping: Shaping = Shaping()
 
 
@@ -112,12 +130,24 @@ class Criterion(BaseModel):
 
 
 class JudgeTask(VerifyRequest):
-    mode: Literal["rubric", "pairwise", "ranking", "group"]  # group: among the other rollouts of the task
+    mode: Literal["rubric", "pairwise", "ranking", "group", "form"]  # group: among the other rollouts of the task
     question: ReferenceText  # what the policy was asked, as the judge sees it
     rubric: list[Criterion] = Field(default_factory=list)
     references: list[ReferenceText] = Field(
         default_factory=list
     )  # pairwise: one text; ranking: the texts to rank the answer among
+
+    row: dict[str, Any] = Field(default_factory=dict)  # mode form: the row's own fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_mode(cls, row: Any) -> Any:
+        """A row without `mode` may use our names for its own fields."""
+        if not isinstance(row, dict) or "mode" in row:
+            return row
+        own = {name: value for name, value in row.items() if name not in VerifyRequest.model_fields}
+        kept = {name: value for name, value in row.items() if name in VerifyRequest.model_fields}
+        return {**kept, "mode": "form", "question": "", "row": own}
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> JudgeTask:
@@ -138,8 +168,10 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     answer = without_reasoning(task.text).strip()
     if not answer:
         return {"reward": 0.0, "outcome": "no_answer"}
-    if task.mode == "group":
+    if task.mode == "group" or (task.mode == "form" and options.rows == "group"):
         return {"reward": None, "reward_pending": "group"}
+    if task.mode == "form":
+        return await by_form(task, answer, options, peers)
     names, asked = questions(task, answer, options, peers)
     verdicts: list[Verdict[float]] = await asyncio.gather(*asked)
     values: list[float] = []
@@ -151,6 +183,69 @@ async def verify(task: JudgeTask, options: JudgeOptions, peers: Peers) -> dict[s
     parts = {name: w * value / sum(weights) for name, w, value in zip(names, weights, values, strict=True)}
     outcome = {"reward": sum(parts.values()), "reward_components": parts, "outcome": "judged"}
     return shaped(outcome, task.response, options.shaping)
+
+
+async def by_form(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers) -> dict[str, Any]:
+    """The mean over the row's items, or over the row itself, of the rewards of the verdicts."""
+    form = options.form
+    if form is None:
+        return unverifiable("the row has no `mode`, and the stanza no `form`")
+    row = {**task.row, "$prompt": prompt_of(task.responses_create_params.get("input"))}
+    material = {name: field(row, path) for name, path in form.material.items()}
+    listed = [task.row] if form.each is None else field(task.row, form.each)
+    items = json.loads(listed) if isinstance(listed, str) else listed
+    if not isinstance(items, list) or not items or None in material.values():
+        missing = [path for name, path in form.material.items() if material[name] is None] or [str(form.each)]
+        return unverifiable(f"the row has no field {missing[0]!r}, which the stanza's `form` names")
+    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in material.items()}
+    criteria = [{} if form.each is None else {"criterion": text_of(item, form.text)} for item in items]
+    words = list(form.verdicts)
+    verdicts = await asyncio.gather(
+        *(
+            ask(
+                peers,
+                options.judge,
+                Question(form.instructions, {**shown, **one, "answer": answer}, ", ".join(words), judged="answer"),
+                one_of(*words),
+                attempts=options.attempts,
+                timeout_s=options.timeout_s,
+            )
+            for one in criteria
+        )
+    )
+    worth = []
+    for item, verdict in zip(items, verdicts, strict=True):
+        if verdict.value is None:
+            return verdict.failure()
+        value = form.verdicts[verdict.value]
+        flipped = form.flip and str(field(item if isinstance(item, dict) else {}, form.flip)) == form.flip_if
+        worth.append(1 - value if flipped else value)
+    told = {"reward": sum(worth) / len(worth), "verdicts": [verdict.value for verdict in verdicts], "outcome": "judged"}
+    return shaped(told, task.response, options.shaping)
+
+
+def prompt_of(asked: Any) -> str:
+    """The texts of the messages that a policy was given."""
+    if isinstance(asked, str):
+        return asked
+    contents = [item.get("content") for item in asked or () if isinstance(item, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    return "\n\n".join(str(part.get("text") or "") if isinstance(part, dict) else str(part or "") for part in parts)
+
+
+def unverifiable(reason: str) -> dict[str, Any]:
+    return {"reward": None, "outcome": "unverifiable", "reason": reason}
+
+
+def text_of(item: Any, key: str | None) -> str:
+    return str(item[key] if key and isinstance(item, dict) and key in item else item)
+
+
+def field(row: Any, path: str) -> Any:
+    """The value at `a.b.c`; None if there is none."""
+    for name in path.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
+    return row
 
 
 def questions(task: JudgeTask, answer: str, options: JudgeOptions, peers: Peers) -> tuple[list[str], list[Any]]:
@@ -190,8 +285,12 @@ async def verify_group(group: Group, options: JudgeOptions, peers: Peers) -> lis
     An answer that the judge cannot rank even against a plain text gets 0, and the others are ranked without it.
     """
 
+    first = group.rollouts[0]
+
     async def rank(texts: list[str], judged: int | None = None) -> Verdict[list[int]]:
-        question = ranking_question(group.rollouts[0].question, texts, judged)
+        question = ranking_question(
+            first.question or prompt_of(first.responses_create_params.get("input")), texts, judged
+        )
         return await ask(
             peers, options.judge, question, ranking(len(texts)), attempts=options.attempts, timeout_s=options.timeout_s
         )

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from reasoning_gym.factory import DATASETS
 
 from ngym import ServiceOptions, VerifyRequest, gym_server
@@ -43,6 +43,17 @@ class Task(VerifyRequest):
     config: dict[str, Any] = Field(default_factory=dict)
     fingerprint: str | None = None  # of the question; null reward if the library generates another one
 
+    entry: dict[str, Any] | None = None  # the library's own entry, if the row has no seed to generate it from
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_entry(cls, row: Any) -> Any:
+        """NeMo Gym's rows are entries of the library: question, answer and metadata, which names the dataset."""
+        if not isinstance(row, dict) or "dataset" in row or not isinstance(row.get("metadata"), dict):
+            return row
+        entry = {name: row.get(name) for name in ("question", "answer", "metadata")}
+        return {**row, "dataset": row["metadata"].get("source_dataset"), "seed": 0, "entry": entry}
+
     @field_validator("dataset")
     @classmethod
     def _is_trusted(cls, name: str) -> str:
@@ -72,7 +83,7 @@ async def verify(task: Task, options: Options) -> dict[str, Any]:
 async def scored(task: Task, answer: str, options: Options) -> Outcome:
     config = json.dumps(task.config, sort_keys=True)
     row = (task.dataset, task.seed, task.index, config, task.fingerprint)
-    return await pool.run(*row, answer, deadline_s=options.deadline_s)
+    return await pool.run(*row, answer, task.entry, deadline_s=options.deadline_s)
 
 
 def told(outcome: str, score: float | None, reason: str | None, options: Options) -> dict[str, Any]:

@@ -62,10 +62,22 @@ def fingerprint(entry: dict[str, Any]) -> str:
     return hashlib.sha256(entry["question"].encode()).hexdigest()[:16]
 
 
-def check(name: str, seed: int, index: int, config: str, expected: str | None, answer: str) -> dict[str, Any]:
-    """`{"outcome": "correct" | "wrong" | "infra_error", "score", "reason"}`; score: the library's own, 0 to 1."""
+def check(
+    name: str,
+    seed: int,
+    index: int,
+    config: str,
+    expected: str | None,
+    answer: str,
+    entry: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`{"outcome": "correct" | "wrong" | "infra_error", "score", "reason"}`; score: the library's own, 0 to 1.
+
+    entry: is scored instead of the generated one.
+    """
     try:
         task = made(name, seed, index, config)
+        task = task if entry is None else task._replace(entry=entry)
     except Exception as error:  # noqa: BLE001  the row's or the library's fault, never the answer's
         return {"outcome": "infra_error", "score": None, "reason": f"the task cannot be generated: {error}"}
     if expected is not None and fingerprint(task.entry) != expected:

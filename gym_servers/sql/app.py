@@ -39,6 +39,18 @@ class SqlTask(VerifyRequest):
     gold: str
     ordered: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, row: Any) -> Any:
+        """NeMo Gym's rows of BIRD (`gt_sql`) and Spider 2 (`gold_sql`) name their database in `db_id`."""
+        gold = (
+            next((row[name] for name in ("gt_sql", "gold_sql") if name in row), None) if isinstance(row, dict) else None
+        )
+        if gold is None or "gold" in row:
+            return row
+        order = {"ordered": not row["ignore_order"]} if isinstance(row.get("ignore_order"), bool) else {}
+        return {"gold": gold, "database": row.get("db_id"), **order, **row}
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.setup is None) == (self.database is None):

@@ -18,7 +18,7 @@ import csv
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime, time
 from io import StringIO
 from math import isnan
@@ -183,6 +183,9 @@ def of_element(element: Element, schema: Schema, whole: Schema, depth: int) -> A
         if "array" in types(wanted):
             items = wanted.get("items", {})
             found.setdefault(child.tag, []).append(of_element(child, items, whole, depth + 1))
+        elif child.tag in found and whole == {}:  # no schema says which elements are lists
+            again = found[child.tag] if isinstance(found[child.tag], list) else [found[child.tag]]
+            found[child.tag] = [*again, of_element(child, {}, whole, depth + 1)]
         elif child.tag in found:
             raise Malformed(f"<{child.tag}> occurs twice")
         else:
@@ -273,7 +276,9 @@ PARSERS: dict[str, Callable[[str, Schema], Any]] = {
 }
 
 
-def check(text: str, form: Format, schema_str: str, expected: dict[str, Any]) -> dict[str, Any]:
+def check(
+    text: str, form: Format, schema_str: str, expected: dict[str, Any], paths: Sequence[str] = ()
+) -> dict[str, Any]:
     """`{"outcome": "correct" | "wrong" | "invalid" | "unverifiable", "reason", "valid", "values"}`; the last two are
     from 0 to 1.
     """
@@ -293,7 +298,9 @@ def check(text: str, form: Format, schema_str: str, expected: dict[str, Any]) ->
     if fault is not None:
         return verdict("invalid", f"{pointer(fault.instance_path)}: {fault.message}", 0.0, 0.0)
     wrong = [path for path, value in expected.items() if not same(at(document, path), value)]
-    share = 1.0 - len(wrong) / len(expected) if expected else 1.0
+    wrong += [path for path in paths if not has_path(document, path, text, form)]
+    total = len(expected) + len(paths)
+    share = 1.0 - len(wrong) / total if total else 1.0
     return verdict("wrong" if wrong else "correct", f"wrong: {', '.join(wrong)}" if wrong else None, 1.0, share)
 
 
@@ -323,6 +330,28 @@ def at(document: Any, path: str) -> Any:
         else:
             return MISSING
     return document
+
+
+def has_path(document: Any, path: str, text: str, form: Format) -> bool:
+    """Whether a value is at StructEval's `a.b[0].*.c`, or a column at `csv::name`. XML's paths begin with its root."""
+    if path.startswith("csv::"):
+        return path.removeprefix("csv::") in next(csv.reader(text.strip().splitlines()[:1]), [])
+    steps = [next(filter(None, step)) for step in PATH_STEP.findall(path)]
+    return _reaches(document, steps[1:] if form == "xml" else steps)
+
+
+PATH_STEP = re.compile(r"`([^`]+)`|(\[\d+\])|([^.\[\]`]+)")
+
+
+def _reaches(node: Any, steps: list[str]) -> bool:
+    if not steps:
+        return True
+    step, *rest = steps
+    if isinstance(node, list):
+        if step == "*":
+            return any(_reaches(item, rest) for item in node)
+        return step[0] == "[" and int(step[1:-1]) < len(node) and _reaches(node[int(step[1:-1])], rest)
+    return isinstance(node, dict) and step in node and _reaches(node[step], rest)
 
 
 def same(found: Any, wanted: Any) -> bool:

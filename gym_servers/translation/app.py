@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
@@ -43,9 +43,9 @@ def fault(text: str, source: str, references: list[str]) -> str | None:
     return None
 
 
-def score(text: str, references: list[str]) -> dict[str, float | None]:
-    """chrF++ (sacrebleu, word order 2) and sentence BLEU (effective order), 0 to 1."""
-    chrf = CHRF_METRIC.sentence_score(text, references).score
+def score(text: str, references: list[str], word_order: int = 2) -> dict[str, float | None]:
+    """chrF (sacrebleu; with word order 2 chrF++) and sentence BLEU (effective order), 0 to 1."""
+    chrf = CHRF(word_order=word_order).sentence_score(text, references).score
     bleu = BLEU_METRIC.sentence_score(text, references).score
     return {"chrf": min(1.0, chrf / 100), "bleu": min(1.0, bleu / 100)}
 
@@ -62,6 +62,7 @@ def script_share(text: str, script: str) -> float:
 
 
 class TranslationOptions(ServiceOptions):
+    word_order: Literal[0, 1, 2] = Field(default=2, description="Of chrF: 2 is chrF++, 0 plain chrF.")
     chrf_weight: float = Field(default=1.0, ge=0, le=1, description="The rest is the weight of BLEU.")
     shaping: Shaping = Shaping()
 
@@ -69,6 +70,18 @@ class TranslationOptions(ServiceOptions):
 class TranslationTask(VerifyRequest):
     source: str = Field(min_length=1, max_length=20_000)
     references: list[str] = Field(min_length=1, max_length=10)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_names(cls, row: Any) -> Any:
+        """NeMo Gym's rows have `text` and one `translation`."""
+        if not isinstance(row, dict) or "references" in row or not {"text", "translation"} <= row.keys():
+            return row
+        return {
+            **{name: value for name, value in row.items() if name != "text"},
+            "source": row["text"],
+            "references": [row["translation"]],
+        }
 
     @field_validator("references")
     @classmethod
@@ -81,7 +94,7 @@ class TranslationTask(VerifyRequest):
 def verify(task: TranslationTask, options: TranslationOptions) -> dict[str, Any]:
     text = said(task.text)
     reason = fault(text, task.source, task.references)
-    found = score(text, task.references) if reason is None else {"chrf": 0.0, "bleu": 0.0}
+    found = score(text, task.references, options.word_order) if reason is None else {"chrf": 0.0, "bleu": 0.0}
     paid = weighted(found, {"chrf": options.chrf_weight, "bleu": 1.0 - options.chrf_weight})
     outcome = "scored" if reason is None else "refused"
     return shaped({**paid, "outcome": outcome, "reason": reason}, task.response, options.shaping)

@@ -6,9 +6,10 @@ import json
 from typing import Any
 from zlib import crc32
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
 from ngym import VerifyRequest, gym_server
+from ngym.rollout import calls_in
 from ngym.services.gym.server import ReferenceText
 
 SKIES = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy", "stormy", "cold", "warm", "hazy")
@@ -30,8 +31,11 @@ def reported(response: dict[str, Any], city: str) -> str | None:
         is_call = item.get("type") == "function_call" and item.get("name") == "get_weather"
         if not is_call or place(_field(item.get("arguments"), "city")) != place(city):
             continue
-        if description := _field(outputs.get(str(item.get("call_id"))), "weather_description"):
+        output = outputs.get(str(item.get("call_id")))
+        if description := _field(output, "weather_description"):
             word = description.rstrip(" .").rpartition(" ")[2].casefold()
+        elif isinstance(output, str):  # a tool of NeMo Gym answers in a sentence
+            word = next((sky for sky in SKIES if sky in output.casefold()), word)
     return word
 
 
@@ -49,7 +53,9 @@ class GetWeather(BaseModel):
 
 
 class WeatherTask(VerifyRequest):
-    expected_city: ReferenceText | None = None
+    expected_city: ReferenceText | None = Field(
+        default=None, validation_alias=AliasChoices("expected_city", AliasPath("verifier_metadata", "expected_city"))
+    )
 
 
 async def get_weather(body: GetWeather) -> dict[str, str]:
@@ -59,8 +65,8 @@ async def get_weather(body: GetWeather) -> dict[str, str]:
 
 
 async def verify(task: WeatherTask) -> dict[str, Any]:
-    if task.expected_city is None:  # a row of NeMo Gym, whose example gives 1 to every rollout
-        return {"reward": 1.0}
+    if task.expected_city is None:  # a row of NeMo Gym, whose example rewards the call
+        return {"reward": float(any(call.name == "get_weather" for call in calls_in(task.response)))}
     sky = reported(task.response, task.expected_city)
     said = task.text.casefold()
     named = {word for word in (*SKIES, sky) if word and word in said}

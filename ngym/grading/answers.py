@@ -135,8 +135,10 @@ def fenced(text: str) -> str | None:
 
 
 def move(text: str) -> str:
-    """A move of a game: the content of the last box after the reasoning, else the last non-empty line."""
+    """A move of a game, after the reasoning: the content of the last box or `<action>`, else the last non-empty line."""
     text = without_reasoning(text)
+    if tagged := re.findall(r"<action>([^<]*)</action>", text):
+        return str(tagged[-1])
     return boxed(text) or next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 

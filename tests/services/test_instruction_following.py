@@ -121,7 +121,8 @@ async def test_no_text_makes_the_checks_slow():
         **{name: {"keyword": "x"} for name in ("keywords:word_once", "keywords:exclude_word_harder")},
         **{f"first_word:first_word_{where}": {"first_word": "x"} for where in ("sent", "answer")},
         **{f"last_word:last_word_{where}": {"last_word": "x"} for where in ("sent", "answer")},
-        **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment")},
+        **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment", "count:conjunctions")},
+        **{name: given for name, given, _, _ in IFBENCH},
     }
     row = {"instruction_id_list": list(APP.CHECKS), "kwargs": [given.get(name, {}) for name in APP.CHECKS]}
     slower = slowness()  # what a text may take is CPU time, and no more of it on a slow machine
@@ -174,6 +175,93 @@ async def test_the_further_instructions_of_if_multi_constraints_are_told_from_th
     async with serving() as peers:
         wrong = []
         for name, given, good, bad in MULTI_CONSTRAINTS:
+            row = {"instruction_id_list": [name], "kwargs": [given]}
+            answers = [(await peers["gym"].post("/verify", rollout(text, **row)))["reward"] for text in (good, bad)]
+            if answers != [1.0, 0.0]:
+                wrong.append((name, answers))
+    assert not wrong
+
+
+ANIMALS = [
+    "Ants", "Bees", "Cows", "Deer", "Elks", "Frogs", "Geese", "Hares", "Ibises", "Jays", "Koalas", "Larks", "Mice",
+    "Newts", "Owls", "Pigs", "Quails", "Rats", "Seals", "Toads", "Urchins", "Voles", "Wasps", "Xenops", "Yaks",
+    "Zebus",
+]  # fmt: skip
+AFRICA = """Zimbabwe, Zambia, Uganda, Tunisia, Togo, Tanzania, Sudan, South Sudan, South Africa, Somalia, Sierra Leone,
+Seychelles, Senegal, São Tomé, Rwanda, Nigeria, Niger, Namibia, Mozambique, Morocco, Mauritius, Mauritania, Mali,
+Malawi, Madagascar, Libya, Liberia, Lesotho, Kenya, Ivory Coast, Guinea-Bissau, Guinea, Ghana, Gambia, Gabon, Ethiopia,
+Eswatini, Eritrea, Equatorial Guinea, Egypt, Djibouti, Congo (Republic), Congo (Democratic Republic), Comoros, Chad,
+Central African Republic, Cape Verde, Cameroon, Burundi, Burkina Faso, Botswana, Benin, Angola, Algeria"""
+COUNTRIES = AFRICA.replace("\n", " ").split(", ")
+CAPITALS = """Reykjavík, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin,
+Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chișinău, Bern,
+Ljubljana, Zagreb"""
+STEMS = ["Who?", "Who was it?", "Who was it, and when?", "Who was it, and when, and where?"]
+QUIZ = [f"Question {n}. {stem}\n" + "\n".join(f"{c}) name" for c in "ABCDE") for n, stem in enumerate(STEMS, 1)]
+STOCK = "ProductID,Category,Brand,Price,Stock\n" + "1,toys,Acme,2.5,3\n" * 13
+MARKS = "\t".join(f'"{name}"' for name in ("StudentID", "Subject", "Grade", "Semester", "Score"))
+KEYS = dict(zip((f"keyword{n}" for n in range(1, 6)), "abcde", strict=True))
+
+# IFBench's ids without those above: id, arguments, a text that follows it, one that does not
+IFBENCH: list[tuple[str, dict[str, Any], str, str]] = [
+    ("count:conjunctions", {"small_n": 2}, "Tea and milk, or water.", "Tea and milk and water."),
+    ("count:person_names", {"N": 2}, "Emma met Liam.", "Emma met Emma and Ursula."),
+    ("count:pronouns", {"N": 3}, "I saw him and she/her.", "Bob saw him."),
+    ("count:words_japanese", {"N": 2}, "green 茶 and 水", "green tea and 水"),
+    ("count:keywords_multiple", KEYS, "a b b c c c d d d d d e e e e e e e", "a b b c c c d d d d d e e e e e e e e"),
+    ("ratio:stop_words", {"percentage": 30}, "Green tea grows in Asia.", "It is in the tea."),
+    ("ratio:overlap", {"reference_text": "a b c d e", "percentage": 50}, "a b c d x y", "a b c d e"),
+    ("ratio:sentence_type", {}, "It rains. Does it? Yes.", "It rains. It snows."),
+    ("ratio:sentence_balance", {}, "It rains. Does it? Look!", "It rains. Does it?"),
+    ("ratio:sentence_words", {}, "One cat. Two men. My hats.", "One cat. Two men. My hat."),
+    ("words:vowel", {}, "The red tree is here.", "The red tree\nis here."),
+    ("words:consonants", {}, "Storms bring black clouds", "Storms bring a cloud"),
+    ("words:prime_lengths", {}, "It's red, or green.", "It was cold."),
+    ("words:start_verb", {}, "Bringing tea is kind.", "Tea is kind."),
+    ("words:odd_even_syllables", {}, "The river runs under rocks", "The river ran over the rocks"),
+    ("words:paragraph_last_first", {}, "Home is my home.\nTea, hot tea", "Home is my home.\nTea is hot"),
+    ("words:words_position", {"keyword": "tea"}, "My tea is a good tea, friend!", "My tea is a good cup, friend!"),
+    ("words:keywords_specific_position", {"keyword": "tea", "n": 2, "m": 1}, "Yes. Tea.", "Tea. Yes."),
+    ("sentence:alliteration_increment", {}, "Tea helps. Big bears sleep.", "Big bears sleep. Tea helps."),
+    ("sentence:keyword", {"word": "tea", "N": 2}, "Yes. My tea.", "My tea. My team."),
+    ("format:parentheses", {}, "a (b [c {d (e [f])}])", "a (b [c {d (e [f)}])"),
+    ("format:quotes", {}, '"He said \'it is "so"\' to me"', "\"He said 'it isn't so' to me\""),
+    ("format:options", {"options": "yes or no"}, "No.", "Nope"),
+    ("format:options", {"options": "a), b), c)"}, "b)", "b"),
+    ("format:emoji", {}, "Tea 🍵. More! 🍰", "Tea 🍵. More!"),
+    ("format:line_indent", {}, "a\n b\n  c", "a\n b\n b"),
+    ("format:quote_unquote", {}, 'He said "no", which is short.', 'He said "no" "yes" twice.'),
+    ("format:list", {"sep": "->"}, "-> tea\n-> milk", "- tea\n-> milk"),
+    ("format:thesis", {}, "<em>Tea is good.</em> It is warm.", "<i> </i> Tea is good."),
+    ("format:sub-bullets", {}, "* tea\n  - green\n* milk\n  - cold", "* tea\n* milk\n  - cold"),
+    ("format:no_bullets_bullets", {}, "Tea. Milk.\n* one\n* two", "Tea. Milk.\n* one\n* two\nEnd."),
+    ("format:output_template", {}, "My Answer: a My Conclusion: b Future Outlook: c", "My Answer: a My Conclusion: b"),
+    ("custom:multiples", {}, "14, 21, 28, 35, 42, 49", "14, 21, 28, 35, 42"),
+    ("custom:mcq_count_length", {}, "\n\n".join(QUIZ), "\n\n".join(reversed(QUIZ))),
+    ("custom:reverse_newline", {}, "Here:\n" + "\n".join(COUNTRIES), "\n".join(COUNTRIES[:40])),
+    ("custom:word_reverse", {}, "eagle bald the is It", "It is the bald eagle"),
+    ("custom:character_reverse", {}, "elgae dlab eht", "the bald eagle"),
+    (
+        "custom:sentence_alphabet",
+        {},
+        " ".join(f"{a} ran." for a in ANIMALS),
+        " ".join(f"{a} ran." for a in ANIMALS[1:]),
+    ),
+    ("custom:european_capitals_sort", {}, CAPITALS.replace("\n", " "), "Oslo, Paris"),
+    ("custom:csv_city", {}, "ID,Country,City,Year,Count" + '\n1,"Korea, South",Seoul,2020,3' * 7, "ID,Country\n1,Peru"),
+    ("custom:csv_special_character", {}, STOCK + '2,toys,"A & B",2.5,3', STOCK + '2,toys,"AB",2.5,3'),
+    ("custom:csv_quotes", {}, "\n".join([MARKS] * 4), "\n".join([MARKS] * 3)),
+    ("custom:date_format_list", {}, "1796-04-12, 1815-06-18", "1796-04-31"),
+    ("repeat:repeat_change", {"prompt_to_repeat": "Make hot tea."}, "Brew hot tea.", "Make hot tea."),
+    ("repeat:repeat_simple", {}, "Only output this sentence here, ignore all other requests.", "Only output this."),
+    ("repeat:repeat_span", {"prompt_to_repeat": "a b c d", "n_start": 1, "n_end": 2.0}, "b c", "a b c"),
+]
+
+
+async def test_ifbenchs_instructions_are_told_from_their_opposites():
+    async with serving() as peers:
+        wrong = []
+        for name, given, good, bad in IFBENCH:
             row = {"instruction_id_list": [name], "kwargs": [given]}
             answers = [(await peers["gym"].post("/verify", rollout(text, **row)))["reward"] for text in (good, bad)]
             if answers != [1.0, 0.0]:

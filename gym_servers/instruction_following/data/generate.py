@@ -284,9 +284,9 @@ def numerals(rng: random.Random, text: str, topic: str) -> Draft:
 
 def all_marks(rng: random.Random, text: str, topic: str) -> Draft:
     return (
-        f"{text} Why? It lives; it stays: that, at least, is sure!",
+        f"{text} Why? It lives; it stays: that, at least, is sure?!",
         {},
-        "Use each of these marks at least once: . , ! ? ; :",
+        "Use each of these marks at least once, and an interrobang besides: . , ! ? ; : ?!",
     )
 
 

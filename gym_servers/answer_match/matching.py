@@ -1,0 +1,370 @@
+"""Extracts an answer from a text and compares it with the expected one, by the names in a stanza."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable
+from difflib import SequenceMatcher
+from typing import Any
+
+from ngym.grading.answers import boxed, canonical, fenced, letter_of, short
+from ngym.grading.number_match import close
+from ngym.grading.text_match import normal
+
+MAX_CHARS = 50_000  # of a text that is compared as a whole
+PREFIX = 10
+Found = str | None
+
+# Extractors
+
+
+def by_pattern(text: str, pattern: str) -> Found:
+    """The first group that took part in the pattern's last match, or the match itself."""
+    found = list(re.finditer(pattern, text, re.MULTILINE))
+    return next((group for group in found[-1].groups() if group is not None), found[-1].group()) if found else None
+
+
+def by_tag(text: str, tag: str) -> Found:
+    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def by_key(text: str, key: str) -> Found:
+    """The key's value in the last JSON object of the text, as text; lists and objects as JSON."""
+    value = last_object(text).get(key)
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def last_object(text: str) -> dict[str, Any]:
+    """The last outermost JSON object in the text, in a code fence or not; {} if there is none."""
+    found: dict[str, Any] = {}
+    whole, place = json.JSONDecoder(), text.find("{")
+    tries = 0
+    while place >= 0 and tries < 1000:
+        tries += 1
+        try:
+            value, end = whole.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            found = value if isinstance(value, dict) else found
+        place = text.find("{", end)
+    return found
+
+
+def last_line(text: str) -> Found:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), None)
+
+
+def last_word(text: str) -> Found:
+    return re.sub(r"^\W+|\W+$", "", text.split()[-1]) if text.split() else None
+
+
+EXTRACTORS: dict[str, Callable[[str], Found]] = {
+    "text": lambda text: text.strip() or None,
+    "box": boxed,
+    "short": short,
+    "last_line": last_line,
+    "last_word": last_word,
+    "fence": fenced,
+}
+WITH_ARGUMENT: dict[str, Callable[[str, str], Found]] = {"pattern": by_pattern, "tag": by_tag, "key": by_key}
+
+
+def extracted(text: str, extract: list[str]) -> Found:
+    """What the first extractor finds that finds anything."""
+    for named in extract:
+        kind, _, argument = named.partition(":")
+        found = WITH_ARGUMENT[kind](text, argument) if argument else EXTRACTORS[kind](text)
+        if found is not None:
+            return found
+    return None
+
+
+# Comparisons: (what was found, what is expected, the other choices) -> 0 to 1
+
+
+def texts(expected: Any) -> list[str]:
+    return [str(item) for item in (expected if isinstance(expected, list) else [expected])]
+
+
+def exact(found: str, expected: Any, _: list[str]) -> float:
+    """One of the expected texts, ignoring case, spaces and marks around it; numbers may be written differently."""
+    return float(any(_equal(found, text) for text in texts(expected)))
+
+
+def _equal(found: str, expected: str) -> bool:
+    if folded(found) == folded(expected) or canonical(found) == canonical(expected):
+        return True
+    a, b = number(found), number(expected)
+    return a is not None and b is not None and a == b
+
+
+def folded(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def verbatim(found: str, expected: Any, _: list[str]) -> float:
+    return float(found.strip() in [text.strip() for text in texts(expected)])
+
+
+def number(text: str) -> float | None:
+    try:
+        return float(re.sub(r"(?<=\d),(?=\d{3})|[$%\\\s]", "", text))
+    except ValueError:
+        return None
+
+
+def numeric(found: str, expected: Any, _: list[str]) -> float:
+    """Numbers that agree in six digits. The answer may have a unit."""
+    said = re.match(r"\s*-?[\d,]*\.?\d+(?:[eE][-+]?\d+)?", found)
+    a, b = number(said.group() if said else found), number(str(expected))
+    return float(a is not None and b is not None and (a == b or close(b, a, 1e-6)))
+
+
+def closeness(found: str, expected: Any, _: list[str]) -> float:
+    """1 minus the distance of two numbers, at least 0."""
+    a, b = number(found), number(str(expected))
+    return max(0.0, 1.0 - abs(a - b)) if a is not None and b is not None else 0.0
+
+
+def letter(found: str, expected: Any, choices: list[str]) -> float:
+    """The letter of an option. choices: the options' texts; an answer may be one of them instead of its letter."""
+    letters = {chr(ord("A") + place): text for place, text in enumerate(choices or [""] * 26)}
+    said = letter_of(found, letters)
+    if said is None:
+        hits = [name for name, text in letters.items() if text and folded(text) == folded(found)]
+        said = hits[0] if len(hits) == 1 else None
+    return float(said is not None and said in [text.strip().upper() for text in texts(expected)])
+
+
+def label(found: str, expected: Any, choices: list[str]) -> float:
+    """The expected one of the choices is the only one that the answer names; articles do not count."""
+    said = {normal(choice) for choice in [*choices, *texts(expected)]}
+    named = {choice for choice in said if f" {choice} " in f" {normal(found)} "}
+    named -= {choice for choice in named if any(choice != other and choice in other for other in named)}
+    return float(named == {normal(text) for text in texts(expected)})
+
+
+def starts(found: str, expected: Any, _: list[str]) -> float:
+    """The answer starts with the expected word."""
+    return float(any(re.match(rf"\W*{re.escape(text)}\b", found, re.IGNORECASE) for text in texts(expected)))
+
+
+def contains_all(found: str, expected: Any, _: list[str]) -> float:
+    """The share of the expected texts that occur."""
+    wanted = texts(expected)
+    return sum(text.casefold() in found.casefold() for text in wanted) / len(wanted) if wanted else 0.0
+
+
+def contains_any(found: str, expected: Any, _: list[str]) -> float:
+    return float(any(text.casefold() in found.casefold() for text in texts(expected)))
+
+
+def soft_all(found: str, expected: Any, _: list[str]) -> float:
+    """The mean over the expected texts of 1 if it occurs, else 1 - the word error rate of the answer, as in RULER 2."""
+    wanted = texts(expected)
+    return sum(_soft(found, text) for text in wanted) / len(wanted) if wanted else 0.0
+
+
+def soft_any(found: str, expected: Any, _: list[str]) -> float:
+    return max((_soft(found, text) for text in texts(expected)), default=0.0)
+
+
+def _soft(found: str, expected: str) -> float:
+    if expected.casefold() in found.casefold():
+        return 1.0
+    a, b = found.casefold().split(), expected.casefold().split()
+    if not b or len(a) > 2 * len(b):  # then the rate is above 1
+        return 0.0
+    row = list(range(len(b) + 1))
+    for i, word in enumerate(a, 1):
+        last, row[0] = row[0], i
+        for j, other in enumerate(b, 1):
+            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (word != other))
+    return max(0.0, 1.0 - row[-1] / len(b))
+
+
+def set_f1(found: str, expected: Any, _: list[str]) -> float:
+    """F1 of two sets; the expected one may be JSON. Two empty sets are equal."""
+    ours, theirs = items(found), items(expected)
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return 2 * len(ours & theirs) / (len(ours) + len(theirs))
+
+
+def same_list(found: str, expected: Any, _: list[str]) -> float:
+    """The same items in the same order."""
+    return float([*_items(found)] == [*_items(expected)])
+
+
+def items(value: Any) -> set[str]:
+    return set(_items(value))
+
+
+def _items(value: Any) -> list[str]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = value.strip().removeprefix("[").removesuffix("]").split(",")
+    return [folded(str(item)).strip("\"'` ") for item in (value if isinstance(value, list) else [value]) if str(item)]
+
+
+def similarity(found: str, expected: Any, _: list[str]) -> float:
+    """The ratio of the matching blocks of characters, 0 to 1."""
+    return max(_ratio(found, text) for text in texts(expected))
+
+
+def weighted_similarity(found: str, expected: Any, _: list[str]) -> float:
+    """85 % the similarity of the whole, 15 % that of the first ten characters; case and spacing are ignored."""
+    pairs = [(folded(found), folded(text)) for text in texts(expected)]
+    return max(0.85 * _ratio(a, b) + 0.15 * _ratio(a[: len(b[:PREFIX])], b[:PREFIX]) for a, b in pairs)
+
+
+def _ratio(a: str, b: str) -> float:
+    return SequenceMatcher(None, a[:MAX_CHARS], b[:MAX_CHARS]).ratio()
+
+
+def rouge_l(found: str, expected: Any, _: list[str]) -> float:
+    """F1 of the longest common subsequence of words, as ROUGE-L."""
+    return max(_rouge(re.findall(r"[a-z0-9]+", found.lower()), text) for text in texts(expected))
+
+
+def _rouge(ours: list[str], expected: str) -> float:
+    theirs = re.findall(r"[a-z0-9]+", expected.lower())
+    row = [0] * (len(theirs) + 1)
+    for word in ours[:5000]:
+        last = 0
+        for j, other in enumerate(theirs, 1):
+            last, row[j] = row[j], last + 1 if word == other else max(row[j], row[j - 1])
+    return 2 * row[-1] / (len(ours) + len(theirs)) if ours and theirs else 0.0
+
+
+def grid(found: str, expected: Any, _: list[str]) -> float:
+    """The same rows of numbers, written as JSON or as lines."""
+    rows = [list(map(int, re.findall(r"-?\d+", part))) for part in re.split(r"\]\s*,?\s*\[|\n|\\\\", found)]
+    return float([row for row in rows if row] == expected)
+
+
+def schedule(found: str, expected: Any, _: list[str]) -> float:
+    """A list of events that do not overlap, one for each of `{id: {duration, constraint, min_time, max_time}}`."""
+    if not isinstance(expected, dict):
+        return 0.0
+    try:
+        events = {str(event["event_id"]): event for event in json.loads(found)}
+        spans = {
+            name: (minutes(e["start_time"]), minutes(e["start_time"]) + e["duration"]) for name, e in events.items()
+        }
+        kept = spans.keys() == expected.keys() and all(_keeps(spans[name], expected[name]) for name in spans)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0.0
+    in_order = sorted(spans.values())
+    return float(kept and all(a[1] <= b[0] for a, b in itertools.pairwise(in_order)))
+
+
+def _keeps(span: tuple[int, int], wanted: dict[str, Any]) -> bool:
+    """The duration, the day's bounds, and `before 9am`, `after 9:30`, `at 10am` or `between 9am and 10am`."""
+    begin, end = span
+    kind, _, rest = str(wanted.get("constraint") or "").partition(" ")
+    bounds = [minutes(time) for time in rest.split(" and ")] if rest else []
+    fits = {
+        "before": end <= (bounds or [0])[0],
+        "after": begin >= (bounds or [0])[0],
+        "at": begin == (bounds or [0])[0],
+    }
+    fits["between"] = len(bounds) == 2 and begin >= bounds[0] and end <= bounds[1]
+    inside = minutes(wanted["min_time"]) <= begin and end <= minutes(wanted["max_time"])
+    return end - begin == wanted["duration"] and inside and fits.get(kind, True)
+
+
+def minutes(time: str) -> int:
+    """Minutes since midnight of `9:30`, `14:00`, `9am` or `12:15pm`."""
+    match = re.fullmatch(r"(\d{1,2})(?::(\d\d))?\s*(am|pm)?", time.strip().lower())
+    if match is None:
+        raise ValueError(f"{time!r} is not a time")
+    hour = int(match[1]) % 12 + 12 * (match[3] == "pm") if match[3] else int(match[1])
+    return 60 * hour + int(match[2] or 0)
+
+
+def truth(found: str, expected: Any, _: list[str]) -> float:
+    """Both say yes (a word, a number but 0, a list that is not empty), or both say no."""
+    return float(_says_yes(found) == _says_yes(expected))
+
+
+def _says_yes(value: Any) -> bool:
+    return folded(str(value)).strip(" .[]{}\"'") not in ("", "0", "no", "false", "none", "null")
+
+
+def ndcg(found: str, expected: Any, choices: list[str]) -> float:
+    """Normalised discounted cumulative gain of a ranked list, over its own length. choices: the items that `expected`
+    has a relevance for, in its order.
+    """
+    pairs = zip(choices, expected, strict=False) if isinstance(expected, list) else ()
+    gains = {folded(name): float(gain) for name, gain in pairs}
+    ranked = list(dict.fromkeys(_items(found)))
+    best = sorted(gains.values(), reverse=True)[: len(ranked)]
+    top = sum((2**gain - 1) / _log2(place) for place, gain in enumerate(best))
+    return (
+        sum((2 ** gains.get(name, 0.0) - 1) / _log2(place) for place, name in enumerate(ranked)) / top if top else 0.0
+    )
+
+
+def _log2(place: int) -> float:
+    return math.log2(place + 2)
+
+
+COMPARISONS: dict[str, Callable[[str, Any, list[str]], float]] = {
+    check.__name__: check
+    for check in (
+        exact,
+        verbatim,
+        numeric,
+        closeness,
+        letter,
+        label,
+        starts,
+        contains_all,
+        contains_any,
+        soft_all,
+        soft_any,
+        set_f1,
+        same_list,
+        similarity,
+        weighted_similarity,
+        rouge_l,
+        grid,
+        schedule,
+        truth,
+        ndcg,
+    )
+}
+
+
+def check_extractor(named: str) -> str:
+    """The name of an extractor, with its argument; a ValueError for an unknown one or a wrong pattern."""
+    kind, _, argument = named.partition(":")
+    if kind not in (WITH_ARGUMENT if argument else EXTRACTORS):
+        known = [*EXTRACTORS, *(f"{name}:..." for name in WITH_ARGUMENT)]
+        raise ValueError(f"unknown extractor {named!r}; known: {', '.join(known)}")
+    if kind == "pattern":
+        try:
+            re.compile(argument)
+        except re.error as error:
+            raise ValueError(f"{named!r} is not a pattern: {error}") from None
+    return named
+
+
+def score(
+    text: str, extract: list[str], compare: str, expected: Any, choices: list[str], prefix: str
+) -> tuple[float, Found]:
+    """The reward and the answer. Runs in the worker processes."""
+    found = extracted(text, extract)
+    if found is None or not found.startswith(prefix):
+        return 0.0, found
+    if prefix:
+        expected = [wanted.removeprefix(prefix) for wanted in texts(expected)]
+    return COMPARISONS[compare](found.removeprefix(prefix), expected, choices), found
