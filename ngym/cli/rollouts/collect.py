@@ -18,6 +18,7 @@ from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import Choice, Command, command, config_files, count
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
+from ngym.files.hub import local_copy
 
 EPILOG = """\
 Exit codes: 0    every rollout is done
@@ -55,7 +56,14 @@ class CollectCommand(Command):
     metavar="OLD=NEW",
     help="Run the rows whose agent_ref names OLD with the agent NEW; repeat it.",
 )
-@click.option("--input", "source", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Tasks, JSONL.")
+@click.option(
+    "--input",
+    "source",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Tasks, JSONL; also hf://datasets/OWNER/NAME/PATH.",
+)
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
 @count("--limit", "Only the first N tasks.")
 @count("--repeats", "Rollouts of each task.", 1)
@@ -110,6 +118,7 @@ def main(ctx: click.Context, /, **options: Any) -> None:
     """
     from ngym.cli.rollouts.collect_run import Options, collect_into_files
 
+    options["source"] = local_copy(options["source"])
     ctx.exit(collect_into_files(Options(**options)))
 
 
