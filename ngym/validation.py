@@ -418,7 +418,21 @@ async def described(environment: Environment, readme: Path, peer: Peer) -> Findi
         return Finding("facts", readme.name, str(error).splitlines())
     offered = await _kind_of(environment, peer)
     wrong = [] if facts.kind == offered else [f"{readme}: kind is {facts.kind}, and what is offered is {offered}"]
-    return Finding("facts", f"{facts.domain}, {facts.kind}, {facts.license}", wrong)
+    return Finding("facts", f"{facts.domain}, {facts.kind}, {facts.license}{await _rewards_of(peer)}", wrong)
+
+
+async def _rewards_of(peer: Peer) -> str:
+    """The declared range of the rewards, in words; empty if there is none."""
+    match (await peer.get("/openapi.json"))["paths"]["/verify"]["post"]["responses"]:
+        case {
+            "200": {
+                "content": {
+                    "application/json": {"schema": {"properties": {"reward": {"minimum": low, "maximum": high}}}}
+                }
+            }
+        }:
+            return f", rewards {low:g} to {high:g}"
+    return ""
 
 
 async def _kind_of(environment: Environment, peer: Peer) -> EnvironmentKind:

@@ -81,7 +81,7 @@ def train(
                 step = take_step(engine, algorithm, samples, budget, factor(number - 1))
                 if guard.passes(number, samples, step.means["loss"], step.update.grad_norm):
                     taken.append(step)
-            values = _values(batch, taken, guard.skipped, time.monotonic() - began)
+            values = _values(batch, taken, guard.skipped, time.monotonic() - began) | engine.peak_memory()
             span.set("ngym.step", number)
             for name in TOLD:
                 span.set(f"ngym.{name}", values.get(name))

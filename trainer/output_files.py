@@ -16,6 +16,7 @@ from ngym.files.jsonl import read, sync_folder
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
+from .recipe.recipe import run_file
 from .recipe.rl import SPOOL
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
@@ -27,7 +28,8 @@ RESOLVED = "recipe.yaml"
 SKIPPED = "skipped"
 CURVE = "curve.png"
 ROLLOUTS = (SPOOL, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES)
-FILES = (METRICS, *ROLLOUTS, CHECKPOINTS, POLICY, ADAPTER, SKIPPED, CURVE, RESOLVED)
+TRACKED = tuple(str(run_file(Path(), sink)) for sink in ("wandb", "mlflow"))
+FILES = (METRICS, *ROLLOUTS, CHECKPOINTS, POLICY, ADAPTER, SKIPPED, CURVE, RESOLVED, *TRACKED)
 OLD, PARTIAL = ".old", ".old.partial"
 
 

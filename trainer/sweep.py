@@ -40,7 +40,7 @@ from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .output_files import METRICS, POLICY, RESOLVED
-from .recipe.recipe import as_yaml, read_launch
+from .recipe.recipe import SWEEP, as_yaml, read_launch
 from .train import OTHERWISE, checked
 
 ENDING_S = 60  # seconds for its child processes to stop and its last output to arrive
@@ -64,13 +64,20 @@ def run_command(command: Sequence[str], log: Path) -> Ended:
     """Run a command until it ends. Interrupted here (Ctrl-C), it is interrupted too, and its end is awaited.
 
     It runs in a separate process group, so that Ctrl-C reaches it once, through us, with all its child processes.
+    SWEEP in its environment is the folder of the log.
     """
     process: subprocess.Popen[bytes] | None = None
     reader: threading.Thread | None = None
     last = [""]
     try:
         with put_off():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                env={**os.environ, SWEEP: str(log.parent.absolute())},
+            )
             assert process.stdout is not None
             reader = threading.Thread(target=_copy, args=(process.stdout, log, last), daemon=True)
             reader.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -23,7 +25,7 @@ SPLITS = ("train", "validation", "example")
 EXIT_CODES = """\
 Exit codes: 0  the environments are shown
             2  the command or the config is wrong; the line says where"""
-HEADER = ("NAME", "DOMAIN", "KIND", "TRAIN", "VALID", "EXAMPLE", "LICENSE", "")
+HEADER = ("NAME", "DOMAIN", "KIND", "REWARD", "TRAIN", "VALID", "EXAMPLE", "LICENSE", "")
 
 
 class Listed(NamedTuple):
@@ -35,10 +37,18 @@ class Listed(NamedTuple):
     rows: dict[str, int]
     facts: Facts | None
     problem: str
+    reward_range: tuple[float, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
         known = self.facts.model_dump() if self.facts else {}
-        return {"name": self.name, "app": self.app, "in_config": self.in_config, "rows": self.rows, **known}
+        return {
+            "name": self.name,
+            "app": self.app,
+            "in_config": self.in_config,
+            "rows": self.rows,
+            "reward_range": self.reward_range,
+            **known,
+        }
 
 
 @command("ng_list", epilog=EXIT_CODES)
@@ -48,7 +58,8 @@ class Listed(NamedTuple):
 def main(configs: tuple[Path, ...], domains: tuple[str, ...], as_json: bool) -> None:
     """Show every environment: its domain, kind, rows, licence of its data, description. Nothing is started.
 
-    KIND is `tools` (calls tools), `single_turn` (only answers) or `steps` (plays turn by turn).
+    KIND is `tools` (calls tools), `single_turn` (only answers) or `steps` (plays turn by turn). REWARD is the declared
+    range of the rewards.
 
     \b
     Examples: ng_list
@@ -103,9 +114,20 @@ def _described(name: str, app: str, root: Path, in_config: bool) -> Listed | Non
     data = next((place for place in data_places(root, app) if place.is_dir()), None)
     rows = {split: _count(data / f"{split}.jsonl") for split in SPLITS} if data else {}
     try:
-        return Listed(name, app, in_config, rows, facts_in(readme_of(app_file(app, root))), "")
+        file = app_file(app, root)
+        return Listed(name, app, in_config, rows, facts_in(readme_of(file)), "", _reward_range(file))
     except ConfigError as error:
         return Listed(name, app, in_config, rows, None, str(error)) if data else None
+
+
+def _reward_range(app: Path) -> tuple[float, float] | None:
+    """The `reward_range=` of a call in this file, if it is two literal numbers; the file is not run."""
+    with suppress(OSError, SyntaxError, TypeError, ValueError):
+        for node in ast.walk(ast.parse(app.read_bytes())):
+            if isinstance(node, ast.keyword) and node.arg == "reward_range":
+                low, high = map(float, ast.literal_eval(node.value))
+                return low, high
+    return None
 
 
 def _count(path: Path) -> int:
@@ -127,5 +149,6 @@ def _print(listed: Sequence[Listed], title: str) -> None:
 def _row(each: Listed) -> tuple[str, ...]:
     counts = tuple(f"{each.rows.get(split, 0):,}" if each.rows.get(split) else "-" for split in SPLITS)
     if each.facts is None:
-        return (each.name, "?", "?", *counts, "?", each.problem)
-    return (each.name, each.facts.domain, each.facts.kind, *counts, each.facts.license, each.facts.description)
+        return (each.name, "?", "?", "?", *counts, "?", each.problem)
+    within = f"{each.reward_range[0]:g}..{each.reward_range[1]:g}" if each.reward_range else "-"
+    return (each.name, each.facts.domain, each.facts.kind, within, *counts, each.facts.license, each.facts.description)

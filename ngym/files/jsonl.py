@@ -25,6 +25,7 @@ import orjson
 
 from ngym.did_you_mean import near_file
 from ngym.errors import NgymError, UsageError
+from ngym.files.hub import local_copy
 from ngym.net.json_limits import MAX_DEPTH, is_deep
 from ngym.schema import Json
 
@@ -51,7 +52,8 @@ class WriteFailed(NgymError):
 
 
 def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Path, ...]:
-    """The files of these paths and patterns (`runs/*/out.jsonl.zst`), each once; those of a pattern are sorted.
+    """The files of these paths and patterns (`runs/*/out.jsonl.zst`), each once; those of a pattern are sorted. A file
+    of the Hugging Face Hub (`ngym.files.hub`) is downloaded.
 
     Args:
         option: named in the message of an error.
@@ -61,7 +63,7 @@ def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Pat
     """
     paths: dict[Path, Path] = {}  # what a link names -> its first path
     for text in map(str, inputs):
-        path, is_pattern = Path(text), glob.has_magic(text)
+        path, is_pattern = local_copy(Path(text)), glob.has_magic(text)
         found = sorted(map(Path, glob.iglob(text, recursive=True))) if is_pattern and not path.is_file() else [path]
         files = [one for one in found if one.is_file()]
         if not files:

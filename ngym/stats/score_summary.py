@@ -212,6 +212,29 @@ def means_by(rows: Iterable[Json], name: str, value: str = "reward") -> dict[str
     return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(found.items())}
 
 
+def label_scores(
+    rows: Iterable[Json], expected: str = "expected_answer", predicted: str = "extracted_answer"
+) -> dict[str, float]:
+    """For `compute_metrics` of a classification: precision, recall and F1 of each expected label and their means.
+
+    A rollout without an answer counts as a missed one. A label that was never predicted has the precision 0.
+
+    Returns:
+        `{"recall/yes": 0.5, ..., "macro/precision": ..., "macro/recall": ..., "macro/f1": ...}`.
+    """
+    pairs = [(value_of(row, expected), value_of(row, predicted)) for row in rows]
+    truths, said = Counter(truth for truth, _ in pairs), Counter(answer for _, answer in pairs)
+    hits = Counter(truth for truth, answer in pairs if truth == answer)
+    scores: dict[str, float] = {}
+    for label, count in sorted(truths.items()):
+        scores[f"precision/{label}"] = hits[label] / max(1, said[label])
+        scores[f"recall/{label}"] = hits[label] / count
+        scores[f"f1/{label}"] = 2 * hits[label] / (count + said[label])
+    for name in ("precision", "recall", "f1") if pairs else ():
+        scores[f"macro/{name}"] = fmean(value for key, value in scores.items() if key.startswith(f"{name}/"))
+    return scores
+
+
 Verdict = Literal["always", "never", "mixed", "unscored"]
 """always, never: all rewards reach the solved threshold, or none does; a group may still have different rewards."""
 

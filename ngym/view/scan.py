@@ -30,7 +30,17 @@ FIELD_CHARS = 200  # a longer text is not a field to filter by
 MOST_FIELDS = 40
 OURS = "_ng_train"  # where a trainer says how many batches the weights had learned
 KNOWN = frozenset(
-    {"responses_create_params", "response", "agent_ref", "reward", "reward_components", "ng", "failure", "attempt"}
+    {
+        "responses_create_params",
+        "response",
+        "agent_ref",
+        "reward",
+        "reward_components",
+        "reward_range",
+        "ng",
+        "failure",
+        "attempt",
+    }
 )
 SCALARS = frozenset({str, int, float, bool})
 _SEGMENTS = b',"segments":[{"token_ids":['

@@ -694,6 +694,29 @@ async def test_verify_may_return_a_number_none_or_a_record():
     assert (scored["reward"], scored["why"]) == (0.75, "long")
 
 
+async def test_a_reward_outside_of_the_declared_range_is_an_error_of_the_environment():
+    async def verify_(task: VerifyRequest) -> float | None:
+        return task.responses_create_params.get("temperature")
+
+    def row(reward: float | None) -> dict[str, Any]:
+        return {"responses_create_params": {"temperature": reward}, "response": {}}
+
+    app = gym_server(verify=verify_, reward_range=(-1, 1))
+    async with house(gym=app) as peers:
+        assert (await peers["gym"].post("/verify", row(-1)))["reward_range"] == [-1, 1]
+        assert (await peers["gym"].post("/verify", row(None)))["reward"] is None
+        with pytest.raises(
+            UpstreamError, match=r"the reward 1\.5; its gym_server declares reward_range=\(-1, 1\)"
+        ) as caught:
+            await peers["gym"].post("/verify", row(1.5))
+    assert caught.value.failure == "verify_error"
+    answer = app.openapi()["paths"]["/verify"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert answer["properties"]["reward"] == {"type": ["number", "null"], "minimum": -1, "maximum": 1}
+    for wrong in ((1, 0), (0, math.inf)):
+        with pytest.raises(ValueError, match="give two finite numbers, the lower one first"):
+            gym_server(verify=verify_, reward_range=wrong)
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [

@@ -20,7 +20,7 @@ from ngym.collect.display import tables
 from ngym.errors import ServiceError
 from ngym.schema import Json
 from ngym.services.gym.server import MOST_ROWS, aggregate
-from ngym.stats.score_summary import EXACT_ROLLOUTS, MOST_VALUES, OTHER, Scores, Subsets, Votes, means_by
+from ngym.stats.score_summary import EXACT_ROLLOUTS, MOST_VALUES, OTHER, Scores, Subsets, Votes, label_scores, means_by
 
 
 def votes(*cast: tuple[Any, float]) -> Votes:
@@ -166,6 +166,17 @@ async def test_an_environments_own_metrics_see_the_scored_rollouts() -> None:
     assert answer["key_metrics"]["seen"] == 4.0
     assert answer["agent_metrics"]["hard/mean/reward"] == 0.0
     assert answer["ng"]["environment"]["errors"] == []
+
+
+def test_the_scores_of_labels_are_those_of_the_textbook() -> None:
+    pairs = [("yes", "yes"), ("yes", "no"), ("yes", None), ("no", "no"), ("no", "yes"), ("maybe", "no")]
+    found = label_scores({"expected_answer": truth, "extracted_answer": said} for truth, said in pairs)
+    assert {name: found[name] for name in ("precision/yes", "recall/yes", "f1/yes")} == pytest.approx(
+        {"precision/yes": 1 / 2, "recall/yes": 1 / 3, "f1/yes": 2 / 5}
+    )
+    assert found["f1/maybe"] == found["precision/maybe"] == 0.0
+    assert found["macro/f1"] == pytest.approx((2 / 5 + 2 / 5 + 0) / 3)
+    assert label_scores([]) == {} and label_scores([{"a": 1, "b": 1}], "a", "b")["macro/recall"] == 1.0
 
 
 async def test_own_metrics_that_fail_are_told_and_lose_no_other_number() -> None:

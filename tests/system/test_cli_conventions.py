@@ -460,6 +460,7 @@ DRY = {
     "rollouts.services={root}/global_config.yaml",
     "sweep": "train sft.yaml output=trained --dry-run --sweep seed=0,1",
     "prepare": "prepare gsm8k --dry-run --config {root}/global_config.yaml",
+    "push": "push rollouts.jsonl me/rollouts --dry-run",
     "init": "init other --dry-run",
     "quickstart": "quickstart --dry-run --folder quick",
 }

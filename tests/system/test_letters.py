@@ -62,7 +62,7 @@ def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns
         rows = metrics_of(tmp_path / name)
         assert [row["step"] for row in rows] == [1, 2, 3], name
         assert all(row["token_mult_prob_error"] < 1.05 for row in rows), name
-        timed = ("time/", "tokens_per_s")
+        timed = ("time/", "memory/", "tokens_per_s")
         steps[name] = [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
         weights[name] = (tmp_path / name / "run" / "policy" / "model.safetensors").read_bytes()
     assert steps["http"] == steps["colocated"], "the same seed, the same services: every figure is the same"

@@ -46,6 +46,7 @@ def test_every_shipped_environment_says_what_it_is_and_has_rows(root: Path) -> N
     found = {each["name"]: each for each in listed("--config", str(root / "global_config.yaml"))}
     folders = {path.parent.name for path in (root / "gym_servers").glob("*/app.py")}
     assert set(found) == folders - {"sandbox"}
+    assert found["calculator"]["reward_range"] == [0, 1] and found["counter"]["reward_range"] is None
     for name, each in found.items():
         assert {"description", "domain", "kind", "license"} <= set(each), name
         if (root / "data" / name).is_dir():
@@ -104,6 +105,7 @@ async def test_a_kind_that_is_not_what_the_server_offers_is_told(tmp_path: Path,
 
     (tmp_path / "gold.jsonl").write_text("")
     path = readme(tmp_path, FACTS.replace("single_turn", kind))
-    async with house({}, words=gym_server(verify=verify)) as peers:
+    async with house({}, words=gym_server(verify=verify, reward_range=(-0.5, 1))) as peers:
         finding = await described(Environment("words", tmp_path), path, peers["words"])
     assert len(finding.mistakes) == mistakes
+    assert mistakes or finding.looked_at.endswith(", rewards -0.5 to 1")

@@ -180,11 +180,9 @@ def finished(process: ForkedCommand) -> str:
 
 
 def told(folder: Path) -> list[Values]:
-    """The metrics of the steps, without what depends on the clock or on how often weights were pushed."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "tokens_per_s", "policy_version"))}
-        for row in metrics_of(folder)
-    ]
+    """The metrics of the steps, without what depends on the clock, the process or on how often weights were pushed."""
+    measured = ("time/", "memory/", "tokens_per_s", "policy_version")
+    return [{name: value for name, value in row.items() if not name.startswith(measured)} for row in metrics_of(folder)]
 
 
 def sft_words(root: Path) -> list[str]:
@@ -205,6 +203,9 @@ def test_a_killed_run_on_a_file_goes_on_with_the_same_losses(root: Path, tmp_pat
     said = finished(train(killed, [*words, "--resume"]))
     assert "resuming after step" in said
     assert told(killed) == told(tmp_path / "whole")
+    rows = metrics_of(killed)
+    assert rows[-1]["epoch"] == 1 and [row["epoch"] for row in rows] == sorted({row["epoch"] for row in rows})
+    assert all(0.05 < row["memory/peak_rss"] < 50 for row in rows), "GiB"
     one, other = (folder / "run" / "policy" / "model.safetensors" for folder in (killed, tmp_path / "whole"))
     assert one.read_bytes() == other.read_bytes()
 

@@ -19,6 +19,7 @@ from paths import SUPPORT
 
 from ngym.cli.train import main
 from ngym.trainer.recipe import recipe
+from ngym.trainer.recipe.recipe import SWEEP
 from ngym.trainer.reporting import metrics, sinks
 
 Values = dict[str, Any]
@@ -226,8 +227,9 @@ def test_mlflow_gets_metrics_and_the_recipe(tmp_path: Path, capsys: pytest.Captu
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    for _ in range(2):
-        assert "logging" not in log(tmp_path, {"mlflow": {"uri": uri, "experiment": "e", "name": "n"}}, capsys)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert "logging" not in log(tmp_path / name, {"mlflow": {"uri": uri, "experiment": "e", "name": "n"}}, capsys)
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("e")
     assert experiment is not None
@@ -243,6 +245,41 @@ def test_mlflow_gets_metrics_and_the_recipe(tmp_path: Path, capsys: pytest.Captu
         "optimizer.betas.1": "0.95",
         "rollouts": "None",
     }
+
+
+@needs_wandb
+def test_a_resumed_run_continues_its_wandb_run_unless_the_project_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWEEP, str(tmp_path / "rates-of-learning"))
+    for project in ("p", "p", "other"):
+        assert "logging" not in log(tmp_path, {"wandb": {"project": project, "mode": "offline"}}, capsys)
+    kept = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    ids = [file.stem for file in kept]
+    assert len(ids) == 3 and len(set(ids)) == 2, ids
+    assert f"run-{json.loads((tmp_path / 'wandb_run.json').read_text('utf-8'))['id']}" in ids
+    assert all(b"rates-of-learning" in file.read_bytes() for file in kept), "the sweep is the group"
+
+
+@needs_mlflow
+def test_a_resumed_run_continues_its_mlflow_run_below_that_of_its_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri, sweep = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "rates"
+    monkeypatch.setenv(SWEEP, str(sweep))
+    for name in ("lr=1", "lr=2", "lr=1"):
+        (sweep / name).mkdir(parents=True, exist_ok=True)
+        assert "logging" not in log(sweep / name, {"mlflow": {"uri": uri, "experiment": "e"}}, capsys)
+    client = MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    by_name = {run.info.run_name: run for run in runs}
+    assert sorted(by_name) == ["lr=1", "lr=2", "rates"] and len(runs) == 3
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    for name in ("lr=1", "lr=2"):
+        assert by_name[name].data.tags["mlflow.parentRunId"] == by_name["rates"].info.run_id
+    assert len(client.get_metric_history(by_name["lr=1"].info.run_id, "loss")) == 6
 
 
 @needs_mlflow

@@ -104,6 +104,11 @@ def test_a_launcher_would_start_the_sweep_on_every_rank(here: Path, monkeypatch:
     assert result.exit_code == 2 and "--sweep starts its runs itself" in result.stderr
 
 
+def test_a_run_knows_the_folder_of_its_sweep(tmp_path: Path) -> None:
+    ended = grid.run_command([sys.executable, "-c", "import os; print(os.environ['NGYM_SWEEP'])"], tmp_path / "a.log")
+    assert ended == (0, str(tmp_path))
+
+
 def test_a_dry_run_lists_the_runs_and_writes_nothing(here: Path) -> None:
     words = ["sft.yaml", "output=swept", "--sweep", "optimizer.lr=1e-3,4e-3", "--sweep", "seed=0,1", "--dry-run"]
     result = CliRunner().invoke(main, words)

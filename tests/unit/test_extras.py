@@ -38,6 +38,7 @@ def fails_to_import(module: str) -> None:
         ("ng_train", "torch", 'ng_train needs ngym[train]: pip install "ngym[train]"'),
         ("ng_train", "matplotlib", 'ng_train needs ngym[train]: pip install "ngym[train]"'),
         ("ng_plot", "matplotlib.figure", 'ng_plot needs ngym[plot]: pip install "ngym[plot]"'),
+        ("ng_push", "huggingface_hub", 'ng_push needs ngym[hub]: pip install "ngym[hub]"'),
         ("ng_prepare", "pyarrow", 'ng_prepare needs ngym[prepare]: pip install "ngym[prepare]"'),
         ("ng_run", "vllm", 'ng_run needs vLLM: pip install "ngym[vllm]" for a GPU, "ngym[cpu]" for a CPU'),
         ("ng_serve", "math_verify", 'ng_serve needs ngym[math]: pip install "ngym[math]"'),

@@ -247,6 +247,17 @@ def test_a_group_that_is_equal_in_sum_but_not_in_its_parts_teaches_where_parts_a
     assert policy_gradient.PolicyGradient(options(), None, None).prepare(read(lines), trained, BUDGET) == []
 
 
+def test_the_components_of_the_rewards_are_metrics(tokenizer: PreTrainedTokenizerBase) -> None:
+    draw = random.Random(0)
+    parts = [{"right": 1.0}, {"right": 0.0, "short": 0.25}, None]
+    lines = [row(0, index, 1.0, draw, reward_components=each) for index, each in enumerate(parts)]
+    found = samples.described(samples.Read(read(lines)))
+    assert {name: value for name, value in found.items() if name.startswith("reward_component/")} == {
+        "reward_component/right": 0.5,
+        "reward_component/short": 0.25,
+    }
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_equal_rewards_leave_every_parameter_as_it_is(tokenizer: PreTrainedTokenizerBase, skip: bool) -> None:
     trained = learner(tokenizer)

@@ -87,6 +87,27 @@ def test_every_task_comes_once_an_epoch_and_the_order_changes(tmp_path: Path) ->
     assert source.take(1)[0].row["responses_create_params"]["max_output_tokens"] == 5
 
 
+def test_the_first_epoch_may_go_from_easy_to_hard(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    levels = [3, 1.5, 2, 1.5, 0]
+    rows = [{"responses_create_params": {"input": "x"}, "difficulty": level} for level in levels]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    options = rl.RolloutOptions(agent="sums", tasks=str(path), easy_first=True)
+    source = task_sampler.TaskSource(options, seed=0)
+    drawn = [task.row["difficulty"] for task in source.take(2) + source.take(13)]
+    assert drawn[:5] == sorted(levels) != drawn[5:10] != drawn[10:]
+    again = task_sampler.TaskSource(options, seed=0)
+    first = task_sampler.TaskSource(options, seed=0)
+    first.take(2)
+    again.restore(first.state())
+    assert [task.row["difficulty"] for task in again.take(13)] == drawn[2:]
+    write(path, 2)
+    with pytest.raises(UsageError, match=r"tasks.jsonl:1: .*needs a number as `difficulty`, not None"):
+        task_sampler.TaskSource(options, seed=0)
+    with pytest.raises(ValidationError, match="curriculum draws tasks by weight"):
+        two(tmp_path, easy_first=True, curriculum={})
+
+
 @pytest.mark.parametrize("options", [{}, {"curriculum": {"decay": 0.6, "floor": 0.05}}])
 def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(tmp_path: Path, options: Values) -> None:
     def step(source: Any, draw: random.Random) -> tuple[list[Any], Values]:
@@ -131,7 +152,9 @@ def test_a_state_of_other_tasks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"rollouts\.environments: sums, proofs when .* before, sums now"):
         task_sampler.TaskSource(one, seed=0).restore(state)
     learning = options.model_copy(update={"curriculum": task_sampler.CurriculumOptions()})
-    with pytest.raises(UsageError, match=r"rollouts\.curriculum: tasks were drawn by epochs before, by curriculum now"):
+    with pytest.raises(
+        UsageError, match=r"rollouts\.curriculum, easy_first: tasks were drawn by epochs before, by curriculum now"
+    ):
         task_sampler.TaskSource(learning, seed=0).restore(state)
     text = (tmp_path / "hard.jsonl").read_text("utf-8")
     (tmp_path / "hard.jsonl").write_text(text.replace("hard 3", "hard 7"), "utf-8")

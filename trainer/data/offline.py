@@ -94,7 +94,9 @@ def batches(samples: Sequence[Sample], recipe: Recipe, done: int) -> Iterator[Ba
     """The batches after the first `done`, each an optimizer step."""
     assert recipe.batch_size is not None and recipe.epochs is not None
     parts = epochs(samples, recipe.batch_size, recipe.epochs, recipe.seed)
-    return (Batch([part]) for part in islice(parts, done, steps(samples, recipe)))
+    of_epoch = math.ceil(len(samples) / recipe.batch_size)
+    numbered = islice(enumerate(parts, 1), done, steps(samples, recipe))
+    return (Batch([part], {"epoch": round(number / of_epoch, 4)}) for number, part in numbered)
 
 
 def in_turn(batches: Iterator[Batch], algorithm: Algorithm, learner: Engine, budget: int) -> Iterator[Batch]:

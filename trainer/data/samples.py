@@ -281,8 +281,12 @@ def described(read: Read) -> dict[str, float]:
     lengths = [rollout.trained for rollout in rollouts]
     equal = [all_equal([rollout.reward for rollout in group]) for group in groups]
     said = [logprob for rollout in rollouts for segment in rollout.segments for logprob in segment.sampler]
+    parts: dict[str, list[float]] = {}
+    for name, value in (each for rollout in rollouts for each in rollout.components.items()):
+        parts.setdefault(name, []).append(value)
     return {
         **left_out,
+        **{f"reward_component/{name}": fmean(values) for name, values in parts.items()},
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "frac_reward_zero_std": fmean(equal),

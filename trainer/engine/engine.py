@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -299,6 +300,15 @@ class Engine:
         if self.ranks > 1:
             distributed.all_gather_object(values, value)
         return values
+
+    def peak_memory(self) -> dict[str, float]:
+        """Metrics in GiB, of the rank with the most: the process since its start, its GPU since the last call."""
+        peaks = {"memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
+        if self.device.type == "cuda":
+            peaks["memory/peak_gpu"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            torch.cuda.reset_peak_memory_stats(self.device)
+        of_ranks = self.everyones(peaks)
+        return {name: max(peak[name] for peak in of_ranks) for name in peaks}
 
     def add_up(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks; values of ranks that compute together count once."""

@@ -405,13 +405,14 @@ class _Environment:
     def __init__(self, options: EnvironmentOptions, rollouts: RolloutOptions, seed: int) -> None:
         self.weight = options.weight
         self._options = options
+        self._difficulties: array[float] | None = array("d") if rollouts.easy_first else None
         self._file = TaskFile(Path(options.tasks), self._problem)
         self._digest = jsonl.file_digest(Path(options.tasks))
         longest = options.max_output_tokens or rollouts.max_output_tokens
         self._params = {} if longest is None else {"max_output_tokens": longest}
         self._told: list[float] = []
         own, count = f"{seed} {options.key}", len(self._file)
-        self._sampler: Epochs | Curriculum = Epochs(own, count)
+        self._sampler: Epochs | Curriculum = Epochs(own, count, self._difficulties)
         if rollouts.curriculum is not None:
             self._sampler = Curriculum(rollouts.curriculum, own, count)
 
@@ -471,7 +472,7 @@ class _Environment:
             )
         if state["kind"] != self._sampler.kind:
             raise UsageError(
-                f"rollouts.curriculum: tasks were drawn by {state['kind']} before, by {self._sampler.kind} now; set it back, "
+                f"rollouts.curriculum, easy_first: tasks were drawn by {state['kind']} before, by {self._sampler.kind} now; set it back, "
                 "or begin a new run"
             )
 
@@ -479,6 +480,11 @@ class _Environment:
         self._sampler.restore(state["drawn"])
 
     def _problem(self, row: Json) -> str | None:
+        if self._difficulties is not None:
+            difficulty = row.get("difficulty")
+            if isinstance(difficulty, bool) or not isinstance(difficulty, int | float):
+                return f"rollouts.easy_first needs a number as `difficulty`, not {difficulty!r:.60}"
+            self._difficulties.append(difficulty)
         if wrong := task_problem(row, self._options.agent):
             return wrong
         # the recipe's temperature overrides the row's
@@ -486,19 +492,25 @@ class _Environment:
 
 
 class Epochs:
-    """Takes each task once per epoch, in a new order each time; with the methods of Curriculum."""
+    """Takes each task once per epoch, in a new order each time; with the methods of Curriculum.
 
-    kind = "epochs"
+    difficulties: of the tasks; the first epoch is in their order.
+    """
 
-    def __init__(self, seed: str, count: int) -> None:
+    def __init__(self, seed: str, count: int, difficulties: Sequence[float] | None = None) -> None:
+        self.kind = "epochs" if difficulties is None else "epochs, easy first"
         self._seed = seed
         self._count = count
+        self._difficulties = difficulties
         self._begin(0)
 
     def _begin(self, epoch: int, position: int = 0) -> None:
         self._epoch, self._position = epoch, position
         draw = random.Random(f"{self._seed} epoch {epoch}")
-        self._order = array("L", draw.sample(range(self._count), self._count))
+        order = draw.sample(range(self._count), self._count)
+        if self._difficulties is not None and epoch == 0:
+            order.sort(key=self._difficulties.__getitem__)
+        self._order = array("L", order)
 
     def draw(self, count: int) -> list[int]:
         drawn = []

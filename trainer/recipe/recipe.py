@@ -36,6 +36,12 @@ OF_A_FILE = {
     "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
     "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
 }
+SWEEP = "NGYM_SWEEP"  # environment variable: the folder of the sweep that a run belongs to
+
+
+def run_file(folder: Path, sink: str) -> Path:
+    """The file with the id of the folder's run in W&B or MLflow (`wandb`, `mlflow`)."""
+    return folder / f"{sink}_run.json"
 
 
 class WandbOptions(Record):

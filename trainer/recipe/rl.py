@@ -60,6 +60,10 @@ class RolloutOptions(Record):
         default=None,
         description="Draw tasks that are always or never solved less often; null: each task once an epoch.",
     )
+    easy_first: bool = Field(
+        default=False,
+        description="In the first epoch, draw tasks by the `difficulty` of their rows, a number, the lowest first.",
+    )
     services: ExistingPath | None = Field(
         default=None,
         description="The config file whose services are started; null: the services of an `ng_run` in this folder.",
@@ -113,6 +117,13 @@ class RolloutOptions(Record):
         description="The policy's servers run on the trainer's GPUs: they sleep while it trains, and its states "
         "are in host memory while they sample.",
     )
+
+    @field_validator("easy_first")
+    @classmethod
+    def _either_of_two(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("curriculum") is not None:
+            raise ValueError("curriculum draws tasks by weight, so there is no first epoch; set one of the two")
+        return value
 
     @field_validator("push_folder")
     @classmethod

@@ -48,6 +48,7 @@ SHOWN = {
     "reward/mean": "reward {:.3f}",
     "frac_unscored": "unscored {:.1%}",
     "loss": "loss {:.4f}",
+    "epoch": "epoch {:.2f}",
     "lr": "lr {:.1e}",
     "grad_norm": "grad {:.2f}",
     "lag": "lag {:.0f}",
@@ -73,6 +74,7 @@ ONLY_LIVE = ("time/train",)
 Values = dict[str, float]
 MEASURED = {
     "step": "Batches trained, counted from 1; 0 is before the first.",
+    "epoch": "From a file: passes over it so far, such as 1.5.",
     "loss": "The minimized loss, a mean over the optimizer steps of the batch.",
     "lr": "The learning rate of the last optimizer step.",
     "grad_norm": "Norm of the gradient before clipping.",
@@ -82,6 +84,8 @@ MEASURED = {
     "tokens_per_s": "Tokens of the batch, prompts included, per second of training.",
     "time/train": "Seconds of forward, backward and optimizer steps.",
     "time/elapsed": "Seconds since the start of this process.",
+    "memory/peak_rss": "GiB of memory of a rank's process, its largest so far; the maximum over ranks.",
+    "memory/peak_gpu": "GiB that PyTorch allocated on a GPU, the largest since the last step; the maximum over ranks.",
     # live rollouts
     "time/generation": "Seconds that the step waited for rollouts.",
     "time/logprob": "Seconds for the trainer's own logprobs of the rollouts before training, and for advantages.",
@@ -95,6 +99,7 @@ MEASURED = {
     "reward/mean": "Mean reward of the scored rollouts of the batch.",
     "reward/std": "Standard deviation of these rewards.",
     "reward/{environment}/mean": "The mean of each of several environments.",
+    "reward_component/{name}": "Mean of a component of the reward, over the rollouts that have it.",
     "frac_reward_zero_std": "Share of groups whose rewards are all equal.",
     "num_valid_samples": "Scored rollouts.",
     "num_unscored": "Rollouts with the reward null.",

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ngym.files.jsonl import write_whole
 from ngym.schema import Json
+from ngym.telemetry.log_format import redacted
 
-from ..recipe.recipe import MlflowOptions, WandbOptions
+from ..recipe.recipe import SWEEP, MlflowOptions, WandbOptions, run_file
 
 PARAMS_AT_ONCE = 100  # limit of the server
 PARAM_CHARS = 500
+PARENT = "mlflow.parentRunId"  # the tag by which MLflow shows runs below another
 FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 
@@ -31,7 +35,22 @@ class Mlflow:
         self._client = MlflowClient(options.uri)
         known = self._client.get_experiment_by_name(options.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(options.experiment)
-        self._run_id = self._client.create_run(experiment, run_name=options.name or output.name).info.run_id
+        where = {"uri": options.uri, "experiment": options.experiment}
+
+        def parent() -> str:
+            run_id: str = self._client.create_run(experiment, run_name=Path(os.environ[SWEEP]).name).info.run_id
+            self._client.set_terminated(run_id)
+            return run_id
+
+        def create() -> str:
+            sweep = os.environ.get(SWEEP)
+            tags = {PARENT: _kept(Path(sweep), "mlflow", where, parent)[0]} if sweep else None
+            return str(self._client.create_run(experiment, tags=tags, run_name=options.name or output.name).info.run_id)
+
+        self._run_id, is_resumed = _kept(output, "mlflow", where, create)
+        if is_resumed:
+            self._client.update_run(self._run_id, status="RUNNING")
+            return  # it has the parameters, and MLflow refuses to change one
         params = [Param(name, value[:PARAM_CHARS]) for name, value in _flat(recipe)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=params[start : start + PARAMS_AT_ONCE])
@@ -66,8 +85,13 @@ class Wandb:
     def __init__(self, options: WandbOptions, output: Path, recipe: Json) -> None:
         import wandb
 
+        run_id, _ = _kept(output, "wandb", {"project": options.project}, lambda: secrets.token_hex(4))
+        sweep = os.environ.get(SWEEP)
         self._run = wandb.init(
+            id=run_id,
+            resume="allow",
             project=options.project,
+            group=Path(sweep).name if sweep else None,
             name=options.name or output.name,
             mode=options.mode,
             dir=output,
@@ -80,6 +104,21 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _kept(folder: Path, name: str, where: Json, create: Callable[[], str]) -> tuple[str, bool]:
+    """The id of the folder's run in this sink, and whether an earlier process created it.
+
+    where: an id that belongs to another project or server is not used. Passwords in it are not written.
+    """
+    where = redacted(where)
+    file = run_file(folder, name)
+    known: Json = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if known and known == {"id": known["id"], **where}:
+        return known["id"], True
+    made = create()
+    write_whole(file, json.dumps({"id": made, **where}).encode())
+    return made, False
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class CollectCommand(Command):
     multiple=True,
     required=True,
     metavar="FILE",
-    help="Tasks, JSONL, also .gz or .zst; a quoted pattern for several files, or repeat it.",
+    help="Tasks, JSONL, also .gz, .zst or hf://datasets/OWNER/NAME/PATH; a quoted pattern, or repeat it.",
 )
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Rollouts, JSONL.")
 @count("--limit", "Only the first N tasks.")

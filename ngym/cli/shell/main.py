@@ -217,6 +217,7 @@ COMMANDS = {
     "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
+    "push": ("ngym.cli.push", "Upload a policy or rollouts to the Hugging Face Hub."),
     "doctor": ("ngym.cli.doctor", "Show what of this machine and its packages works."),
 }
 # Commands of `ng` only, without a separate script.
@@ -229,7 +230,7 @@ GROUPS = {
     "Environments": ("list", "prepare", "validate"),
     "Services": ("run", "status", "serve"),
     "Rollouts": ("collect_rollouts", "view", "profile", "reverify", "export"),
-    "Training": ("train", "plot"),
+    "Training": ("train", "plot", "push"),
     "The command line": ("doctor", *OWN),
 }
 

@@ -53,6 +53,7 @@ REWARDED = object_of(
     "reward_components",
     description="The row, with the reward and the verifier's own fields; a null reward was not scored.",
 )
+RewardRange = tuple[float, float]
 ComputeMetrics = Callable[[list[Json]], Mapping[str, float | None]]
 EMPTY_RESPONSE: Json = {"output": []}
 NEVER_SEEDED = (
@@ -212,6 +213,7 @@ def gym_server(
     compute_metrics: ComputeMetrics | None = None,
     verify_group: Callable[..., Any] | None = None,
     replays: bool = False,
+    reward_range: RewardRange | None = None,
 ) -> FastAPI:
     """An environment as an application.
 
@@ -230,7 +232,10 @@ def gym_server(
         `{"reward": None, "reward_pending": "group"}`.
         replays: `verify` takes the session but can score from the response alone. Otherwise a session that was never
         seeded is not verified: its state is not the rollout's.
+        reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
+        fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
+    rewarded = _rewarded(reward_range)
     store = SessionStore()
     over_mcp = McpRoute()
     app = service_app("gym_server", options=options, lifespan=over_mcp.around(lifespan))
@@ -261,7 +266,7 @@ def gym_server(
             if session.failure is not None:
                 raise copy.copy(session.failure)
             with dispatch.verify() as span, boundary("verify_error", "verify failed", places=True):
-                outcome = _reward_fields(await app.state.verifier.run(task, session, request))
+                outcome = _reward_fields(await app.state.verifier.run(task, session, request), reward_range)
                 dispatch.scored(span, outcome)
                 return await off_loop(request, JsonResponse, {**raw, **outcome})
         finally:
@@ -299,7 +304,7 @@ def gym_server(
         "/verify",
         repeats.once(verify_route),
         summary="Score a rollout",
-        answer=REWARDED,
+        answer=rewarded,
         body=task.model_json_schema(),
         most_bytes=ROW_BYTES,
     )
@@ -322,7 +327,7 @@ def gym_server(
         answer=object_of({"compute_metrics": _BOOLEAN}),
     )
     if verify_group is not None:
-        _add_group_route(app, inspected(verify_group, VerifyGroup))
+        _add_group_route(app, inspected(verify_group, VerifyGroup), rewarded, reward_range)
     for tool in tools:
         offer(app, of_function(tool))
     return app
@@ -334,21 +339,32 @@ def _row_schema(model: type[BaseModel]) -> Json:
     return schema
 
 
-def _add_group_route(app: FastAPI, author: Author) -> None:
+def _rewarded(reward_range: RewardRange | None) -> Json:
+    """The schema of a scored row. Raises ValueError if the range is not one."""
+    if reward_range is None:
+        return REWARDED
+    low, high = reward_range
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"reward_range is ({low}, {high}); give two finite numbers, the lower one first")
+    reward = {**_NUMBER, "minimum": low, "maximum": high}
+    return {**REWARDED, "properties": {**REWARDED["properties"], "reward": reward}}
+
+
+def _add_group_route(app: FastAPI, author: Author, rewarded: Json, reward_range: RewardRange | None) -> None:
     async def group_route(request: Request) -> Response:
         group = await valid_body(request, author.body, await json_body(request, BULK_WEIGHT), "the group")
         with boundary("verify_error", "verify_group failed", places=True):
             outcomes = list(await author.run(group, Session(), request))
             if len(outcomes) != len(group.rollouts):
                 raise ServiceError(f"verify_group returned {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
-            return JsonResponse({"rollouts": [_reward_fields(outcome) for outcome in outcomes]})
+            return JsonResponse({"rollouts": [_reward_fields(outcome, reward_range) for outcome in outcomes]})
 
     schema, summary = author.body.model_json_schema(), "Score the rollouts of a task by comparing them"
-    answer = object_of({"rollouts": {"type": "array", "items": REWARDED}})
+    answer = object_of({"rollouts": {"type": "array", "items": rewarded}})
     add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, answer=answer, most_bytes=BULK_BYTES)
 
 
-def _reward_fields(outcome: Any) -> Json:
+def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Json:
     """The result of `verify` as the fields to add to the row."""
     if outcome is None or isinstance(outcome, bool | int | float):
         outcome = {"reward": outcome}
@@ -363,6 +379,14 @@ def _reward_fields(outcome: Any) -> Json:
         )
     fields = dict(outcome)
     fields["reward"] = _finite(fields["reward"], "reward")
+    if reward_range is not None:
+        low, high = reward_range
+        if fields["reward"] is not None and not low <= fields["reward"] <= high:
+            problem = (
+                f"verify returned the reward {fields['reward']}; its gym_server declares reward_range=({low}, {high})"
+            )
+            raise ServiceError(problem, failure="verify_error")
+        fields["reward_range"] = [low, high]
     components = fields.get("reward_components")
     if components is not None:
         components = {name: _finite(value, f"reward component {name!r}") for name, value in components.items()}

@@ -19,7 +19,7 @@ from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_r
 from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
-from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, VerifyRequest, gym_server
+from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, RewardRange, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import of_function
 
@@ -64,6 +64,7 @@ def step_server(
     options: type[ServiceOptions] = ServiceOptions,
     lifespan: Lifespan | None = None,
     compute_metrics: ComputeMetrics | None = None,
+    reward_range: RewardRange | None = None,
 ) -> FastAPI:
     """A step-wise environment as an application, driven by agents/gymnasium. A rollout's reward is the sum over its
     steps.
@@ -72,7 +73,7 @@ def step_server(
         task: the record of a row.
         reset: `(task, session)` -> the first observation; it stores in the session what `step` needs.
         step: `(task, session)` -> the result of the turn whose response is in the task (`task.text`).
-        verify, options, lifespan, compute_metrics: as in `gym_server`. With a `verify`, its reward replaces the sum.
+        verify, options, lifespan, compute_metrics, reward_range: as in `gym_server`. With a `verify`, its reward replaces the sum.
 
     The same row and the same turns must lead to the same rewards: a stored rollout, whose session is gone, is scored by
     playing its turns again.
@@ -85,7 +86,12 @@ def step_server(
 
     summed.__annotations__["body"] = task
     app = gym_server(
-        verify=verify or summed, options=options, lifespan=lifespan, compute_metrics=compute_metrics, replays=True
+        verify=verify or summed,
+        options=options,
+        lifespan=lifespan,
+        compute_metrics=compute_metrics,
+        replays=True,
+        reward_range=reward_range,
     )
 
     async def reset_route(request: Request) -> Response:

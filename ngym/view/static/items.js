@@ -1,6 +1,6 @@
 // A row's input and output as turns; tool calls are shown with their results.
 
-const OWN_FIELDS = new Set(["responses_create_params", "response", "reward", "reward_components", "agent_ref", "ng", "failure", "attempt"]);
+const OWN_FIELDS = new Set(["responses_create_params", "response", "reward", "reward_components", "reward_range", "agent_ref", "ng", "failure", "attempt"]);
 const ROLES = new Set(["system", "developer", "user", "assistant", "tool"]);
 const THINKING = /^(?:\s*<think>)?((?:(?!<think>)[^])*?)<\/think>/;
 

@@ -4,19 +4,19 @@
 export const TRAINING_FIRST = "Reward and held-out evaluation";
 const TRAINING_GROUPS = [
   [TRAINING_FIRST, [
-    /^reward\/mean$/, /^eval\/.*\/avg@\d+$/, /^eval\/.*\/greedy$/, /^eval\/.*\/pass@\d+$/, /^val\//, /^rewards?\//, /^frac_reward/, /^eval\/(?!.*\/(count|failed|unscored)$)/,
+    /^reward\/mean$/, /^eval\/.*\/avg@\d+$/, /^eval\/.*\/greedy$/, /^eval\/.*\/pass@\d+$/, /^val\//, /^reward(s|_component)?\//, /^frac_reward/, /^eval\/(?!.*\/(count|failed|unscored)$)/,
   ], true],
   ["Lag, KL, mismatch, entropy", [/^lag$/, /^lag\//, /^stale/, /^kl/, /^token_mult/, /^mismatch/, /^probs_ratio/, /^is_/, /entropy/], true],
   ["Lengths and turns", [/^completions\//, /^num_turns$/, /^tool_/], true],
   ["Loss and clipping", [/^loss$/, /^grad_norm$/, /^lr$/, /^clip_ratio\//, /^value_/, /^explained_/, /^critic_/, /^logps\//, /^skipped_/], true],
-  ["Throughput", [/^tokens_per_s$/, /^global_valid/], true],
+  ["Throughput", [/^tokens_per_s$/, /^global_valid/, /^memory\//], true],
   ["Phases of a step", [/^time\//], true],
   ["Tasks and groups", [/^num_/, /^tasks\//], false],
   ["Held-out attempts", [/^eval\//], false],
   ["Other", [/./], true],
 ];
 const TRAINING_PHASES = ["time/generation", "time/logprob", "time/train", "time/weight_sync"];
-const TRAINING_NO_CHART = new Set(["step", "time/elapsed", "policy_version"]);
+const TRAINING_NO_CHART = new Set(["step", "epoch", "time/elapsed", "policy_version"]);
 
 /** [{title, open, metrics: [name], phases: [name]}] of these metrics; groups without any are left out. */
 export function trainingGroups(names) {

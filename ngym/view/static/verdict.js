@@ -61,6 +61,7 @@ function failureBox(failure) {
 function rewardBox(row, trace, slim) {
   const components = Object.entries(trace.reward_components ?? row.reward_components ?? {});
   const scored = isNumber(row.reward);
+  const range = Array.isArray(row.reward_range) && row.reward_range.every(isNumber) ? row.reward_range : undefined;
   const against = isNumber(slim?.group_mean) && slim.group_size > 1;
   return el(
     "section",
@@ -69,8 +70,9 @@ function rewardBox(row, trace, slim) {
     el(
       "div",
       { class: "big-reward" },
-      scored ? [el("span", { class: "big num" }, formatNumber(row.reward)), rewardMark(row.reward)] : "the verifier could not score it",
+      scored ? [el("span", { class: "big num" }, formatNumber(row.reward)), rewardMark(row.reward, range)] : "the verifier could not score it",
     ),
+    range && el("p", { class: "muted" }, `rewards are from ${formatNumber(range[0])} to ${formatNumber(range[1])}`),
     against && el("p", { class: "muted" }, `${formatSigned(slim.advantage)} against its group’s mean of ${formatNumber(slim.group_mean)}`),
     el(
       "p",
