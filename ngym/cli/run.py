@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,13 +133,14 @@ def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
         loop.add_signal_handler(signal.SIGHUP, received)
 
 
-HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "APP")
+HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "RESOURCES", "APP")
 
 
 class Planned(NamedTuple):
     """A service as it would be started. app: its file; None: an external service at `urls`. port: None: a free one.
 
-    python: that of the service's virtual environment; None: the one that runs ngym.
+    python: that of the service's virtual environment; None: the one that runs ngym. resources: of each process.
+    gpus: those of each replica, on this machine; empty: not assigned.
     """
 
     name: str
@@ -149,6 +151,9 @@ class Planned(NamedTuple):
     port: int | None
     urls: list[str]
     python: Path | None
+    resources: dict[str, Any]
+    pool: str | None
+    gpus: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:
         return {**self._asdict(), "app": _text(self.app), "python": _text(self.python)}
@@ -159,8 +164,10 @@ def show_plan(config: Config, as_json: bool) -> None:
     import yaml
 
     from ngym.config.service_config import shown_config
+    from ngym.supervise.placement import gpu_slices
 
-    services = [_planned(config, stanza) for stanza in config.services.values()]
+    slices = gpu_slices(config)
+    services = [_planned(config, stanza, slices) for stanza in config.services.values()]
     logs = config.root / FOLDER / "logs"
     head = config.settings.head
     if as_json:
@@ -185,7 +192,7 @@ def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int,
     click.echo("nothing was started", err=True)
 
 
-def _planned(config: Config, stanza: Stanza) -> Planned:
+def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Sequence[str]] = {}) -> Planned:
     from ngym.supervise.venvs import venv_of
 
     app = app_file(stanza.app, config.root, stanza.where) if stanza.app and not stanza.external else None
@@ -199,14 +206,25 @@ def _planned(config: Config, stanza: Stanza) -> Planned:
         stanza.port,
         stanza.external_urls,
         venv.python if venv else None,
+        stanza.resources.model_dump(exclude_none=True) if stanza.resources else {},
+        stanza.pool,
+        [list(gpus) for (name, _), gpus in slices.items() if name == stanza.name],
     )
 
 
 def _row(each: Planned) -> tuple[str, ...]:
     if each.app is None:
-        return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
+        return (each.name, each.kind, "", " ".join(each.urls), "", "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
-    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), app)
+    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), _resources(each), app)
+
+
+def _resources(each: Planned) -> str:
+    """Such as `cpus 4, GPUs 0,1 | 2,3`, with the GPUs of each replica."""
+    parts = [f"{key} {value:g}" for key, value in each.resources.items() if key != "gpus" or not each.gpus]
+    if each.gpus:
+        parts.append("GPUs " + " | ".join(",".join(gpus) or "none" for gpus in each.gpus))
+    return ", ".join(parts + ([f"pool {each.pool}"] if each.pool else []))
 
 
 def _address(host: str, port: int | None) -> str:

@@ -15,15 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.runtime.live_region import harmless
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
-from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.venvs import Venv, find_uv, make
 from ngym.telemetry.log_format import Redactor, from_text, is_json, to_text
+
+if TYPE_CHECKING:
+    from ngym.supervise.engine import Place, Running
 
 STATUS_PREFIX = "ngym-status: "
 KEPT_LINES = 200
@@ -187,7 +189,7 @@ class State:
     """The state of one process of a service, or of one URL of an external one. Also the event of its change.
 
     label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
-    detail: one line, such as why it is not ready. restarts: number of restarts.
+    detail: one line, such as why it is not ready. restarts: number of restarts. node: its machine, on a cluster.
     """
 
     name: str
@@ -202,6 +204,7 @@ class State:
     pid: int | None = None
     started_at: datetime | None = None
     restarts: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -300,9 +303,8 @@ class Process(Watched):
         self,
         state: State,
         tell: Callable[[State], None],
-        launcher: Launcher,
+        place: Place,
         spec: dict[str, Any],
-        sock: socket.socket,
         log: Path,
         limits: Limits,
         redact: Redactor,
@@ -311,15 +313,14 @@ class Process(Watched):
     ) -> None:
         super().__init__(state, tell, spec["run_token"])
         self._optional = optional
-        self._launcher = launcher
+        self._place = place
         self._spec = spec
-        self._socket = sock
         wrap = state.label if spec["logs"] == "json" else None
         self._log = ServiceLog(log, on_status=self._said, redact=redact, wrap_as=wrap)
         self._limits = limits
         self._venv = venv
         self._speaks = False
-        self._child: Child | None = None
+        self._child: Running | None = None
         self._deaths = Deaths()
 
     async def run(self) -> None:
@@ -370,11 +371,10 @@ class Process(Watched):
         self.ready_at = None
         self._speaks = False
         output = self._log.open()
-        child = self._child = await self._launcher.fork(
-            "run", self.state.label, self._spec, output, [self._socket], python
-        )
+        child = self._child = await self._place.start(self.state.label, self._spec, output, python)
         now = datetime.now(UTC)
-        self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts)
+        here = {"url": self._place.url, "node": self._place.node}
+        self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts, **here)
         watch = asyncio.create_task(self.watch(self._limits.ready_timeout_s))
         try:
             either: list[asyncio.Future[Any]] = [child.exit_code, watch]
