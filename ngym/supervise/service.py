@@ -145,6 +145,7 @@ BACKLOG = 4096
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
 EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for wrong options, after it printed the reason
+LOST = 256  # no exit code: the process is gone with its node
 STEADY_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
 MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
 SHOWN_LINES = 20
@@ -190,6 +191,7 @@ class State:
 
     label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
     detail: one line, such as why it is not ready. restarts: number of restarts. node: its machine, on a cluster.
+    listed: whether callers get this address.
     """
 
     name: str
@@ -205,6 +207,7 @@ class State:
     started_at: datetime | None = None
     restarts: int = 0
     node: str = ""
+    listed: bool = True
 
 
 @dataclass(frozen=True)
@@ -219,11 +222,14 @@ class Watched:
     """A URL whose readiness is polled: `state` is current, `tell` receives each change, `ready` is set once it was
     ready.
 
-    token: authorizes the requests.
+    token: authorizes the requests. is_guest: it joined a run that started without it, and is listed while it is ready.
     """
 
-    def __init__(self, state: State, tell: Callable[[State], None], token: str | None = None) -> None:
+    def __init__(
+        self, state: State, tell: Callable[[State], None], token: str | None = None, is_guest: bool = False
+    ) -> None:
         self.state = state
+        self.is_guest = is_guest
         self._token = token
         self.ready = asyncio.Event()
         self.ready_at: float | None = None
@@ -252,10 +258,10 @@ class Watched:
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
-                self.change(status="ready", detail="")
+                self.change(status="ready", detail="", listed=True)
                 self.ready.set()
             elif been_ready:
-                self.change(status="not ready", detail=found.reason)
+                self.change(status="not ready", detail=found.reason, listed=self.state.listed and not self.is_guest)
             else:
                 self.describe(found.reason)
                 if time.monotonic() > deadline:
@@ -352,7 +358,8 @@ class Process(Watched):
                 self.change(status="failed", detail=how, pid=None)
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
-            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None)
+            here = code != LOST
+            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, listed=here)
             await asyncio.sleep(pause)
 
     async def _own_python(self) -> Path | None:
@@ -424,6 +431,8 @@ class Process(Watched):
 
 def describe_exit(code: int) -> str:
     """An exit code in words."""
+    if code == LOST:
+        return "its node was lost"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, Stanza, missing_models, secrets_of
 from ngym.config.shipped_files import app_file
@@ -17,10 +18,11 @@ from ngym.supervise.engine import Engine, LocalEngine, Place
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.service import Limits, Process, State, Watched
+from ngym.supervise.service import READY_POLL_S, Limits, Process, State, Watched
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.log_format import Redactor
 
+GUEST_POLLS = 5  # without readiness, until a replica that joined is forgotten
 GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 
 
@@ -56,6 +58,7 @@ class Supervisor:
         self._engine = engine
         self._watched: list[Watched] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._guests: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
         self._head: Head | None = None
         self._head_file: HeadFile | None = None
@@ -89,6 +92,42 @@ class Supervisor:
         """Its services and the external ones of the config, for this caller; close them before the supervisor ends."""
         return Peers(self.urls, self.head_url, self.run_token, owner=owner, others=self.config.others)
 
+    def join(self, name: str, url: str) -> State:
+        """Add a replica that runs elsewhere: it is listed while it is ready, and forgotten when it stays away.
+
+        Raises:
+            ConfigError: there is no such service.
+        """
+        stanza = self.config.stanza(name)
+        if found := next((state for state in self.states if state.name == name and state.url == url), None):
+            return found
+        label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
+        replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
+        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False)
+        guest = Watched(state, self._changed, self.run_token, is_guest=True)
+        self._watched.append(guest)
+        self._guests.add(task := asyncio.create_task(self._accompany(guest)))
+        task.add_done_callback(self._guests.discard)
+        return state
+
+    async def _accompany(self, guest: Watched) -> None:
+        """Watch a guest until it was not ready for several polls."""
+        watch, missed = asyncio.create_task(guest.watch()), 0
+        try:
+            while missed < GUEST_POLLS:
+                await asyncio.sleep(READY_POLL_S)
+                missed = 0 if guest.state.status == "ready" else missed + (guest.ready_at is not None)
+        finally:
+            watch.cancel()
+            self._watched.remove(guest)
+        guest.change(status="stopped", detail="left the run", listed=False)
+
+    def _changed(self, state: State) -> None:
+        """Keep the addresses of its service current, in the list that later specs share, and report the change."""
+        states = [each for each in self.states if each.name == state.name]
+        self.urls[state.name][:] = [each.url for each in states if each.listed] or [each.url for each in states]
+        self._on_event(state)
+
     async def failure(self) -> None:
         """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -117,9 +156,10 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop everything within 5 s; no process is left afterwards."""
-        for task in self._tasks:
+        watching = [*self._tasks, *self._guests]
+        for task in watching:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*watching, return_exceptions=True)
         stopping = [watched.stop(GRACE_S, self._hurry) for watched in self._watched if isinstance(watched, Process)]
         await asyncio.gather(*stopping)
         if self._engine:
@@ -156,7 +196,7 @@ class Supervisor:
     def _external(self, stanza: Stanza) -> list[Watched]:
         token = self.config.others.get(stanza.name, self.run_token)
         states = [self._state(stanza, index) for index in range(len(stanza.external_urls))]
-        return [Watched(state, self._on_event, token) for state in states]
+        return [Watched(state, self._changed, token) for state in states]
 
     def _processes(self, stanza: Stanza, places: Sequence[Place]) -> list[Watched]:
         assert self._head_file is not None
@@ -172,7 +212,7 @@ class Supervisor:
             log = self._head_file.logs / f"{state.label}.log"
             venv = venv_of(self.config, stanza)
             optional = stanza.optional
-            processes.append(Process(state, self._on_event, place, spec, log, limits, redact, venv, optional))
+            processes.append(Process(state, self._changed, place, spec, log, limits, redact, venv, optional))
         return processes
 
     def _state(self, stanza: Stanza, index: int, node: str = "") -> State:
