@@ -12,6 +12,7 @@ import asyncio
 import random
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self
@@ -22,7 +23,7 @@ from ngym.client import CONNECT_TIMEOUT_S, Client, Reply
 from ngym.errors import NotFound, PeerTimeout, Unreachable, UpstreamError
 from ngym.net import request_context
 from ngym.net.json_limits import MAX_DEPTH, by_size, is_deep, serialized
-from ngym.net.load_balancer import Replicas, RetryBudget, Sticky, rendezvous
+from ngym.net.load_balancer import Home, Replicas, RetryBudget, Sticky
 from ngym.schema import IDEMPOTENCY_HEADER, REPEATABLE_HEADER, SESSION_COOKIE, SESSION_HEADER, TOOL_ERRORS_HEADER, Json
 
 BROKEN_S = (0.05, 0.4, 2.0)  # pauses after a connection that broke or was refused, and after a 504
@@ -38,6 +39,7 @@ NOT_ABOUT_THE_CALL = frozenset({401, 403, 407, 408, 429})  # about the caller's 
 SHOWN_STATUSES = frozenset({*range(400, 500), 500}) - NOT_ABOUT_THE_CALL
 PROBLEM = "application/problem+json"
 DEFAULT_TIMEOUT_S = 600.0
+FOLLOW_S = 5.0
 ToolErrors = Literal["fail", "show"]
 
 
@@ -181,7 +183,7 @@ class PeerSession:
         self.id = session_id
         self._tool_errors: ToolErrors = tool_errors
         self._tells = False
-        self._affinity = conversation or session_id
+        self._affinity = conversation or Home(session_id)
         self._cookies: dict[str, str] = {}
         self._repeatable_s = 0.0
 
@@ -274,7 +276,7 @@ class Peer:
         headers: Mapping[str, str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         idempotent: bool = False,
-        affinity: str | Sticky | None = None,
+        affinity: Home | Sticky | None = None,
         repeatable_s: float = 0.0,
         session: InSession | None = None,
     ) -> Reply:
@@ -283,6 +285,7 @@ class Peer:
         repeatable_s: how long the service keeps its answer under an idempotency key; 0: it does not support such keys.
         session: the session of the call.
         """
+        self._peers.follow()
         payload = None if body is None else body if isinstance(body, bytes) else serialized(body)
         here = request_context.current.get()
         loop = asyncio.get_running_loop()
@@ -370,7 +373,7 @@ class Peer:
     def _replicas(self) -> Replicas:
         return self._peers.replicas.setdefault(self.name, Replicas())
 
-    def url(self, affinity: str | Sticky | None = None) -> str:
+    def url(self, affinity: Home | Sticky | None = None) -> str:
         """The replica for the next request."""
         urls = self._peers.urls[self.name]
         if not urls:
@@ -379,16 +382,16 @@ class Peer:
                 f"NGYM_OPTION_{self.name.upper()} to its address",
                 retryable=False,
             )
+        if isinstance(affinity, Home):
+            return affinity.of(urls)
         if len(urls) == 1:
             return urls[0]
-        if isinstance(affinity, str):
-            return rendezvous(affinity, urls)
         return self._replicas().any(urls) if affinity is None else self._replicas().of(affinity, urls)
 
-    def _pause(self, url: str, affinity: str | Sticky | None, pause: float) -> float:
+    def _pause(self, url: str, affinity: Home | Sticky | None, pause: float) -> float:
         """Seconds until the next attempt: 0 if another replica can replace the failed one."""
         urls = self._peers.urls[self.name]
-        if not isinstance(affinity, str) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
+        if not isinstance(affinity, Home) and len(urls) > 1 and self._replicas().has_stand_in(url, urls):
             return 0.0
         return pause
 
@@ -473,6 +476,8 @@ class Peers:
         self.budgets: dict[str, RetryBudget] = {}  # by service
         self._token = token
         self._others = dict(others or {})
+        self._asked_at = time.monotonic()
+        self._asking: asyncio.Task[None] | None = None
         self._client: Client | None = None
 
     def __getitem__(self, name: str) -> Peer:
@@ -506,9 +511,25 @@ class Peers:
         await self.close()
 
     async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+    def follow(self) -> None:
+        """Ask the head for changed addresses, in the background and at most every FOLLOW_S: replicas join and leave."""
+        now = time.monotonic()
+        if self.head_url is not None and now - self._asked_at > FOLLOW_S:
+            self._asked_at = now
+            self._asking = asyncio.get_running_loop().create_task(self._follow())
+
+    async def _follow(self) -> None:
+        with suppress(OSError, ValueError):
+            url, opener = f"{self.head_url}/addresses", self.authorization(None)
+            reply = await self.send("GET", url, None, opener, CONNECT_TIMEOUT_S)
+            if reply.status == 200:
+                self.urls.update(reply.json())
 
     async def refresh(self) -> None:
         """Ask the head for the current addresses; keeps the known ones if it does not answer."""

@@ -37,7 +37,7 @@ def global_config() -> Json:
     """A stanza is checked by its `kind` and `app`; the options of an app of one's own are not known here."""
     stanza = _interpolated(Stanza.model_json_schema())
     keys = {name: key for name, key in stanza["properties"].items() if name not in OF_THE_READER}
-    definitions: Json = {"stanza": keys}
+    definitions: Json = {"stanza": keys, **stanza.get("$defs", {})}
     shared = {name: {"$ref": f"#/$defs/stanza/{name}"} for name in keys}
     choices = []
     for kind in get_args(Kind):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +15,7 @@ import orjson
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options
 from ngym.config.shipped_files import app_file
+from ngym.extras import require
 from ngym.runtime.live_region import aligned
 from ngym.supervise.head_file import FOLDER
 
@@ -28,6 +31,12 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
             2  the command, the config or a service's options are wrong; the line says where"""
 
 
+def _where(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"local|ray|ray://[^/\s:]+:\d+", value):
+        raise click.BadParameter(f"{value!r} is not local, ray or ray://HOST:PORT", ctx, parameter)
+    return value
+
+
 @command("ng_run", epilog=EXIT_CODES)
 @config_options
 @click.option(
@@ -38,6 +47,14 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
     shell_complete=services(),
     help="Start this service and those that it needs; repeat it.  [default: all]",
 )
+@click.option(
+    "--on",
+    callback=_where,
+    default="local",
+    show_default=True,
+    metavar="local|ray[://HOST:PORT]",
+    help="Start them on this machine, or on the Ray cluster that it is a node of.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
@@ -45,6 +62,7 @@ def main(
     configs: tuple[Path, ...],
     overrides: tuple[str, ...],
     names: tuple[str, ...],
+    on: str,
     dry_run: bool,
     plain: bool,
     as_json: bool,
@@ -58,9 +76,14 @@ def main(
     Examples: ng_run
               ng_run --only math_agent
               ng_run --config global_config.yaml --config local.yaml policy.replicas=2
+              ng_run --on ray
     """
     if dry_run:
-        show_plan(_config(configs, overrides, names), as_json)
+        show_plan(_config(configs, overrides, names), as_json, on)
+        return
+    if on != "local":
+        require("ray", "ng_run --on ray", "ray")
+        asyncio.run(_run(_config(configs, overrides, names), None, as_json, plain, on))
         return
     from ngym.supervise.launcher import Launcher
 
@@ -78,14 +101,20 @@ def _config(configs: tuple[Path, ...], overrides: tuple[str, ...], names: tuple[
     return config.only(names) if names else config
 
 
-async def _run(config: Config, launcher: Launcher, as_json: bool, plain: bool) -> None:
+async def _run(config: Config, launcher: Launcher | None, as_json: bool, plain: bool, on: str = "local") -> None:
     """Run until a signal, or an error that ends the run."""
     from ngym.supervise.display import display
     from ngym.supervise.supervisor import Supervisor
 
     stop = asyncio.Event()
     async with display(as_json, stop.set, plain) as show:
-        supervisor = Supervisor(config, show.event, launcher)
+        engine = None
+        if on != "local":
+            from ngym.cluster.ray_engine import RayEngine
+
+            engine = RayEngine.connect(on, lambda text: show.say("waiting", text))
+            config = engine.reachable(config)
+        supervisor = Supervisor(config, show.event, launcher, engine)
         _stop_on_signals(supervisor, stop)
         serving = asyncio.create_task(_serve(supervisor, show))
         stopping = asyncio.create_task(stop.wait())
@@ -132,13 +161,14 @@ def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
         loop.add_signal_handler(signal.SIGHUP, received)
 
 
-HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "APP")
+HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "RESOURCES", "APP")
 
 
 class Planned(NamedTuple):
     """A service as it would be started. app: its file; None: an external service at `urls`. port: None: a free one.
 
-    python: that of the service's virtual environment; None: the one that runs ngym.
+    python: that of the service's virtual environment; None: the one that runs ngym. resources: of each process.
+    gpus: those of each replica, on this machine; empty: not assigned.
     """
 
     name: str
@@ -149,18 +179,23 @@ class Planned(NamedTuple):
     port: int | None
     urls: list[str]
     python: Path | None
+    resources: dict[str, Any]
+    pool: str | None
+    gpus: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:
         return {**self._asdict(), "app": _text(self.app), "python": _text(self.python)}
 
 
-def show_plan(config: Config, as_json: bool) -> None:
+def show_plan(config: Config, as_json: bool, on: str = "local") -> None:
     """Print the resolved config to standard output, secrets redacted, and the services it starts to standard error."""
     import yaml
 
     from ngym.config.service_config import shown_config
+    from ngym.supervise.placement import gpu_slices
 
-    services = [_planned(config, stanza) for stanza in config.services.values()]
+    slices = gpu_slices(config) if on == "local" else {}  # on a cluster, Ray chooses them
+    services = [_planned(config, stanza, slices) for stanza in config.services.values()]
     logs = config.root / FOLDER / "logs"
     head = config.settings.head
     if as_json:
@@ -185,7 +220,7 @@ def show_service(config: Config, stanza: Stanza, app: str, host: str, port: int,
     click.echo("nothing was started", err=True)
 
 
-def _planned(config: Config, stanza: Stanza) -> Planned:
+def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Sequence[str]] = {}) -> Planned:
     from ngym.supervise.venvs import venv_of
 
     app = app_file(stanza.app, config.root, stanza.where) if stanza.app and not stanza.external else None
@@ -199,14 +234,25 @@ def _planned(config: Config, stanza: Stanza) -> Planned:
         stanza.port,
         stanza.external_urls,
         venv.python if venv else None,
+        stanza.resources.model_dump(exclude_none=True) if stanza.resources else {},
+        stanza.pool,
+        [list(gpus) for (name, _), gpus in slices.items() if name == stanza.name],
     )
 
 
 def _row(each: Planned) -> tuple[str, ...]:
     if each.app is None:
-        return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
+        return (each.name, each.kind, "", " ".join(each.urls), "", "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
-    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), app)
+    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), _resources(each), app)
+
+
+def _resources(each: Planned) -> str:
+    """Such as `cpus 4, GPUs 0,1 | 2,3`, with the GPUs of each replica."""
+    parts = [f"{key} {value:g}" for key, value in each.resources.items() if key != "gpus" or not each.gpus]
+    if each.gpus:
+        parts.append("GPUs " + " | ".join(",".join(gpus) or "none" for gpus in each.gpus))
+    return ", ".join(parts + ([f"pool {each.pool}"] if each.pool else []))
 
 
 def _address(host: str, port: int | None) -> str:

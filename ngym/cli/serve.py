@@ -15,7 +15,7 @@ import click
 from ngym.cli.shell.completion_names import services
 from ngym.cli.shell.main import command, config_options
 from ngym.errors import ConfigError, UsageError
-from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, token_from
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, token_from, wrong_url
 from ngym.supervise.head_file import find_running
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ Exit codes: 0  stopped by Ctrl-C or SIGTERM
     metavar="N",
     help="The port to listen at; 0: a free one.  [default: that of the stanza's port or url, else a free one]",
 )
+@click.option("--join", metavar="URL", help="Add this process to the run of this head, as a further replica of NAME.")
 @click.option("--dry-run", is_flag=True, help="Show what would be started, and where; start nothing.")
 @click.option(
     "--json",
@@ -55,16 +56,19 @@ def main(
     overrides: tuple[str, ...],
     host: str | None,
     port: int | None,
+    join: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Run the service NAME of the config in this process, and nothing else.
 
-    It finds the other services at the `url` of their stanza, or through ng_run if that runs in the same folder.
+    It finds the other services at the `url` of their stanza, or through ng_run if that runs in the same folder. With
+    --join it becomes a replica of a run on another machine: callers use it while it is ready.
 
     \b
     Examples: ng_serve math
               ng_serve policy --host 0.0.0.0 --port 8000 policy.model=Qwen/Qwen3-0.6B
+              ng_serve math --join http://10.0.0.1:11000 --host 10.0.0.2
     """
     from ngym.cli.run import show_service
     from ngym.config.service_config import load_config
@@ -86,7 +90,11 @@ def main(
         return
     sock = listen(address, wanted, f"service {name!r}", "stop that program or give another --port")
     url = url_of(sock, config.settings.tls is not None)
-    head_url, urls = asyncio.run(_addresses(config, token))
+    if join is not None and (problem := wrong_url(join)):
+        raise UsageError(f"--join {problem}")
+    head_url, urls = asyncio.run(_addresses(config, join, token))
+    if join is not None:
+        asyncio.run(_joined(join.rstrip("/"), name, url, token))
     _warn_of_unknown_addresses(stanza, urls)
     known = {**urls, name: urls[name] or [url]}
     spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
@@ -123,15 +131,30 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
             )
 
 
-async def _addresses(config: Config, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
-    """The URL of the head that runs in this folder, if any, and the known addresses of each service."""
+async def _joined(head_url: str, name: str, url: str, token: str | None) -> None:
+    """Announce this replica to the head, which waits for its readiness. UsageError if the head does not take it."""
+    from ngym.peers import Peers
+
+    async with Peers({}, head_url, token) as peers:
+        body = json.dumps({"name": name, "url": url}).encode()
+        try:
+            reply = await peers.send("POST", f"{head_url}/servers", body, peers.authorization(None), HEAD_TIMEOUT_S)
+        except OSError as error:
+            raise UsageError(f"--join {head_url}: no head of ng_run answers there ({error})") from None
+    if reply.status >= 300:
+        raise UsageError(f"--join {head_url}: {reply.status}: {reply.body[:300].decode(errors='replace')}")
+
+
+async def _addresses(config: Config, join: str | None, token: str | None) -> tuple[str | None, dict[str, list[str]]]:
+    """The URL of the head to join, or that runs in this folder, if any, and the known addresses of each service."""
     from ngym.supervise.head_file import get
 
     urls = {stanza.name: stanza.external_urls for stanza in config.services.values()}
     running = find_running(config.root)
-    if running is None:
+    head_url = join.rstrip("/") if join else running.url if running else None
+    if head_url is None:
         return None, urls
     with contextlib.suppress(OSError, ValueError):  # the run has just ended
-        for server in json.loads((await get(f"{running.url}/servers", HEAD_TIMEOUT_S, token)).body):
+        for server in json.loads((await get(f"{head_url}/servers", HEAD_TIMEOUT_S, token)).body):
             urls[server["name"]] = urls.get(server["name"]) or server.get("urls") or [server["url"]]
-    return running.url, urls
+    return head_url, urls

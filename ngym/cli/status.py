@@ -63,7 +63,8 @@ def _row(server: dict[str, Any]) -> tuple[str, ...]:
         errors = str(sum(measured["errors"].values()))
         work = (f"{measured['requests_per_s']:.1f}", *latencies, str(measured["in_flight"]), errors)
     known = (server["name"], server["kind"], status, pids, up, str(server["restarts"]), memory)
-    return (*known, *work, " ".join(urls))
+    nodes = dict.fromkeys(filter(None, server.get("nodes", ())))
+    return (*known, *work, " ".join(urls) + (f" on {', '.join(nodes)}" if nodes else ""))
 
 
 def _of_model(server: dict[str, Any]) -> tuple[str, ...]:

@@ -85,6 +85,15 @@ class Settings(BaseModel):
     )
 
 
+class Resources(BaseModel):
+    """What each process of a service needs. Keys that are left out are neither limited nor reserved."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    gpus: int | None = Field(default=None, ge=0, le=64, description="GPUs that only this process sees; 0: none.")
+    cpus: float | None = Field(default=None, gt=0, description="Processor cores.")
+    memory_gb: float | None = Field(default=None, gt=0, description="Main memory, in GiB.")
+
+
 class Stanza(BaseModel):
     """One service of the config: the keys that ngym reads, and the service's own options, which it does not check."""
 
@@ -99,6 +108,12 @@ class Stanza(BaseModel):
     urls: tuple[str, ...] = Field(default=(), description="The addresses of an external service with several replicas.")
     replicas: int = Field(
         default=1, ge=1, le=1024, description="The number of processes; a rollout's session stays with one of them."
+    )
+    resources: Resources | None = Field(default=None, description="What each process needs: gpus, cpus, memory_gb.")
+    pool: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z][\w-]*$",
+        description="The kind of machine, on a cluster: a custom resource of Ray's nodes. One machine is every pool.",
     )
     port: int | None = Field(default=None, ge=1, le=65535, description="A fixed port; null: a free one.")
     requirements: str | None = Field(
@@ -350,7 +365,8 @@ def shown_config(config: Config) -> dict[str, Any]:
 
 
 def _written(stanza: Stanza) -> dict[str, Any]:
-    fields = stanza.model_dump(mode="json", exclude={"name", "options", "where", "key_where"})
+    hidden = {"name", "options", "where", "key_where"}
+    fields = stanza.model_dump(mode="json", exclude=hidden, exclude_none=True)
     return {key: value for key, value in fields.items() if value and (key, value) != ("replicas", 1)}
 
 

@@ -72,6 +72,20 @@ class Sticky:
     url: str | None = None
 
 
+@dataclass(slots=True)
+class Home:
+    """Affinity of one session to the replica that has its state, chosen by `key`; others that join change nothing."""
+
+    key: str
+    url: str | None = None
+
+    def of(self, urls: Sequence[str]) -> str:
+        """The session's replica; a new one if that has left."""
+        if self.url is None or self.url not in urls:
+            self.url = rendezvous(self.key, urls)
+        return self.url
+
+
 class Replicas:
     """The replicas of one service."""
 

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from ngym import __version__
 from ngym.config.service_config import Config, Stanza, shown_config
-from ngym.errors import ServiceError, UsageError
-from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of
+from ngym.errors import ConfigError, ServiceError, UsageError
+from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of, wrong_url
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
@@ -51,6 +51,7 @@ REFERENCES: dict[str, tuple[str, Kind]] = {
     "model": ("model_server", "model"),
 }
 RUNNING_TIMEOUT_S = 5.0
+MAX_BODY = 4096
 # From good to bad: a service with replicas has the state of its worst replica.
 SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
 PAGE = (Path(__file__).parent / "head_page.html").read_text(encoding="utf-8")
@@ -177,13 +178,16 @@ def servers(states: list[State]) -> list[dict[str, Any]]:
     by_name: dict[str, list[State]] = {}
     for state in states:
         by_name.setdefault(state.name, []).append(state)
-    sizes = resident_bytes([state.pid for state in states if state.pid])
+    sizes = resident_bytes([state.pid for state in states if state.pid and not state.node])
     return [_server(replicas, sizes) for replicas in by_name.values()]
 
 
 def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
     worst = max(replicas, key=lambda state: SEVERITY.index(state.status))
-    address = {"url": worst.url} if len(replicas) == 1 else {"urls": [state.url for state in replicas]}
+    urls = [state.url for state in replicas if state.listed] or [state.url for state in replicas]
+    address: dict[str, Any] = {"url": urls[0]} if len(replicas) == 1 else {"urls": urls}
+    if any(state.node for state in replicas):
+        address["nodes"] = [state.node for state in replicas]
     started = min((state.started_at for state in replicas if state.started_at), default=None)
     return {
         "name": worst.name,
@@ -198,7 +202,7 @@ def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
         "started_at": started.isoformat() if started else None,
         "uptime_seconds": uptime_seconds(started),
         "restarts": sum(state.restarts for state in replicas),
-        "memory_bytes": sum(sizes.get(state.pid or 0, 0) for state in replicas) or None,
+        "memory_bytes": sum(sizes.get(state.pid or 0, 0) for state in replicas if not state.node) or None,
     }
 
 
@@ -240,6 +244,21 @@ def _app(supervisor: Supervisor) -> Starlette:
     async def list_servers(request: Request) -> Response:
         return JSONResponse(servers(supervisor.states))
 
+    async def addresses(request: Request) -> Response:
+        return JSONResponse(supervisor.urls)
+
+    async def join(request: Request) -> Response:
+        match await _body(request):
+            case {"name": str(name), "url": str(url)} if not wrong_url(url):
+                pass
+            case _:
+                raise HTTPException(422, 'send {"name": a service of the config, "url": "http://host:port"}')
+        try:
+            state = supervisor.join(name, url.rstrip("/"))
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from None
+        return JSONResponse({"name": name, "url": state.url, "label": state.label}, 202)
+
     async def show_config(request: Request) -> Response:
         return JSONResponse(shown_config(config))
 
@@ -268,6 +287,7 @@ def _app(supervisor: Supervisor) -> Starlette:
         "/status": show_status,
         "/logs/{label}": show_log,
         "/running/{agent}/{rollout_id}": show_running,
+        "/addresses": addresses,
         "/metrics": metrics,
         "/prometheus/targets": targets,
         "/config": show_config,
@@ -275,6 +295,7 @@ def _app(supervisor: Supervisor) -> Starlette:
         "/server_instances": nemo_instances,
     }
     served = [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
+    served.append(Route("/servers", join, methods=["POST"]))
     app = Starlette(routes=served, exception_handlers={HTTPException: _problem})
     app.router.redirect_slashes = False
     return app
@@ -294,6 +315,7 @@ _ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "/logs/{label}": ("The last lines of a process's log", "application/json", _OBJECT),
     "/running/{agent}/{rollout_id}": ("A rollout that runs, as a row", "application/json", _OBJECT),
+    "/addresses": ("Service name -> URLs of the replicas that take calls", "application/json", _OBJECT),
     "/metrics": ("Prometheus metrics of all services", "text/plain", {"type": "string"}),
     "/prometheus/targets": ("Targets for Prometheus' HTTP discovery", "application/json", _OBJECTS),
     "/config": ("The resolved config, without secrets", "application/json", _OBJECT),
@@ -332,3 +354,15 @@ async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ServiceError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     return JSONResponse(told.problem("the head"), error.status_code, error.headers, "application/problem+json")
+
+
+async def _body(request: Request) -> Any:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            break
+    try:
+        return json.loads(body[:MAX_BODY])
+    except ValueError:
+        return None

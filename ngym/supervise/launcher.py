@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,10 +118,12 @@ class Launcher:
         log: int,
         sockets: Sequence[socket.socket] = (),
         python: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
         """Fork a service; returns once it has a pid. `log` is the descriptor for its output, closed here.
 
         python: the interpreter of the service's own environment, which the forked process executes.
+        environment: variables of its own.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -131,6 +133,8 @@ class Launcher:
         request = {"action": action, "number": self._count, "title": title, "spec": spec}
         if python is not None:
             request["python"] = str(python)
+        if environment:
+            request["environment"] = dict(environment)
         try:
             self._send(request, [log, *(sock.fileno() for sock in sockets)])
         finally:

@@ -15,15 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.runtime.live_region import harmless
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
-from ngym.supervise.launcher import Child, Launcher
 from ngym.supervise.venvs import Venv, find_uv, make
 from ngym.telemetry.log_format import Redactor, from_text, is_json, to_text
+
+if TYPE_CHECKING:
+    from ngym.supervise.engine import Place, Running
 
 STATUS_PREFIX = "ngym-status: "
 KEPT_LINES = 200
@@ -143,6 +145,7 @@ BACKLOG = 4096
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 Status = Literal["starting", "ready", "not ready", "restarting", "failed", "stopped"]
 EXIT_CONFIG = 78  # a service's exit code (sysexits' EX_CONFIG) for wrong options, after it printed the reason
+LOST = 256  # no exit code: the process is gone with its node
 STEADY_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
 MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
 SHOWN_LINES = 20
@@ -187,7 +190,8 @@ class State:
     """The state of one process of a service, or of one URL of an external one. Also the event of its change.
 
     label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
-    detail: one line, such as why it is not ready. restarts: number of restarts.
+    detail: one line, such as why it is not ready. restarts: number of restarts. node: its machine, on a cluster.
+    listed: whether callers get this address.
     """
 
     name: str
@@ -202,6 +206,8 @@ class State:
     pid: int | None = None
     started_at: datetime | None = None
     restarts: int = 0
+    node: str = ""
+    listed: bool = True
 
 
 @dataclass(frozen=True)
@@ -216,11 +222,14 @@ class Watched:
     """A URL whose readiness is polled: `state` is current, `tell` receives each change, `ready` is set once it was
     ready.
 
-    token: authorizes the requests.
+    token: authorizes the requests. is_guest: it joined a run that started without it, and is listed while it is ready.
     """
 
-    def __init__(self, state: State, tell: Callable[[State], None], token: str | None = None) -> None:
+    def __init__(
+        self, state: State, tell: Callable[[State], None], token: str | None = None, is_guest: bool = False
+    ) -> None:
         self.state = state
+        self.is_guest = is_guest
         self._token = token
         self.ready = asyncio.Event()
         self.ready_at: float | None = None
@@ -249,10 +258,10 @@ class Watched:
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
-                self.change(status="ready", detail="")
+                self.change(status="ready", detail="", listed=True)
                 self.ready.set()
             elif been_ready:
-                self.change(status="not ready", detail=found.reason)
+                self.change(status="not ready", detail=found.reason, listed=self.state.listed and not self.is_guest)
             else:
                 self.describe(found.reason)
                 if time.monotonic() > deadline:
@@ -300,9 +309,8 @@ class Process(Watched):
         self,
         state: State,
         tell: Callable[[State], None],
-        launcher: Launcher,
+        place: Place,
         spec: dict[str, Any],
-        sock: socket.socket,
         log: Path,
         limits: Limits,
         redact: Redactor,
@@ -311,15 +319,14 @@ class Process(Watched):
     ) -> None:
         super().__init__(state, tell, spec["run_token"])
         self._optional = optional
-        self._launcher = launcher
+        self._place = place
         self._spec = spec
-        self._socket = sock
         wrap = state.label if spec["logs"] == "json" else None
         self._log = ServiceLog(log, on_status=self._said, redact=redact, wrap_as=wrap)
         self._limits = limits
         self._venv = venv
         self._speaks = False
-        self._child: Child | None = None
+        self._child: Running | None = None
         self._deaths = Deaths()
 
     def log_tail(self) -> tuple[Path, list[str]]:
@@ -355,7 +362,8 @@ class Process(Watched):
                 self.change(status="failed", detail=how, pid=None)
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
-            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None)
+            here = code != LOST
+            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, listed=here)
             await asyncio.sleep(pause)
 
     async def _own_python(self) -> Path | None:
@@ -374,11 +382,10 @@ class Process(Watched):
         self.ready_at = None
         self._speaks = False
         output = self._log.open()
-        child = self._child = await self._launcher.fork(
-            "run", self.state.label, self._spec, output, [self._socket], python
-        )
+        child = self._child = await self._place.start(self.state.label, self._spec, output, python)
         now = datetime.now(UTC)
-        self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts)
+        here = {"url": self._place.url, "node": self._place.node}
+        self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts, **here)
         watch = asyncio.create_task(self.watch(self._limits.ready_timeout_s))
         try:
             either: list[asyncio.Future[Any]] = [child.exit_code, watch]
@@ -428,6 +435,8 @@ class Process(Watched):
 
 def describe_exit(code: int) -> str:
     """An exit code in words."""
+    if code == LOST:
+        return "its node was lost"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -227,12 +227,12 @@ class _Services:
         memory = GaugeMetricFamily(
             "ngym_service_resident_memory_bytes", "Resident memory of the service and its child processes", labels=names
         )
-        sizes = resident_bytes([state.pid for state in self._states if state.pid])
+        sizes = resident_bytes([state.pid for state in self._states if state.pid and not state.node])
         for state in self._states:
             labels = [state.name, str(state.replica)]
             ready.add_metric(labels, float(state.status == "ready"))
             restarts.add_metric(labels, state.restarts)
-            if state.pid in sizes:
+            if state.pid in sizes and not state.node:
                 memory.add_metric(labels, sizes[state.pid])
         yield from (ready, restarts, memory)
 

@@ -28,7 +28,9 @@ OTHERS_PACKAGES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that 
 
 @dataclass(frozen=True)
 class Job:
-    """request: `action` (run, check, or serve: run as a command does), `spec`, and `python` for a separate environment."""
+    """request: `action` (run, check, or serve: run as a command does), `spec`; optional: `python` of separate
+    packages, and `environment`, variables of its own.
+    """
 
     request: dict[str, Any]
     sockets: list[socket.socket]
@@ -36,6 +38,7 @@ class Job:
 
 def perform(job: Job) -> NoReturn:
     """Run the job, here or in its own Python, and end this process with its exit code."""
+    os.environ.update(job.request.get("environment", {}))
     if "python" in job.request:
         _become(job.request.pop("python"), job)
     runner = importlib.import_module(RUNNER)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from ngym.config.service_config import Config, Stanza, missing_models, secrets_of
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.peers import Peers
+from ngym.supervise.engine import Engine, LocalEngine, Place
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.service import Limits, Process, State, Watched, listen, url_of
+from ngym.supervise.service import READY_POLL_S, Limits, Process, State, Watched
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.log_format import Redactor
 
+GUEST_POLLS = 5  # without readiness, until a replica that joined is forgotten
 GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 
 
@@ -32,6 +34,7 @@ class Supervisor:
         config: the global config.
         on_event: called with each change of a service's state.
         launcher: already started before the config was read, to save its start-up time.
+        engine: places and starts the processes; default: on this machine, with the launcher.
 
     `run_token` is the token that its services require (None: no token), `admin_token` the one for weight updates.
     While it runs: `head_url`, `urls` (service name -> URLs of its replicas) and `states`. Entering raises ServiceFailed
@@ -40,7 +43,11 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: Config, on_event: Callable[[State], None] = lambda state: None, launcher: Launcher | None = None
+        self,
+        config: Config,
+        on_event: Callable[[State], None] = lambda state: None,
+        launcher: Launcher | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.config = config
         self.urls: dict[str, list[str]] = {}
@@ -49,9 +56,10 @@ class Supervisor:
         self.ready_after_s: float | None = None
         self._on_event = on_event
         self._launcher = launcher
+        self._engine = engine
         self._watched: list[Watched] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._sockets: list[socket.socket] = []
+        self._guests: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
         self._head: Head | None = None
         self._head_file: HeadFile | None = None
@@ -72,14 +80,14 @@ class Supervisor:
         return found[0].log_tail() if found else None
 
     async def __aenter__(self) -> Self:
-        self._launcher = self._launcher or Launcher.start()
+        self._engine = self._engine or LocalEngine(self._launcher or Launcher.start())
         try:
             await self._start()
             await self._all_ready()
         except BaseException:
             await self._stopped()
             raise
-        self.ready_after_s = time.monotonic() - self._launcher.started
+        self.ready_after_s = time.monotonic() - self._engine.started
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -89,6 +97,42 @@ class Supervisor:
     def peers(self, owner: str) -> Peers:
         """Its services and the external ones of the config, for this caller; close them before the supervisor ends."""
         return Peers(self.urls, self.head_url, self.run_token, owner=owner, others=self.config.others)
+
+    def join(self, name: str, url: str) -> State:
+        """Add a replica that runs elsewhere: it is listed while it is ready, and forgotten when it stays away.
+
+        Raises:
+            ConfigError: there is no such service.
+        """
+        stanza = self.config.stanza(name)
+        if found := next((state for state in self.states if state.name == name and state.url == url), None):
+            return found
+        label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
+        replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
+        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False)
+        guest = Watched(state, self._changed, self.run_token, is_guest=True)
+        self._watched.append(guest)
+        self._guests.add(task := asyncio.create_task(self._accompany(guest)))
+        task.add_done_callback(self._guests.discard)
+        return state
+
+    async def _accompany(self, guest: Watched) -> None:
+        """Watch a guest until it was not ready for several polls."""
+        watch, missed = asyncio.create_task(guest.watch()), 0
+        try:
+            while missed < GUEST_POLLS:
+                await asyncio.sleep(READY_POLL_S)
+                missed = 0 if guest.state.status == "ready" else missed + (guest.ready_at is not None)
+        finally:
+            watch.cancel()
+            self._watched.remove(guest)
+        guest.change(status="stopped", detail="left the run", listed=False)
+
+    def _changed(self, state: State) -> None:
+        """Keep the addresses of its service current, in the list that later specs share, and report the change."""
+        states = [each for each in self.states if each.name == state.name]
+        self.urls[state.name][:] = [each.url for each in states if each.listed] or [each.url for each in states]
+        self._on_event(state)
 
     async def failure(self) -> None:
         """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""
@@ -118,30 +162,33 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop everything within 5 s; no process is left afterwards."""
-        for task in self._tasks:
+        watching = [*self._tasks, *self._guests]
+        for task in watching:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*watching, return_exceptions=True)
         stopping = [watched.stop(GRACE_S, self._hurry) for watched in self._watched if isinstance(watched, Process)]
         await asyncio.gather(*stopping)
-        if self._launcher:
-            self._launcher.close()
+        if self._engine:
+            await self._engine.close()
         if self._head_file:
             self._head_file.remove()
         if self._head:
             await self._head.close()
-        for sock in self._sockets:
-            sock.close()
 
     async def _start(self) -> None:
-        """Bind every socket, so that all addresses are known, then fork everything at once."""
+        """Reserve every address, so that all are known, then start everything at once."""
         config = self.config
+        assert self._engine is not None
         if missing := missing_models(config):
             raise ConfigError("\n".join(missing))
-        bound = {stanza.name: self._bind(stanza) for stanza in config.services.values()}
+        places = await self._engine.places(config)
+        for stanza in config.services.values():
+            external = stanza.external
+            self.urls[stanza.name] = stanza.external_urls if external else [each.url for each in places[stanza.name]]
         self._head = Head(self)
         self._head_file = HeadFile.claim(config.root, self._running())
         for stanza in config.services.values():
-            self._watched += self._external(stanza) if stanza.external else self._processes(stanza, bound[stanza.name])
+            self._watched += self._external(stanza) if stanza.external else self._processes(stanza, places[stanza.name])
         self._head.start()
         for watched in self._watched:
             run = watched.run() if isinstance(watched, Process) else watched.watch()
@@ -152,49 +199,32 @@ class Supervisor:
         ca = str(tls.ca) if tls and tls.ca else None
         return Running(self.head_url, os.getpid(), self.admin_token, self.run_token, ca)
 
-    def _bind(self, stanza: Stanza) -> list[socket.socket]:
-        if stanza.external:
-            self.urls[stanza.name] = list(stanza.external_urls)
-            return []
-        if stanza.port and stanza.replicas > 1:
-            where = stanza.key_where.get("port", stanza.where)
-            raise ConfigError(f"{where}: {stanza.name!r} has {stanza.replicas} replicas and one port; leave `port` out")
-        remedy = f"stop that program, or leave `port` out of {stanza.name!r} ({stanza.where}) to get a free one"
-        for _ in range(stanza.replicas):
-            sock = listen(self.config.settings.host, stanza.port or 0, f"service {stanza.name!r}", remedy)
-            self._sockets.append(sock)
-        mine = self._sockets[-stanza.replicas :]
-        self.urls[stanza.name] = [url_of(sock, self.config.settings.tls is not None) for sock in mine]
-        return mine
-
     def _external(self, stanza: Stanza) -> list[Watched]:
         token = self.config.others.get(stanza.name, self.run_token)
         states = [self._state(stanza, index) for index in range(len(stanza.external_urls))]
-        return [Watched(state, self._on_event, token) for state in states]
+        return [Watched(state, self._changed, token) for state in states]
 
-    def _processes(self, stanza: Stanza, sockets: list[socket.socket]) -> list[Watched]:
-        assert self._launcher is not None and self._head_file is not None
+    def _processes(self, stanza: Stanza, places: Sequence[Place]) -> list[Watched]:
+        assert self._head_file is not None
         settings = self.config.settings
         timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
         processes: list[Watched] = []
         redact = Redactor([*secrets_of(self.config), self.admin_token, self.run_token or ""])
-        for index, sock in enumerate(sockets):
-            state = self._state(stanza, index)
+        for index, place in enumerate(places):
+            state = self._state(stanza, index, place.node)
             tokens = (self.admin_token, self.run_token)
             spec = service_spec(self.config, stanza, self.urls, self.head_url, index, *tokens)
             limits = Limits(timeout, settings.max_restarts)
             log = self._head_file.logs / f"{state.label}.log"
             venv = venv_of(self.config, stanza)
             optional = stanza.optional
-            processes.append(
-                Process(state, self._on_event, self._launcher, spec, sock, log, limits, redact, venv, optional)
-            )
+            processes.append(Process(state, self._changed, place, spec, log, limits, redact, venv, optional))
         return processes
 
-    def _state(self, stanza: Stanza, index: int) -> State:
+    def _state(self, stanza: Stanza, index: int, node: str = "") -> State:
         urls = self.urls[stanza.name]
         label = f"{stanza.name}-{index}" if len(urls) > 1 else stanza.name
-        return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external)
+        return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external, node=node)
 
     async def _all_ready(self) -> None:
         """Wait until every service of ours was ready once, or given up if it is optional. External ones are only

@@ -86,6 +86,18 @@ app = gym_server(verify=verify, lifespan=lifespan)
 """
 
 
+SEES = """
+import os
+from ngym import VerifyRequest, gym_server
+
+async def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify)
+app.add_api_route("/gpus", lambda: os.environ.get("CUDA_VISIBLE_DEVICES"), methods=["GET"])
+"""
+
+
 class Project:
     """A folder with a config and services; `supervisor()` loads it."""
 
@@ -387,3 +399,22 @@ def test_the_pause_before_a_restart_grows_until_a_service_has_been_ready_for_a_w
     for _ in range(5):
         deaths.count(None)
     assert deaths.too_many(5) == "died 5 times in a row without having been ready"
+
+
+async def test_each_process_sees_its_own_gpus_and_what_does_not_fit_starts_nothing(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    gym = {"kind": "gym_server", "app": "gym_servers/sees"}
+    two = {**gym, "replicas": 2, "resources": {"gpus": 1}}
+    project.write({"two": two, "none": {**gym, "resources": {"gpus": 0}}, "all": gym}, sees=SEES)
+    async with project.supervisor() as stack:
+        seen = {}
+        for state in stack.states:
+            seen[state.label] = json.loads((await get(f"{state.url}/gpus", PATIENCE_S)).body)
+    assert seen == {"two-0": "5", "two-1": "6", "none": "", "all": "4,5,6"}
+    project.events.clear()
+    project.write({"two": {**two, "replicas": 4}}, sees=SEES)
+    with pytest.raises(ConfigError, match="this machine has 3, the services ask for 4"):
+        await project.supervisor().__aenter__()
+    assert not project.events

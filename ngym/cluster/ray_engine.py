@@ -1,0 +1,311 @@
+"""Services on a Ray cluster: one actor per process, in a placement group, forks and watches it with our own zygote.
+
+    head (ng_run) --actor calls--> Host on a node --zygote--> the service's process, which listens on the node's address
+
+Ray decides the node, assigns GPUs and moves the actor's bundle if the node dies; then the process is started again
+there, with another URL. An actor ends with its driver, and a zygote with its actor, so nothing is left behind. Specs,
+with the run's tokens, travel as arguments of actor calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ngym.config.service_config import Config, Resources, Stanza
+from ngym.errors import ConfigError, NgymError, UsageError
+from ngym.supervise.engine import Place, Running, check_port
+from ngym.supervise.launcher import Child, Launcher
+from ngym.supervise.service import LOST, listen, url_of
+
+LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty
+OF_POOL = 0.001  # of the custom resource: it only says which nodes are meant
+CHUNK_BYTES = 32 << 10
+CONNECT_S = 10.0
+CLOSE_S = 5.0
+SCHEDULED_S = 0.5
+ATTEMPTS = 5  # to create an actor: nodes may die meanwhile
+
+
+class Host:
+    """The actor beside one process. It holds the listening socket, which stays bound while the process restarts."""
+
+    def __init__(self) -> None:
+        self._launcher = Launcher.start()  # inherits the GPUs that Ray has assigned to this actor
+        self._child: Child | None = None
+        self._output: asyncio.StreamReader | None = None
+        self._socket: socket.socket | None = None
+
+    async def listen(self, port: int, tls: bool) -> tuple[str, str]:
+        """Bind this node's address; returns the URL and the node's name."""
+        address = ray.util.get_node_ip_address()
+        if self._socket is None:
+            self._socket = listen(address, port, "this service", "leave `port` out of its stanza to get a free one")
+        return url_of(self._socket, tls), f"{address} ({ray.get_runtime_context().get_node_id()[:6]})"
+
+    async def start(self, title: str, spec: dict[str, Any], python: str | None, environment: Mapping[str, str]) -> int:
+        """Fork the process; returns its pid."""
+        assert self._socket is not None
+        read, write = os.pipe()
+        self._output = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(self._output)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(read, "rb", buffering=0))
+        own = Path(python) if python else None
+        self._child = await self._launcher.fork("run", title, spec, write, [self._socket], own, environment)
+        return self._child.pid.result()
+
+    async def output(self) -> bytes:
+        """What the process has written since the last call; waits for some. b"": its last writer is gone."""
+        assert self._output is not None
+        return await self._output.read(CHUNK_BYTES)
+
+    async def exit_code(self) -> int:
+        assert self._child is not None
+        return await asyncio.shield(self._child.exit_code)
+
+    async def signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.signal(signal.Signals(number))
+
+    async def close(self) -> None:
+        self._launcher.close()
+
+
+class _Remote:
+    """A process on a node, as the head sees it."""
+
+    def __init__(self, host: Any, pid: int, log: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._host = host
+        self.pid: asyncio.Future[int] = loop.create_future()
+        self.pid.set_result(pid)
+        self.exit_code: asyncio.Future[int] = loop.create_future()
+        self._tasks = [loop.create_task(self._end()), loop.create_task(self._copy(log))]
+
+    def signal(self, number: signal.Signals) -> None:
+        if not self.exit_code.done():
+            self._host.signal.remote(int(number))
+
+    async def _end(self) -> None:
+        try:
+            code = await self._host.exit_code.remote()
+        except RayError:
+            code = LOST
+        if not self.exit_code.done():
+            self.exit_code.set_result(code)
+
+    async def _copy(self, log: int) -> None:
+        """Copy the output into the head's log of this service."""
+        try:
+            with suppress(RayError), os.fdopen(log, "wb", buffering=0) as file:
+                while chunk := await self._host.output.remote():
+                    await asyncio.to_thread(file.write, chunk)  # the pipe's reader is on this event loop
+        except (OSError, asyncio.CancelledError):
+            return
+
+
+class _OnRay:
+    """One bundle of the placement group, and the actor in it; a new actor where the bundle's node has died."""
+
+    def __init__(
+        self, stanza: Stanza, tls: bool, create: Callable[[], Any], say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.url = self.node = ""
+        self._port, self._tls = stanza.port or 0, tls
+        self._create = create
+        self._environment = _named_secrets(stanza)
+        self._host: Any = None
+
+    async def bind(self) -> None:
+        """Wait until the actor listens."""
+        for left in reversed(range(ATTEMPTS)):
+            self._host = self._host or self._create()
+            try:
+                self.url, self.node = await self._host.listen.remote(self._port, self._tls)
+                return
+            except RayTaskError as error:
+                raise error.cause if isinstance(error.cause, NgymError) else error from None
+            except RayActorError as error:  # its node has died, or ngym is not installed there
+                self._host = None
+                if not left:
+                    raise NgymError(f"a node of the Ray cluster cannot run a service: {_reason(error)}") from None
+                await asyncio.sleep(SCHEDULED_S)
+
+    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> Running:
+        try:
+            while True:
+                await self.bind()
+                with suppress(RayActorError):
+                    own = str(python) if python else None
+                    pid = await self._host.start.remote(title, spec, own, self._environment)
+                    return _Remote(self._host, pid, log)
+        except BaseException:
+            os.close(log)
+            raise
+
+    async def close(self) -> None:
+        if self._host is not None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._host.close.remote()
+            ray.kill(self._host)
+
+
+class RayEngine:
+    """The processes of a Ray cluster. `RayEngine.connect("ray")` or `("ray://HOST:PORT")`."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.started = time.monotonic()
+        self._say = say
+        self._group: PlacementGroup | None = None
+        self._places: list[_OnRay] = []
+
+    @classmethod
+    def connect(cls, to: str, say: Callable[[str], None] = lambda text: None) -> RayEngine:
+        """Connect to a cluster that this machine is a node of.
+
+        Raises:
+            UsageError: there is none, or it refuses this process.
+        """
+        engine = cls(say)
+        connect(to)
+        return engine
+
+    def reachable(self, config: Config) -> Config:
+        """The config with the head at this node's address, where it says nothing else: other nodes call it."""
+        settings, own = config.settings, {"host": ray.util.get_node_ip_address()}
+        head = settings.head if "host" in settings.head.model_fields_set else settings.head.model_copy(update=own)
+        host = {} if "host" in settings.model_fields_set else own
+        return config.model_copy(update={"settings": settings.model_copy(update={"head": head, **host})})
+
+    async def places(self, config: Config) -> Mapping[str, list[Place]]:
+        own = [stanza for stanza in config.services.values() if not stanza.external]
+        asked = [(stanza, bundle_of(stanza)) for stanza in own for _ in range(stanza.replicas)]
+        for stanza in own:
+            check_port(stanza)
+        self._group = await reserved([bundle for _, bundle in asked], config.settings.ready_timeout_s, self._say)
+        tls = config.settings.tls is not None
+        found: dict[str, list[Place]] = {stanza.name: [] for stanza in own}
+        for index, (stanza, bundle) in enumerate(asked):
+            place = _OnRay(stanza, tls, self._creator(index, bundle))
+            self._places.append(place)
+            found[stanza.name].append(place)
+        await asyncio.gather(*(place.bind() for place in self._places))
+        return found
+
+    def _creator(self, index: int, bundle: Mapping[str, float]) -> Callable[[], Any]:
+        actor = ray.remote(Host)
+
+        def create() -> Any:
+            assert self._group is not None
+            return actor.options(scheduling_strategy=in_group(self._group, index), **of_actor(bundle)).remote()
+
+        return create
+
+    async def close(self) -> None:
+        await asyncio.gather(*(place.close() for place in self._places))
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+        ray.shutdown()
+
+
+def connect(to: str) -> None:
+    """Join the Ray cluster that `ray` (of this machine, or RAY_ADDRESS) or `ray://HOST:PORT` names."""
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # it prints the whole log of a node that has died
+    address = to.removeprefix("ray").removeprefix("://") or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        if address != "auto":  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"--on {to}: no Ray cluster to join ({reason}); start one with `ray start --head`, and run this command on "
+            "one of its nodes (docs/scale.md)"
+        ) from None
+
+
+async def reserved(bundles: list[dict[str, float]], within_s: float, say: Callable[[str], None]) -> PlacementGroup:
+    """A placement group with these bundles. ConfigError if the cluster has no room for them within this time."""
+    group: PlacementGroup = placement_group(bundles, strategy="PACK")
+    ready = asyncio.ensure_future(_awaited(group.ready()))
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(ready), SCHEDULED_S)
+    if not ready.done():
+        say(f"waiting for room on the cluster: {_room(bundles)}")
+    try:
+        await asyncio.wait_for(ready, within_s)
+    except TimeoutError:
+        remove_placement_group(group)
+        raise ConfigError(f"the Ray cluster has no room within {within_s:g} s: {_room(bundles)}") from None
+    return group
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of an error of Ray's, which is that of the remote traceback."""
+    return str(error).strip().rpartition("\n")[2]
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _room(bundles: list[dict[str, float]]) -> str:
+    wanted: Counter[str] = Counter()
+    for bundle in bundles:
+        wanted.update(bundle)
+    there, free = ray.cluster_resources(), ray.available_resources()
+    return "; ".join(
+        f"{name.lower()}: {_amount(name, amount)} asked, {_amount(name, free.get(name, 0))} free of "
+        f"{_amount(name, there.get(name, 0))}"
+        for name, amount in wanted.items()
+    )
+
+
+def _amount(name: str, amount: float) -> str:
+    return f"{amount / 2**30:.3g} GiB" if name == "memory" else f"{amount:.4g}"
+
+
+def bundle_of(stanza: Stanza) -> dict[str, float]:
+    """What Ray reserves for each process of a stanza."""
+    return bundle(stanza.resources or Resources(), stanza.pool)
+
+
+def bundle(asked: Resources, pool: str | None) -> dict[str, float]:
+    """Ray's names for these resources; those of zero are left out."""
+    memory = float(int((asked.memory_gb or 0) * 2**30))
+    whole = {"CPU": asked.cpus or LEAST_CPU, "GPU": float(asked.gpus or 0), "memory": memory}
+    return {name: amount for name, amount in whole.items() if amount} | ({pool: OF_POOL} if pool else {})
+
+
+def of_actor(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """The options of an actor that uses the whole bundle."""
+    rest = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
+    options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0), "resources": rest}
+    return options | ({"memory": bundle["memory"]} if "memory" in bundle else {})
+
+
+def in_group(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(group, index)
+
+
+def _named_secrets(stanza: Stanza) -> dict[str, str]:
+    """The variables that the stanza's options name (`api_key_env: OPENAI_API_KEY`), which nodes need not have."""
+    names = [value for key, value in stanza.options.items() if key.endswith("_env") and isinstance(value, str)]
+    return {name: os.environ[name] for name in names if name in os.environ}

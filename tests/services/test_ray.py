@@ -1,0 +1,141 @@
+"""Services on a real Ray cluster: three nodes of this machine with addresses of their own and pretended GPUs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import yaml
+from machine import PATIENCE_S, until
+
+from ngym.config.service_config import load_config
+from ngym.errors import ConfigError, UsageError
+from ngym.supervise.head_file import get
+from ngym.supervise.service import State
+from ngym.supervise.supervisor import Supervisor
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ngym[ray]'")
+from ray.cluster_utils import Cluster
+
+from ngym.cluster.ray_engine import RayEngine
+
+NODE = {"num_cpus": 2, "num_gpus": 2, "resources": {"workers": 1}}
+SEES = """
+import os
+from ngym import VerifyRequest, gym_server
+
+async def verify(task: VerifyRequest) -> float:
+    return 1.0
+
+app = gym_server(verify=verify)
+app.add_api_route("/gpus", lambda: os.environ.get("CUDA_VISIBLE_DEVICES"), methods=["GET"])
+print("a line of its own", flush=True)
+"""
+
+
+class Nodes:
+    """A cluster: a head without room for services, and workers at 127.0.0.2, 127.0.0.3, ..."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False},
+        )
+        self.workers: dict[str, Any] = {}
+
+    def add(self, address: str) -> None:
+        self.workers[address] = self.cluster.add_node(node_ip_address=address, **NODE)
+
+    def kill(self, address: str) -> None:
+        self.cluster.remove_node(self.workers.pop(address), allow_graceful=False)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    folder = tempfile.mkdtemp(dir="/tmp", prefix="ray")  # not pytest's: a socket's path is short
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_TMPDIR", folder)
+        running = Nodes()
+        for number in (2, 3):
+            running.add(f"127.0.0.{number}")
+        yield running
+        ray.shutdown()
+        for node in running.cluster.list_all_nodes():
+            running.cluster.remove_node(node, allow_graceful=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Run:
+    """A config with the gym server `sees`."""
+
+    def __init__(self, folder: Path, nodes: Nodes) -> None:
+        self._folder, self._nodes = folder, nodes
+        self.events: list[State] = []
+        self.said: list[str] = []
+
+    def supervisor(self, **keys: Any) -> Supervisor:
+        (self._folder / "sees.py").write_text(SEES)
+        stanza = {"kind": "gym_server", "app": "sees", **keys}
+        settings = {"head": {"port": 0}, "require_token": True, "ready_timeout_s": 600 if "pool" in keys else 1}
+        (self._folder / "c.yaml").write_text(yaml.safe_dump({"ngym": settings, "sees": stanza}))
+        engine = RayEngine.connect(f"ray://{self._nodes.cluster.address}", self.said.append)
+        config = engine.reachable(load_config([self._folder / "c.yaml"]))
+        return Supervisor(config, self.events.append, engine=engine)
+
+
+@pytest.fixture
+def run(tmp_path: Path, nodes: Nodes) -> Run:
+    return Run(tmp_path, nodes)
+
+
+async def test_services_get_nodes_and_gpus_move_when_a_node_dies_and_leave_nothing(run: Run, nodes: Nodes) -> None:
+    async with run.supervisor(replicas=2, pool="workers", resources={"gpus": 1, "cpus": 0.5}) as stack:
+        assert stack.run_token
+        hosts = {urlsplit(state.url).hostname for state in stack.states}
+        assert hosts <= set(nodes.workers)
+        seen = [json.loads((await get(f"{each.url}/gpus", PATIENCE_S, stack.run_token)).body) for each in stack.states]
+        assert sorted(seen) == ["0", "1"] or len(hosts) == 2  # packed on one node: different GPUs
+        log = stack.config.root / ".ngym" / "logs" / "sees-0.log"
+        await until(lambda: "a line of its own" in log.read_text())
+        commands = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+        assert not any(stack.run_token in command for command in commands)
+        first = [state.pid for state in stack.states]
+
+        async with stack.peers("test") as peers:
+            assert (await peers["sees"].get("/health"))["status"] == "ok"
+            died = str(urlsplit(stack.states[0].url).hostname)
+            nodes.kill(died)
+            await until(
+                lambda: all(
+                    state.status == "ready" and str(urlsplit(state.url).hostname) != died for state in stack.states
+                )
+            )
+            assert "its node was lost" in "".join(event.detail for event in run.events)
+            assert stack.urls["sees"] == [state.url for state in stack.states]
+            assert (await peers["sees"].get("/health"))["status"] == "ok"  # the caller follows the head's map
+        nodes.add("127.0.0.4")
+        last = [state.pid for state in stack.states]
+    await until(lambda: not any(psutil.pid_exists(pid) for pid in (*first, *last) if pid))
+    assert all(state.status == "stopped" for state in stack.states)
+
+
+async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
+    with pytest.raises(ConfigError, match=r"gpu: 9 asked, \d free of 4$") as refused:
+        await run.supervisor(resources={"gpus": 9}).__aenter__()
+    assert "\n" not in str(refused.value) and not run.events
+    assert run.said and run.said[0].startswith("waiting for room on the cluster")
+
+
+async def test_a_cluster_that_is_not_there_is_one_line(nodes: Nodes) -> None:
+    with pytest.raises(UsageError, match="no Ray cluster to join") as refused:
+        RayEngine.connect("ray://127.0.0.1:9")
+    assert "\n" not in str(refused.value)

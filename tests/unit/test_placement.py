@@ -1,0 +1,77 @@
+"""The slices of a machine's GPUs that services get, and the refusal of what does not fit."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ngym.config.service_config import Config, load_config
+from ngym.errors import ConfigError
+from ngym.supervise.placement import Machine, gpu_slices, this_machine, visible_gpus
+
+
+def config(folder: Path, **services: dict) -> Config:
+    (folder / "x.py").touch()
+    file = folder / "c.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {name: {"kind": "model", "app": "x", **keys} for name, keys in services.items()}, sort_keys=False
+        )
+    )
+    return load_config([file])
+
+
+def test_each_replica_gets_its_own_slice_and_the_first_gpus_are_left_for_a_trainer(tmp_path: Path):
+    wanted = config(
+        tmp_path,
+        policy={"replicas": 2, "resources": {"gpus": 2}},
+        judge={"resources": {"gpus": 1}},
+        cpu_only={"resources": {"gpus": 0}},
+        free={},
+    )
+    slices = gpu_slices(wanted, Machine(tuple("012345"), 8, 16))
+    assert slices == {
+        ("policy", 0): ("1", "2"),
+        ("policy", 1): ("3", "4"),
+        ("judge", 0): ("5",),
+        ("cpu_only", 0): (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        ({"gpus": 3}, "resources.gpus: this machine has 4, the services ask for 6 (policy 6)"),
+        ({"cpus": 5}, "resources.cpus: this machine has 8, the services ask for 10 (policy 10)"),
+        ({"memory_gb": 9}, "resources.memory_gb: this machine has 16, the services ask for 18 (policy 18)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, resources: dict, said: str):
+    wanted = config(tmp_path, policy={"replicas": 2, "resources": resources})
+    with pytest.raises(ConfigError) as refused:
+        gpu_slices(wanted, Machine(("0", "1", "2", "3"), 8, 16))
+    assert said in str(refused.value) and "\n" not in str(refused.value) and "c.yaml:" in str(refused.value)
+
+
+def test_a_config_without_resources_asks_for_nothing(tmp_path: Path):
+    assert gpu_slices(config(tmp_path, policy={"replicas": 500}), Machine((), 1, 1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"), [("2,3", ("2", "3")), ("GPU-a1, GPU-b2", ("GPU-a1", "GPU-b2")), ("", ()), ("0,-1,2", ("0",))]
+)
+def test_a_visible_devices_variable_decides(value: str, gpus: tuple[str, ...]):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == gpus
+    assert this_machine({"CUDA_VISIBLE_DEVICES": value}).gpus == gpus
+
+
+@pytest.mark.process
+def test_else_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=index --format=csv,noheader" ] && printf "0\\n1\\n"\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert visible_gpus({}) == ("0", "1")
+    tool.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert visible_gpus({}) == ()
