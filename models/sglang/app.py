@@ -2,8 +2,17 @@
 
 The logprobs are those after temperature and before top-p, top-k and min-p; do not set those three for training.
 
-GET  /weights                            -> {policy_version, transport: ["disk"], updating, asleep}
+GET  /weights                            -> {policy_version, transport, updating, asleep}
 POST /weights        {version, path}     path: a folder on the SGLang server -> {policy_version, seconds}
+
+With weights_root, also the routes of a push by ng_train, as in models/vllm (transport: filesystem):
+
+POST   /weights         {version, tensors}    -> {push, lease_s}
+PUT    /weights/files?push=&sha256=  {path}   a safetensors file under weights_root, which is linked or copied
+POST   /weights/commit?push=  {mode}          SGLang loads the files -> {policy_version, seconds}
+DELETE /weights?push=                         ends the push without effect
+POST   /weights/proof   {prompt_token_ids}    -> {policy_version, dtype, logprobs}
+
 POST /weights/sleep  {}                  release_memory_occupation: weights and KV cache
 POST /weights/wake   {parts}             resume_memory_occupation; default: all parts
 POST /weights/flush  {}                  flush_cache
@@ -12,15 +21,19 @@ POST /weights/flush  {}                  flush_cache
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import os
+import secrets
+import shutil
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI
@@ -31,7 +44,8 @@ from starlette.responses import Response
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.convert import chat_chunks, chat_from_response, overflow_response
 from ngym.dialogue import Dialogue, Sampled, Sampling, Template, turn_ends
-from ngym.errors import BadRequest, ConfigError, ServiceError, Unauthorized, UpstreamError
+from ngym.errors import BadRequest, ConfigError, NotFound, ServiceError, Unauthorized, UpstreamError
+from ngym.net.json_limits import BULK_WEIGHT
 from ngym.remote import ContextOverflow, NotOffered, RemoteOptions, Unanswered, Upstream, watched
 from ngym.services.base.app import JsonResponse, add_route
 from ngym.services.base.request_bodies import json_body, validated
@@ -43,6 +57,8 @@ CAN = frozenset({*PENALTIES, "min_tokens", "response_format"})
 NONSENSE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 ALL_TOKENS = -1  # top_k
 MEMORY = frozenset({"weights", "kv_cache"})
+LEASE_S = 120.0  # a push without a request for so long is abandoned
+PRECISIONS = {"float": "float32", "float32": "float32", "half": "float16", "float16": "float16"}  # others: bfloat16
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -58,6 +74,7 @@ class Engine:
     def __init__(self, upstream: Upstream, url: str) -> None:
         self.model_path: str | None = None
         self.context: int | None = None
+        self.dtype = "bfloat16"
         self.version = 0
         self.asleep: frozenset[str] = frozenset()
         self._upstream = upstream
@@ -73,6 +90,26 @@ class Engine:
         self.model_path = about.get("tokenizer_path") or about.get("model_path")
         self.context = arguments.get("context_length") or arguments.get("max_req_input_len")
         self.version = _version(about.get("weight_version"))
+        self.dtype = PRECISIONS.get(str(arguments.get("dtype")), "bfloat16")
+
+    async def prompt_logprobs(self, prompt: list[int]) -> tuple[int, list[float]]:
+        """The version of the weights, and the logprob of each token of the prompt but the first."""
+        await self._awake.wait()
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        meta = (await self._upstream.post("/generate", body))["meta_info"]
+        try:
+            entries = meta["input_token_logprobs"][1:]
+            if [one[1] for one in entries] != prompt[1:]:
+                raise ValueError
+            return _version(meta.get("weight_version", self.version)), [float(one[0]) for one in entries]
+        except NONSENSE as error:
+            detail = f"{self._url}/generate answered without logprobs of the prompt"
+            raise UpstreamError(detail, failure="model_error") from error
 
     async def generate(self, prompt: list[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
         """Tokens as they arrive, or all at once. If the caller stops reading, the connection ends and SGLang stops.
@@ -209,39 +246,181 @@ class Update(BaseModel):
     path: str = Field(min_length=1)
 
 
+class Tensor(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Begin(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    version: int = Field(ge=1)
+    tensors: list[Tensor] = Field(min_length=1)
+
+
+class NamedFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    path: str = Field(min_length=1)
+
+
+class Commit(BaseModel):
+    """mode: SGLang ends generations in flight first, by letting them finish (keep, wait) or by aborting them."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["keep", "wait", "abort"] = "keep"
+
+
+class Prove(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+
+
+@dataclass
+class Push:
+    """A push under way. missing: tensors that no file had yet. folder: of its files, which SGLang reads."""
+
+    version: int
+    missing: set[str]
+    folder: Path
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    files: int = 0
+    used: float = field(default_factory=time.monotonic)
+
+    def add(self, source: Path, sha256: str) -> None:
+        """Stage a file. Raises BadRequest if it is not the announced one."""
+        target = self.folder / f"model-{self.files + 1:05}.safetensors"
+        try:
+            os.link(source, target)  # the pusher removes its name
+        except OSError:
+            shutil.copyfile(source, target)
+        try:
+            self.missing -= self._names(target, sha256)
+        except BaseException:
+            target.unlink()
+            raise
+        self.files += 1
+
+    def _names(self, target: Path, sha256: str) -> set[str]:
+        with target.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise BadRequest("query 'sha256': the file has another SHA-256; send it again")
+            file.seek(0)
+            size = int.from_bytes(file.read(8), "little")
+            names = set(orjson.loads(file.read(size))) - {"__metadata__"}
+        if unknown := sorted(names - self.missing):
+            raise BadRequest(f"the file has {unknown[0]!r}, which was not announced, or was sent before")
+        return names
+
+    def end(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class Wake(BaseModel):
     model_config = ConfigDict(extra="forbid")
     parts: tuple[str, ...] = tuple(sorted(MEMORY))
 
 
 class Weights:
-    """The handlers. token: None disables all but GET."""
+    """The handlers. token: None disables all but GET. root: weights_root; None: no pushes by ng_train."""
 
-    def __init__(self, engine: Engine, token: str | None) -> None:
+    def __init__(self, engine: Engine, token: str | None, root: Path | None) -> None:
         self._engine = engine
         self._token = token
+        self._root = root
+        self._push: Push | None = None
         self._one_at_a_time = asyncio.Lock()
 
     async def tell(self, request: Request) -> Response:
         engine = self._engine
-        told = {"policy_version": engine.version, "transport": ["disk"] if self._token else []}
+        if "authorization" in request.headers:  # a pusher: SGLang may have restarted with its first weights
+            self._check(request)
+            async with self._one_at_a_time:
+                await engine.ask()
+        transports = ["disk", *(["filesystem"] if self._root else [])] if self._token else []
+        told = {"policy_version": engine.version, "transport": transports}
         return JsonResponse(told | {"updating": self._one_at_a_time.locked(), "asleep": sorted(engine.asleep)})
 
     async def update(self, request: Request) -> Response:
-        """Load a checkpoint. SGLang first finishes answers in flight, then drops its prefix cache."""
+        """Load a checkpoint, or begin a push. SGLang first finishes answers in flight, then drops its prefix cache."""
         self._check(request)
-        wanted: Update = validated(Update, await json_body(request), "a weight update")
+        asked = await json_body(request, BULK_WEIGHT)
+        if "tensors" in asked:
+            return await self._begin(validated(Begin, asked, "a weight push"))
+        wanted: Update = validated(Update, asked, "a weight update")
+        return await self._load(wanted.version, wanted.path)
+
+    async def _load(self, version: int, path: str, abort: bool = False) -> Response:
         engine = self._engine
         async with self._one_at_a_time:
-            if wanted.version <= engine.version:
-                raise ServiceError(
-                    f"version {engine.version} is already served; {wanted.version} is not newer", status=409
-                )
+            self._refuse_stale(version)
             started = time.monotonic()
-            body = {"model_path": wanted.path, "weight_version": str(wanted.version), "flush_cache": True}
-            await engine.command("/update_weights_from_disk", body)
-            engine.serves(wanted.version)
-        return JsonResponse({"policy_version": wanted.version, "seconds": time.monotonic() - started})
+            body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+            await engine.command("/update_weights_from_disk", body | ({"abort_all_requests": True} if abort else {}))
+            engine.serves(version)
+        return JsonResponse({"policy_version": version, "seconds": time.monotonic() - started})
+
+    def _refuse_stale(self, version: int) -> None:
+        served = self._engine.version
+        if version <= served:
+            raise ServiceError(f"version {served} is already served; {version} is not newer", status=409)
+
+    async def _begin(self, wanted: Begin) -> Response:
+        if self._root is None:
+            problem = "this server takes no push; set weights_root in its stanza to a folder that SGLang sees, too"
+            raise ServiceError(problem, status=409)
+        self._refuse_stale(wanted.version)
+        if self._push is not None and time.monotonic() - self._push.used < LEASE_S:
+            raise ServiceError(f"version {self._push.version} is being pushed", status=409, retryable=True)
+        self._end()
+        folder = self._root / f"push-{secrets.token_hex(8)}"
+        folder.mkdir()
+        self._push = Push(wanted.version, {one.name for one in wanted.tensors}, folder)
+        return JsonResponse({"push": self._push.id, "lease_s": LEASE_S}, status_code=201)
+
+    async def add_file(self, request: Request) -> Response:
+        push = self._current(request)
+        wanted: NamedFile = validated(NamedFile, await json_body(request), "a file of a push")
+        assert self._root is not None
+        source = (self._root / wanted.path).resolve()
+        if not (source.is_relative_to(self._root) and source.is_file()):
+            raise BadRequest(f"field 'path': there is no file {wanted.path!r} under weights_root")
+        await asyncio.to_thread(push.add, source, request.query_params.get("sha256", ""))
+        return JsonResponse({})
+
+    async def commit(self, request: Request) -> Response:
+        push = self._current(request)
+        wanted: Commit = validated(Commit, await json_body(request), "a commit")
+        if push.missing:
+            raise BadRequest(f"{len(push.missing)} tensors are missing, such as {min(push.missing)!r}")
+        try:
+            return await self._load(push.version, str(push.folder), abort=wanted.mode == "abort")
+        finally:
+            self._end()
+
+    async def give_up(self, request: Request) -> Response:
+        self._current(request)
+        self._end()
+        return JsonResponse({})
+
+    async def prove(self, request: Request) -> Response:
+        self._check(request)
+        wanted: Prove = validated(Prove, await json_body(request), "a proof")
+        version, logprobs = await self._engine.prompt_logprobs(wanted.prompt_token_ids)
+        return JsonResponse({"policy_version": version, "dtype": self._engine.dtype, "logprobs": logprobs})
+
+    def _current(self, request: Request) -> Push:
+        self._check(request)
+        push = self._push
+        if push is None or push.id != request.query_params.get("push"):
+            raise NotFound("this push is not under way: it has ended, or another one took its place")
+        push.used = time.monotonic()
+        return push
+
+    def _end(self) -> None:
+        if self._push is not None:
+            self._push.end()
+            self._push = None
 
     async def sleep(self, request: Request) -> Response:
         """Release the memory. Without an answer the server counts as asleep: without memory it cannot generate."""
@@ -291,6 +470,10 @@ def add_weights(app: FastAPI) -> None:
     for method, path, name, summary, body in (
         ("GET", "/weights", "tell", "The policy version that is served", None),
         ("POST", "/weights", "update", "Load a checkpoint from the server's disk", Update.model_json_schema()),
+        ("PUT", "/weights/files", "add_file", "Name one safetensors file of a push", NamedFile.model_json_schema()),
+        ("POST", "/weights/commit", "commit", "Serve the pushed weights", Commit.model_json_schema()),
+        ("DELETE", "/weights", "give_up", "End a push without effect", None),
+        ("POST", "/weights/proof", "prove", "Logprobs of a prompt under the served weights", Prove.model_json_schema()),
         ("POST", "/weights/sleep", "sleep", "Release the GPU's memory", None),
         ("POST", "/weights/wake", "wake", "Reserve it again, and resume generation", Wake.model_json_schema()),
         ("POST", "/weights/flush", "flush", "Drop the prefix cache", None),
@@ -309,6 +492,11 @@ def _handler(app: FastAPI, name: str) -> Handler:
 class Options(RemoteOptions, ModelOptions):
     model: str = Field(default="model", description="The model's name in answers.")
     base_url: str = Field(default="http://127.0.0.1:30000", pattern="^https?://")
+    weights_root: Path | None = Field(
+        default=None,
+        description="Opens pushes by ng_train (transport filesystem): a folder that the trainer, this service and the "
+        "SGLang server see under the same path; default: no pushes.",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="A folder (relative to the config file) or a name on the hub; default: the server's model_path.",
@@ -347,7 +535,10 @@ async def backend(context: ServiceContext) -> AsyncIterator[Backend]:
                 f"service {context.name!r}: {options.base_url} does not report its context length; set context: N"
             )
         template = Template(tokenizer, turn_ends(tokenizer, None))
-        weights = Weights(engine, options.push_token or context.admin_token)
+        root = (context.root / options.weights_root).resolve() if options.weights_root else None
+        if root is not None and not root.is_dir():
+            raise ConfigError(f"service {context.name!r}: weights_root: there is no folder {root}")
+        weights = Weights(engine, options.push_token or context.admin_token, root)
         yield Backend(Dialogue(template, engine.generate, options.model, limit, CAN), weights, options.model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
+import torch
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from house import house
 from machine import PATIENCE_S
 from minded import Sglang, write_mind
 from paths import ROOT
+from safetensors.torch import load_file, save
 
 from ngym.services.base.app import load
+from ngym.trainer.weights.push import Proof, Pusher, PushFailed
 
 Json = dict[str, Any]
 APP = load(ROOT / "models" / "sglang" / "app.py")
@@ -189,3 +193,77 @@ async def test_a_server_that_does_not_say_whether_it_sleeps_counts_as_asleep_and
         assert (await client.post("/v1/responses", json={"input": "hello"})).status_code == 200
     commands = [path for path, _, _ in stub.seen if path.endswith("_memory_occupation")]
     assert commands == ["release_memory_occupation", "resume_memory_occupation"]
+
+
+class Loading(Sglang):
+    """It loads the checkpoint that it is named; a prompt's logprobs are entries of the tensor `table`."""
+
+    table = torch.zeros(1024)
+    loaded: tuple[str, ...] = ()
+
+    def answer(self, route: str, body: Json) -> Response:
+        if route == "update_weights_from_disk":
+            files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            self.table, self.loaded = tensors["table"], (*sorted(tensors), f"{len(files)} files")
+        if route != "generate":
+            return super().answer(route, body)
+        prompt: list[int] = body["input_ids"]
+        told = self._told([70], 1, {"type": "length", "length": 1})
+        scores = [[float(self.table[token]), token, None] for token in prompt[1:]]
+        told["meta_info"]["input_token_logprobs"] = [[None, prompt[0], None], *scores]
+        return JSONResponse(told)
+
+
+async def test_the_trainer_pushes_through_a_folder_and_proves_what_sglang_serves(folder: Path, tmp_path: Path):
+    table = torch.linspace(-5, -1, 1024)
+    tensors = {"table": table, "wide": torch.ones(1000, 5000)}  # more than one file
+    prompt = [3, 70, 71, 900]
+    proof = Proof(prompt, table[prompt[1:]].tolist())
+    async with serving(folder, Loading, push_token=TOKEN, weights_root=str(tmp_path)) as (stub, client):
+        pusher = Pusher([str(client.base_url)], TOKEN, transport="filesystem", folder=tmp_path, patience_s=5)
+        assert await asyncio.to_thread(pusher.prepare) == 0
+        pushed = await asyncio.to_thread(pusher.push, 1, tensors, proof)
+        assert (pushed.version, pushed.difference) == (1, pytest.approx(0, abs=1e-6))
+        assert stub.loaded == ("table", "wide", "2 files") and not list(tmp_path.iterdir())
+        with pytest.raises(PushFailed, match="these are not the weights that were trained"):
+            await asyncio.to_thread(pusher.push, 2, {"table": table - 1}, proof)
+        assert await asyncio.to_thread(pusher.versions) == [2]
+        stub.version = "default"  # SGLang was started again
+        assert await asyncio.to_thread(pusher.versions) == [0]
+        await asyncio.to_thread(pusher.finish)
+
+
+async def test_a_push_that_is_not_whole_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
+    content = save({"table": torch.zeros(4)})
+    (tmp_path / "a.safetensors").write_bytes(content)
+    announced = [{"name": name, "shape": [4], "dtype": "F32"} for name in ("table", "other")]
+    async with serving(folder, Loading, push_token=TOKEN, weights_root=str(tmp_path)) as (stub, client):
+        begin = {"version": 1, "tensors": announced}
+        assert (await client.post("/weights", json=begin)).status_code == 401
+        begun = (await client.post("/weights", json=begin, headers=KEY)).json()
+        other = (await client.post("/weights", json=begin, headers=KEY)).json()
+        assert (other["status"], other["retryable"]) == (409, True)
+
+        async def name(path: str, sha256: str) -> tuple[int, str]:
+            where = f"/weights/files?push={begun['push']}&sha256={sha256}"
+            answer = await client.put(where, json={"path": path}, headers=KEY)
+            return answer.status_code, answer.json().get("detail", "")
+
+        right = hashlib.sha256(content).hexdigest()
+        assert await name("../a.safetensors", right) == (
+            422,
+            "field 'path': there is no file '../a.safetensors' under weights_root",
+        )
+        assert (await name("a.safetensors", "0" * 64))[0] == 422
+        assert await name("a.safetensors", right) == (200, "")
+        assert "'table', which was not announced, or was sent before" in (await name("a.safetensors", right))[1]
+        commit = await client.post(f"/weights/commit?push={begun['push']}", json={}, headers=KEY)
+        assert (commit.status_code, commit.json()["detail"]) == (422, "1 tensors are missing, such as 'other'")
+        assert (await client.delete(f"/weights?push={begun['push']}", headers=KEY)).status_code == 200
+        assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"] and not stub.loaded
+    async with serving(folder, Loading, push_token=TOKEN) as (_, client):
+        pusher = Pusher([str(client.base_url)], TOKEN, transport="filesystem", folder=tmp_path, patience_s=5)
+        with pytest.raises(PushFailed, match="no transport 'filesystem' there; it offers disk"):
+            await asyncio.to_thread(pusher.prepare)
+        await asyncio.to_thread(pusher.finish)

@@ -276,7 +276,8 @@ def test_a_batch_without_anything_to_learn_is_a_step_that_is_reported(tokenizer:
     reports: list[dict[str, float]] = []
     batches = checks.checked([samples.Batch([], {"reward/mean": 1.0})], None, BUDGET, None, 1.05)
     algorithm = policy_gradient.PolicyGradient(options(), None, None)
-    loop.train(None, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda step, values: reports.append(values))
+    trained = learner(tokenizer)
+    loop.train(trained, algorithm, batches, BUDGET, lambda step: 1.0, guard, lambda _, values: reports.append(values))
     assert reports[0]["reward/mean"] == 1 and reports[0]["global_valid_seqs"] == 0 and "loss" not in reports[0]
 
 
