@@ -16,7 +16,7 @@ from ngym.files.jsonl import read, sync_folder
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
-from .recipe.rl import SPOOL
+from .recipe.rl import ADVANTAGES, SPOOL
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"
@@ -26,7 +26,7 @@ EVALUATED, EVALUATED_FAILURES = "eval_rollouts.jsonl", "eval_rollouts_failures.j
 RESOLVED = "recipe.yaml"
 SKIPPED = "skipped"
 CURVE = "curve.png"
-ROLLOUTS = (SPOOL, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES)
+ROLLOUTS = (SPOOL, ADVANTAGES, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES)
 FILES = (METRICS, *ROLLOUTS, CHECKPOINTS, POLICY, ADAPTER, SKIPPED, CURVE, RESOLVED)
 OLD, PARTIAL = ".old", ".old.partial"
 

@@ -17,7 +17,7 @@ from ngym.view.index import Extent, Index, said
 from ngym.view.rows import Rows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file
-from ngym.view.training import READ, TrainingRun, is_training, summary, training_run
+from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, trained, training_run
 
 MOST_DEPTH = 3
 MOST_RUNS = 100
@@ -53,7 +53,14 @@ class RolloutRun:
         """
         line = self.index.line(seq)
         (row,) = self.rows.rows([seq])
-        return shown(line, row["advantage"], tokenizer_file(self._tokenizer, self.path))
+        advantage = (self.trained(seq) or row)["advantage"]
+        return shown(line, advantage, tokenizer_file(self._tokenizer, self.path))
+
+    def trained(self, seq: int) -> Json | None:
+        """What the trainer made of a rollout; None: no trainer recorded that."""
+        (row,) = self.rows.rows([seq])
+        known = self.path.name == ROLLOUTS and row["rollout_id"]
+        return trained(self.path, row["rollout_id"]) if known else None
 
     def as_json(self) -> Json:
         """Its line in the list of runs."""

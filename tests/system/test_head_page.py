@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
-from browsing import Page, eventually
+from browsing import Page, eventually, findings
 from machine import PATIENCE_S
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
@@ -98,6 +98,11 @@ def test_the_page_shows_load_failures_logs_and_running_rollouts_in_place(page: P
         playwright.expect(page.locator("#logs details[open] .muted")).to_contain_text("counter.log")
         playwright.expect(page.locator("#logs details[open] pre")).not_to_be_empty()
         assert page.locator("img, b b").count() == 0
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            assert findings(page) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.goto("about:blank")
 
 
