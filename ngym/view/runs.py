@@ -74,6 +74,7 @@ class RolloutRun:
             "kind": "rollouts",
             "rows": extent.rows,
             "failures": extent.failures,
+            "modified": _modified(self.path),
             "bytes": extent.bytes,
             "indexed_bytes": extent.indexed_bytes,
             "growing": self.index.reading_on or _is_growing(self.index.paths.values()),
@@ -283,6 +284,14 @@ def _names(paths: Iterable[Path]) -> dict[Path, str]:
             length += 1
         names[path] = said("/".join(parts[-length:]) if length < len(parts) else own)
     return names
+
+
+def _modified(path: Path) -> float | None:
+    """Seconds since 1970."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _is_growing(paths: Iterable[Path]) -> bool:

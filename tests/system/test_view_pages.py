@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,20 @@ def test_what_is_seen_is_shared_as_one_file(page: Page, shown: Viewer, tmp_path:
     playwright.expect(page.locator(".status-line")).to_have_text(re.compile(f"^{rows} (of|rollout)"))
     assert page.get_by_role("button", name="Share").count() == 0
     assert ('"task":3' in file.read_text()) is False
+
+
+def test_a_run_leads_to_the_last_one_of_its_folder(page: Page, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", [rollout(0)]) for name in ("monday", "tuesday", "wednesday")]
+    for day, file in enumerate(files):
+        os.utime(file, (day, day))
+    with viewer(*files, cache=tmp_path / "cache") as served:
+        go(page, served, "#/r/r3")
+        playwright.expect(page.locator(".table-row").first).to_be_visible()
+        assert page.locator(".later").count() == 0
+        go(page, served, "#/r/r1")
+        page.get_by_role("link", name="Later here: wednesday").click()
+        playwright.expect(page.locator(".compare-summary")).to_be_visible()
+        page.goto("about:blank")
 
 
 def test_a_report_has_the_same_trends_as_the_server(page: Page, shown: Viewer) -> None:

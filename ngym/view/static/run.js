@@ -6,7 +6,7 @@ import { filterBox } from "./filter.js";
 import { formatCount, formatPercent, plural } from "./format.js";
 import { isIndexing } from "./live.js";
 import { go, goInPlace, hrefOf } from "./router.js";
-import { compareChoice, quickFilters, runTabs, shareButton } from "./runbar.js";
+import { compareChoice, laterRun, quickFilters, runTabs, shareButton } from "./runbar.js";
 import { safeLine } from "./safetext.js";
 import { Table } from "./table.js";
 import { fittingTaskColumns } from "./tasks.js";
@@ -75,6 +75,7 @@ class RunPage {
           { class: "listing-head" },
           runTabs(this.id, this.isTasks),
           el("div", { class: "fill" }),
+          laterRun(this.run, context.live.state.runs),
           compareChoice(this.id, context.live.state.runs),
           this.chooser?.element,
           shareButton(context.api, this.id, () => ({ q: this.q }), () => [this.run.name, this.q].filter(Boolean).join("-")),
