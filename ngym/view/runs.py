@@ -12,6 +12,7 @@ import orjson
 
 from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
+from ngym.net.auth import wrong_url
 from ngym.schema import Json
 from ngym.view.index import Extent, Index, said
 from ngym.view.rows import Rows
@@ -65,6 +66,7 @@ class RolloutRun:
     def as_json(self) -> Json:
         """Its line in the list of runs."""
         extent = self.index.extent()
+        growing = self.index.reading_on or _is_growing(self.index.paths.values())
         if self._told is None or self._told[0] != extent.version:
             self._told = (extent.version, self._facts(extent))
         return {
@@ -77,7 +79,8 @@ class RolloutRun:
             "modified": _modified(self.path),
             "bytes": extent.bytes,
             "indexed_bytes": extent.indexed_bytes,
-            "growing": self.index.reading_on or _is_growing(self.index.paths.values()),
+            "growing": growing,
+            "head": _head(self.path) if growing else None,
             "error": self.index.error,
             "note": self.index.note,
             **self._told[1],
@@ -284,6 +287,14 @@ def _names(paths: Iterable[Path]) -> dict[Path, str]:
             length += 1
         names[path] = said("/".join(parts[-length:]) if length < len(parts) else own)
     return names
+
+
+def _head(output: Path) -> str | None:
+    """The address of the run of ng_run in the file's folder, or in the one above: it shows the rollouts that still run."""
+    from ngym.supervise.head_file import find_running
+
+    found = next(filter(None, map(find_running, (output.parent, output.parent.parent))), None)
+    return None if found is None or wrong_url(found.url) else found.url  # a folder may hold anything
 
 
 def _modified(path: Path) -> float | None:

@@ -1,6 +1,6 @@
 // The page of a run: figures at the left, rollouts or tasks at the right; the address contains filter and order.
 import { chosenKeys, columnChooser, rolloutColumns } from "./columns.js";
-import { clear, el } from "./dom.js";
+import { clear, el, link } from "./dom.js";
 import { Figures } from "./figures.js";
 import { filterBox } from "./filter.js";
 import { formatCount, formatPercent, plural } from "./format.js";
@@ -199,6 +199,8 @@ class RunPage {
     if (isIndexing(this.run)) told.push(`reading the file: ${formatPercent(this.run.indexed_bytes / this.run.bytes)}`);
     else if (this.run.growing) told.push("the file grows");
     this.status.textContent = error ? "" : told.filter(Boolean).join(" · ");
+    const { head } = this.run;
+    if (head && !error) this.status.append(" · ", link(head, "rollouts that run now", { target: "_blank", rel: "noreferrer" }));
   }
 
   #count(total) {
