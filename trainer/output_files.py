@@ -17,7 +17,7 @@ from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
 from .recipe.recipe import run_file
-from .recipe.rl import SPOOL
+from .recipe.rl import ADVANTAGES, SPOOL
 
 POLICY, ADAPTER, INITIAL = "policy", "adapter", "initial"
 METRICS = "metrics.jsonl"
@@ -27,7 +27,7 @@ EVALUATED, EVALUATED_FAILURES = "eval_rollouts.jsonl", "eval_rollouts_failures.j
 RESOLVED = "recipe.yaml"
 SKIPPED = "skipped"
 CURVE = "curve.png"
-ROLLOUTS = (SPOOL, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES)
+ROLLOUTS = (SPOOL, ADVANTAGES, SPOOL_FAILURES, SPOOL_TASKS, EVALUATED, EVALUATED_FAILURES)
 TRACKED = tuple(str(run_file(Path(), sink)) for sink in ("wandb", "mlflow"))
 FILES = (METRICS, *ROLLOUTS, CHECKPOINTS, POLICY, ADAPTER, SKIPPED, CURVE, RESOLVED, *TRACKED)
 OLD, PARTIAL = ".old", ".old.partial"

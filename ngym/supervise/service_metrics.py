@@ -273,7 +273,7 @@ async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeo
 
 
 class Looks:
-    """The metrics of all services since the last look. Looks within AGAIN_S share one, whoever asks."""
+    """The metrics of all services since the last look. Looks of several clients within AGAIN_S share one answer."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token

@@ -123,6 +123,7 @@ def application(shown: Opened, *, hosts: frozenset[str] | None, lock: Lock | Non
         Route("/api/runs/{id}/rows", api.rows),
         Route("/api/runs/{id}/rows/{row}", api.row),
         Route("/api/runs/{id}/rows/{row}/tokens", api.tokens),
+        Route("/api/runs/{id}/rows/{row}/trained", api.trained),
         Route("/api/runs/{id}/groups/{task}", api.group),
         Route("/api/runs/{id}/tasks", api.tasks),
         Route("/api/runs/{id}/tasks/{task}", api.task),
@@ -165,6 +166,11 @@ class Api:
 
     def tokens(self, request: Request) -> Response:
         return _json(self._run(request).tokens(row_seq(request.path_params["row"])))
+
+    def trained(self, request: Request) -> Response:
+        run, seq = self._run(request), row_seq(request.path_params["row"])
+        run.index.line(seq)
+        return _json(run.trained(seq))
 
     def group(self, request: Request) -> Response:
         return self._with_task(request, Rows.group)

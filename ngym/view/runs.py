@@ -12,12 +12,13 @@ import orjson
 
 from ngym.did_you_mean import near_file
 from ngym.errors import NotFound, UsageError
+from ngym.net.auth import wrong_url
 from ngym.schema import Json
 from ngym.view.index import Extent, Index, said
 from ngym.view.rows import Rows
 from ngym.view.stats import Stats
 from ngym.view.tokens import shown, tokenizer_file
-from ngym.view.training import READ, TrainingRun, is_training, summary, training_run
+from ngym.view.training import READ, ROLLOUTS, TrainingRun, is_training, summary, trained, training_run
 
 MOST_DEPTH = 3
 MOST_RUNS = 100
@@ -53,11 +54,19 @@ class RolloutRun:
         """
         line = self.index.line(seq)
         (row,) = self.rows.rows([seq])
-        return shown(line, row["advantage"], tokenizer_file(self._tokenizer, self.path))
+        advantage = (self.trained(seq) or row)["advantage"]
+        return shown(line, advantage, tokenizer_file(self._tokenizer, self.path))
+
+    def trained(self, seq: int) -> Json | None:
+        """What the trainer made of a rollout; None: no trainer recorded that."""
+        (row,) = self.rows.rows([seq])
+        known = self.path.name == ROLLOUTS and row["rollout_id"]
+        return trained(self.path, row["rollout_id"]) if known else None
 
     def as_json(self) -> Json:
         """Its line in the list of runs."""
         extent = self.index.extent()
+        growing = self.index.reading_on or _is_growing(self.index.paths.values())
         if self._told is None or self._told[0] != extent.version:
             self._told = (extent.version, self._facts(extent))
         return {
@@ -67,9 +76,11 @@ class RolloutRun:
             "kind": "rollouts",
             "rows": extent.rows,
             "failures": extent.failures,
+            "modified": _modified(self.path),
             "bytes": extent.bytes,
             "indexed_bytes": extent.indexed_bytes,
-            "growing": self.index.reading_on or _is_growing(self.index.paths.values()),
+            "growing": growing,
+            "head": _head(self.path) if growing else None,
             "error": self.index.error,
             "note": self.index.note,
             **self._told[1],
@@ -276,6 +287,22 @@ def _names(paths: Iterable[Path]) -> dict[Path, str]:
             length += 1
         names[path] = said("/".join(parts[-length:]) if length < len(parts) else own)
     return names
+
+
+def _head(output: Path) -> str | None:
+    """The address of the run of ng_run in the file's folder, or in the one above: it shows the rollouts that still run."""
+    from ngym.supervise.head_file import find_running
+
+    found = next(filter(None, map(find_running, (output.parent, output.parent.parent))), None)
+    return None if found is None or wrong_url(found.url) else found.url  # a folder may hold anything
+
+
+def _modified(path: Path) -> float | None:
+    """Seconds since 1970."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _is_growing(paths: Iterable[Path]) -> bool:

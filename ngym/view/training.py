@@ -10,6 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from ngym.plot.runs import ELAPSED, METRICS, RECIPE, STEP, metrics_file, read_re
 from ngym.schema import Json
 from ngym.view.index import said
 
+ADVANTAGES = "advantages.jsonl"  # beside ROLLOUTS: a line for each step
 ROLLOUTS, HELD_OUT, POLICY = "rollouts.jsonl", "eval_rollouts.jsonl", "policy"
 READ = (METRICS, RECIPE, ROLLOUTS, HELD_OUT)  # of a run's folder
 PIECE_BYTES = 4 << 20  # of metrics in one answer
@@ -154,6 +156,25 @@ def samples(run: TrainingRun) -> Json:
     if (recipe.get("rollouts.dynamic_sampling") or 1) > 1:
         notes.append("with dynamic_sampling some of them taught nothing and were left out")
     return {"field": "learned", "max_lag": lag, "note": "; ".join(notes) or None}
+
+
+def trained(rollouts: Path, rollout_id: str) -> Json | None:
+    """The mean advantage of a rollout's tokens as the trainer had it, and the last step that trained it.
+
+    An empty object: no step trained it (yet). None: there is no such record.
+    """
+    found: Json = {}
+    try:
+        with rollouts.with_name(ADVANTAGES).open("rb") as file:
+            for line in file:
+                if rollout_id.encode() not in line:
+                    continue
+                with suppress(ValueError, LookupError, TypeError):  # a torn line, or another file of this name
+                    entry = orjson.loads(line)
+                    found = {"step": entry["step"], "advantage": float(entry["advantages"][rollout_id])}
+    except OSError:
+        return None
+    return found
 
 
 def packed(runs: Iterable[TrainingRun]) -> Json:

@@ -15,8 +15,9 @@ from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
-from browsing import Page, eventually
+from browsing import Page, eventually, findings
 from machine import PATIENCE_S
+from viewing import rollout, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
 LOCAL = build_opener(ProxyHandler({}))
@@ -71,6 +72,16 @@ def services(head: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {server["name"]: server for server in found}
 
 
+def check_link_of_viewer(page: Page, folder: Path, head: str) -> None:
+    """A viewer of a file that grows in the run's folder leads to this page."""
+    with viewer(write(folder / "out.jsonl", [rollout()]), cache=folder / "cache") as shown:
+        other = page.context.new_page()
+        other.goto(shown.told["address"])
+        link = other.get_by_role("link", name="rollouts that run now")
+        playwright.expect(link).to_have_attribute("href", head)
+        other.close()
+
+
 def test_the_page_shows_load_failures_logs_and_running_rollouts_in_place(page: Page, tmp_path: Path) -> None:
     with ng_run(tmp_path, locked=False) as head:
         urls = {name: server["url"] for name, server in services(head).items()}
@@ -94,10 +105,16 @@ def test_the_page_shows_load_failures_logs_and_running_rollouts_in_place(page: P
         running.get_by_role("button").click()
         playwright.expect(page.locator("dialog")).to_contain_text("<img src=x onerror=alert(1)> Leave it.")
         page.get_by_role("button", name="Close").click()
+        check_link_of_viewer(page, tmp_path, head["url"])
         page.locator("#logs summary", has_text="counter").click()
         playwright.expect(page.locator("#logs details[open] .muted")).to_contain_text("counter.log")
         playwright.expect(page.locator("#logs details[open] pre")).not_to_be_empty()
         assert page.locator("img, b b").count() == 0
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            assert findings(page) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.goto("about:blank")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import findings
 from viewing import Viewer, failure, rollout, viewer, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser tests need the package playwright")
@@ -70,12 +72,19 @@ PACKED = """async (rows) => {
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
-    """r1: rollouts of four tasks under the weights of six steps, of which odd tasks get easier."""
+    """r1: rollouts of four tasks under the weights of six steps, of which odd tasks get easier, and a failed attempt; r2: the
+    same tasks with other rewards; t1: a training run.
+    """
     folder = tmp_path_factory.mktemp("pages")
     rows = [drawn(step, task, index) for step in range(6) for task in range(4) for index in range(2)]
     rows[0]["response"]["output"][0]["content"][0]["text"] = MARKDOWN
-    file = write(folder / "out.jsonl", rows)
-    with viewer(file, cache=folder / "cache") as served:
+    files = [write(folder / "out.jsonl", rows), write(folder / "other.jsonl", [{**row, "reward": 0.5} for row in rows])]
+    write(folder / "out_failures.jsonl", [failure(9, 5)])
+    (folder / "grpo").mkdir()
+    steps = [{"step": step, "time/elapsed": step, "reward/mean": step / 9, "lr": 0.1} for step in range(1, 9)]
+    (folder / "grpo" / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    (folder / "grpo" / "recipe.yaml").write_text("seed: 0\n")
+    with viewer(*files, folder / "grpo", cache=folder / "cache") as served:
         yield served
 
 
@@ -197,11 +206,55 @@ def test_what_is_seen_is_shared_as_one_file(page: Page, shown: Viewer, tmp_path:
     assert ('"task":3' in file.read_text()) is False
 
 
+def test_a_run_leads_to_the_last_one_of_its_folder(page: Page, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", [rollout(0)]) for name in ("monday", "tuesday", "wednesday")]
+    for day, file in enumerate(files):
+        os.utime(file, (day, day))
+    with viewer(*files, cache=tmp_path / "cache") as served:
+        go(page, served, "#/r/r3")
+        playwright.expect(page.locator(".table-row").first).to_be_visible()
+        assert page.locator(".later").count() == 0
+        go(page, served, "#/r/r1")
+        page.get_by_role("link", name="Later here: wednesday").click()
+        playwright.expect(page.locator(".compare-summary")).to_be_visible()
+        page.goto("about:blank")
+
+
 def test_a_report_has_the_same_trends_as_the_server(page: Page, shown: Viewer) -> None:
     go(page, shown)
     page.wait_for_load_state()
     served = shown.get("/api/runs/r1/tasks?sort=-trend")["rows"]
     rows = shown.get("/api/runs/r1/rows?limit=1000")["rows"]
     trends = page.evaluate(PACKED, rows)
-    assert sorted(one["trend"] for one in served) == pytest.approx(sorted(one["trend"] for one in trends))
+    found = [sorted(one["trend"] for one in some if one["trend"] is not None) for some in (served, trends)]
+    assert found[0] == pytest.approx(found[1])
     assert [one["curve"] for one in served if one["task"] == 1] == [trends[1]["curve"]]
+
+
+ROUTES = (
+    "#/", "#/r/r1", "#/r/r1/tasks", "#/r/r1/row/0", "#/r/r1/row/1?view=tokens", "#/r/r1/row/f0", "#/r/r1/group/0",
+    "#/r/r1/task/1", "#/compare/r1/r2", "#/compare/r1/r2/task/0/0", "#/training", "#/training?tab=values",
+    "#/training?tab=config", "#/training?tab=samples", "#/training?step=2",
+)  # fmt: skip
+WAYS = [(1280, "light"), (390, "dark")]
+
+
+@pytest.mark.parametrize(("width", "scheme"), WAYS)
+def test_every_page_is_accessible_and_fits_its_window(page: Page, shown: Viewer, width: int, scheme: str) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme=scheme)
+    for route in ROUTES:
+        page.goto("about:blank")
+        go(page, shown, route)
+        page.locator("main").wait_for()
+        page.wait_for_load_state("networkidle")
+        page.evaluate("document.querySelectorAll('main details').forEach((one) => (one.open = true))")
+        assert findings(page) == [], route
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, route
+        cut = (
+            "[...document.querySelectorAll('.crumbs *')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+        )
+        assert page.evaluate(cut) == 0, route
+    page.keyboard.press("?")
+    assert findings(page) == []
+    page.goto("about:blank")

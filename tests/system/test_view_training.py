@@ -164,6 +164,16 @@ def test_a_report_holds_some_entries_and_all_evaluations(run: TrainingRun, monke
     assert found["metrics"]["t1"]["columns"]["eval/a/greedy"][-1] == 0.5
 
 
+def test_the_last_step_that_trained_a_rollout_is_found(run: TrainingRun) -> None:
+    rollouts = run.folder / "rollouts.jsonl"
+    assert training.trained(rollouts, "r-1") is None
+    entries = [{"step": 1, "advantages": {"r-1": 0.5}}, {"step": 2, "advantages": {"r-1": -1.5, "r-2": 1}}]
+    torn = '{"step": 3, "advantages": {"r-1'
+    (run.folder / "advantages.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in entries) + torn)
+    assert training.trained(rollouts, "r-1") == {"step": 2, "advantage": -1.5}
+    assert training.trained(rollouts, "r-3") == {}
+
+
 # In a browser, against ng_view itself.
 
 
@@ -318,6 +328,18 @@ def test_held_out_rollouts_of_an_evaluation_are_a_click_away(dashboard: Callable
     dashboard("?tab=samples").locator(
         ".training-steps a[title='held-out rollouts of the weights after step 20']"
     ).wait_for()
+
+
+def test_the_page_of_a_rollout_says_how_it_was_trained(
+    dashboard: Callable[[str], Any], shown: tuple[str, Path]
+) -> None:
+    entry = {"step": 2, "advantages": {"r-1-0": -0.25}}
+    (shown[1] / "slow" / "advantages.jsonl").write_text(json.dumps(entry) + "\n")
+    page = dashboard("?step=2")
+    page.locator(".training-step a").first.click(delay=3000)
+    page.locator(".table-row").first.click()
+    page.locator(".trained").wait_for()
+    assert page.locator(".trained").inner_text() == "trained in step 2 with the advantage \N{MINUS SIGN}0.25"
 
 
 def test_a_metric_with_a_hostile_name_is_only_text(dashboard: Callable[[str], Any]) -> None:

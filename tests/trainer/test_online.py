@@ -83,6 +83,21 @@ def test_a_step_tells_what_it_saw(finished: tuple[Path, str, Stub]) -> None:
     assert any(row["num_unscored"] for row in steps) and any(row["num_failed"] for row in steps)
 
 
+def test_the_advantages_of_a_step_are_recorded_by_rollout(finished: tuple[Path, str, Stub]) -> None:
+    run = finished[0] / "run"
+    rows = {row["ng"]["rollout_id"]: row for row in map(json.loads, (run / "rollouts.jsonl").open(encoding="utf-8"))}
+    steps = list(map(json.loads, (run / "advantages.jsonl").open(encoding="utf-8")))
+    assert [entry["step"] for entry in steps] == list(range(1, STEPS + 1))
+    for entry in steps:
+        groups: dict[int, list[tuple[float, float]]] = {}
+        for name, advantage in entry["advantages"].items():
+            groups.setdefault(rows[name]["_ng_task_index"], []).append((rows[name]["reward"], advantage))
+        for group in groups.values():  # the better a rollout, the larger its advantage; their mean is 0
+            assert [one for _, one in sorted(group)] == sorted(one for _, one in group)
+            assert sum(one for _, one in group) == pytest.approx(0, abs=1e-3)
+    assert any(entry["advantages"] for entry in steps)
+
+
 def test_what_a_restarted_server_sampled_is_left_out_and_it_gets_the_weights_again(
     finished: tuple[Path, str, Stub],
 ) -> None:

@@ -108,7 +108,7 @@ class Said(Segment):
 class Rollout(Sample):
     """One attempt at a task, with only the segments that have sampled tokens; there may be none.
 
-    group: the task. truncated: it was cut off.
+    group: the task. truncated: it was cut off. id: of the row.
     """
 
     segments: tuple[Said, ...]
@@ -119,6 +119,7 @@ class Rollout(Sample):
     turns: int
     tool_calls: int
     tool_errors: int
+    id: str = ""
 
 
 @dataclass
@@ -242,6 +243,7 @@ def _rollout(row: Json) -> Rollout:
         turns=trace.get("turns") or 0,
         tool_calls=trace.get("tool_calls") or 0,
         tool_errors=trace.get("tool_errors") or 0,
+        id=trace.get("rollout_id") or "",
     )
 
 

@@ -11,19 +11,22 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
+
+import orjson
 
 from ngym.errors import UsageError
 from ngym.schema import Json
 
 from ..algorithms import Algorithm
-from ..data.samples import Batch, Read, Sample, described, problem, take
+from ..data.samples import Batch, Read, Rollout, Sample, described, problem, take
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
-from ..recipe.rl import SPOOL
+from ..recipe.rl import ADVANTAGES, SPOOL
 from ..weights.publisher import Publisher
 from .rollout_stream import Stream, Taken
 from .services import Services
@@ -95,6 +98,7 @@ class Live:
             collected = time.monotonic()
             self._publisher.train()
             samples = self._algorithm.prepare(read.rollouts, self._engine, self._recipe.micro_batch_tokens)
+            self._record(step + 1, samples)
             times = {
                 "time/weight_sync": sync_s,
                 "time/generation": collected - began,
@@ -104,6 +108,20 @@ class Live:
             yield Batch(self._split(samples, step), values)
         self._publish(self._steps, last=True)
         self._publisher.train()
+
+    def _record(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line
+        of a step counts.
+        """
+        if self._services is None:
+            return
+        means = {
+            rollout.id: round(fmean(chain.from_iterable(segment.advantages or () for segment in rollout.segments)), 6)
+            for rollout in samples
+            if isinstance(rollout, Rollout) and rollout.trained
+        }
+        with (self._recipe.output / ADVANTAGES).open("ab") as file:
+            file.write(orjson.dumps({"step": step, "advantages": means}) + b"\n")
 
     async def _open(self, services: Services, state: Json | None) -> int:
         assert self._tasks is not None

@@ -12,6 +12,7 @@ from .objective import ExistingPath, Positive, Record, Share
 
 HELD_OUT = "validation.jsonl"
 SPOOL = "rollouts.jsonl"  # collected rollouts, in the run's folder
+ADVANTAGES = "advantages.jsonl"  # of the trained ones, a line for each step
 
 
 class HeldOutOptions(Record):

@@ -43,6 +43,7 @@ function serverApi() {
     rows: (run, query, signal) => getJson(`/api/runs/${run}/rows`, query, signal),
     rowText: (run, row, signal) => getText(`/api/runs/${run}/rows/${row}`, {}, signal),
     tokens: (run, row, signal) => getJson(`/api/runs/${run}/rows/${row}/tokens`, {}, signal),
+    trained: (run, row, signal) => getJson(`/api/runs/${run}/rows/${row}/trained`, {}, signal),
     group: (run, task, signal) => getJson(`/api/runs/${run}/groups/${task}`, {}, signal),
     task: (run, task, signal) => getJson(`/api/runs/${run}/tasks/${task}`, {}, signal),
     tasks: (run, query, signal) => getJson(`/api/runs/${run}/tasks`, query, signal),

@@ -19,6 +19,7 @@ export function packedApi(data) {
       segments: idsOnly(fullOf(run, row)),
       note: "an exported report holds no token texts; these are the ids",
     }),
+    trained: async () => null,
     group: async (run, task) => ({ task: Number(task), rows: groupOf(rowsOf(run), task) }),
     task: async (run, task) => ({ task: Number(task), rows: taskOf(rowsOf(run), task) }),
     tasks: async (run, query) => listed(taskRows(fitting(run, query.q)), query),

@@ -2,7 +2,7 @@
 import { conversation } from "./conversation.js";
 import { isSilence } from "./data.js";
 import { clear, el, link } from "./dom.js";
-import { formatNumber, isNumber } from "./format.js";
+import { formatNumber, formatSigned, isNumber } from "./format.js";
 import { rewardColour } from "./charts.js";
 import { isRaw, rawSwitch } from "./markdown.js";
 import { go, goInPlace, hrefOf } from "./router.js";
@@ -122,6 +122,14 @@ class RolloutPage {
     ]);
     clear(this.side).append(drawnOrRaw(() => verdictPanel(this.parsed, this.#text, slim), this.parsed));
     this.#draw();
+    this.#showTrained();
+  }
+
+  /** What the trainer made of it, if a trainer recorded that; the page is whole without it. */
+  async #showTrained() {
+    const found = await this.context.api.trained(this.run, this.row, this.#control.signal).catch(() => null);
+    const text = isNumber(found?.step) ? `trained in step ${found.step} with the advantage ${formatSigned(found.advantage)}` : found && "in no training step so far";
+    if (text) this.side.querySelector(".reward-box")?.append(el("p", { class: "muted trained" }, text));
   }
 
   #draw() {

@@ -1,12 +1,12 @@
 // The page of a run: figures at the left, rollouts or tasks at the right; the address contains filter and order.
 import { chosenKeys, columnChooser, rolloutColumns } from "./columns.js";
-import { clear, el } from "./dom.js";
+import { clear, el, link } from "./dom.js";
 import { Figures } from "./figures.js";
 import { filterBox } from "./filter.js";
 import { formatCount, formatPercent, plural } from "./format.js";
 import { isIndexing } from "./live.js";
 import { go, goInPlace, hrefOf } from "./router.js";
-import { compareChoice, quickFilters, runTabs, shareButton } from "./runbar.js";
+import { compareChoice, laterRun, quickFilters, runTabs, shareButton } from "./runbar.js";
 import { safeLine } from "./safetext.js";
 import { Table } from "./table.js";
 import { fittingTaskColumns } from "./tasks.js";
@@ -75,6 +75,7 @@ class RunPage {
           { class: "listing-head" },
           runTabs(this.id, this.isTasks),
           el("div", { class: "fill" }),
+          laterRun(this.run, context.live.state.runs),
           compareChoice(this.id, context.live.state.runs),
           this.chooser?.element,
           shareButton(context.api, this.id, () => ({ q: this.q }), () => [this.run.name, this.q].filter(Boolean).join("-")),
@@ -198,6 +199,8 @@ class RunPage {
     if (isIndexing(this.run)) told.push(`reading the file: ${formatPercent(this.run.indexed_bytes / this.run.bytes)}`);
     else if (this.run.growing) told.push("the file grows");
     this.status.textContent = error ? "" : told.filter(Boolean).join(" · ");
+    const { head } = this.run;
+    if (head && !error) this.status.append(" · ", link(head, "rollouts that run now", { target: "_blank", rel: "noreferrer" }));
   }
 
   #count(total) {

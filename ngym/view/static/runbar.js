@@ -31,6 +31,15 @@ export function compareChoice(id, runs) {
   return select;
 }
 
+/** A link to the last run of the same folder that was written after this one; null if there is none. */
+export function laterRun(run, runs) {
+  const folder = (path) => path.slice(0, path.lastIndexOf("/") + 1);
+  const later = runs
+    .filter((one) => one.kind === "rollouts" && one.id !== run.id && folder(one.path) === folder(run.path) && one.modified > run.modified)
+    .sort((a, b) => b.modified - a.modified);
+  return later.length ? link(hrefOf(["compare", run.id, later[0].id]), `Later here: ${safeLine(later[0].name)}`, { class: "button quiet later", title: "Compare with the last run of this folder" }) : null;
+}
+
 /** A button that saves what is seen as one file to send; null in such a file. query: {row} or {q}; name: of the file, without its end. */
 export function shareButton(api, id, query, name) {
   if (api.packed) return null;
