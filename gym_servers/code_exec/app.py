@@ -103,7 +103,8 @@ class Tests(BaseModel):
             middle = _between(self.prompt, code, self.suffix)
             return [[self.prompt + part + self.suffix for part in (middle, middle.rstrip("\n"))]]
         head = self.code_prompt or self.prompt
-        return [[self.setup_code], [f"{head.rstrip()}\n    pass\n" if head else ""], [code]]
+        forms = [code, self.prompt + code] if self.prompt else [code]  # a whole function, or its body
+        return [[self.setup_code], [f"{head.rstrip()}\n    pass\n" if head else ""], forms]
 
 
 def _between(prompt: str, code: str, suffix: str) -> str:

@@ -213,6 +213,7 @@ async def test_tests_of_a_task_id_come_from_the_file_and_a_missing_part_is_fille
 
         assert await reward("a/0", "def twice(n):\n    return math.prod([2, n])") == 1.0
         assert await reward("a/0", "def twice(n):\n    return n") == 0.0
+        assert await reward("a/0", "    return 2 * n") == 1.0
         assert await reward("a/1", "2") == await reward("a/1", "    return 2 * n") == 1.0
         assert await reward("a/1", "3") == 0.0
         assert await reward("a/2", "2") is None
