@@ -8,7 +8,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Programs and data, not packages: under `ngym` they travel with it and add no import name.
 # The rest of `data` are links to the data of environments, in gym_servers: a wheel would hold these files twice.
-SHIPPED = ("agents", "bridges.yaml", "data/tiny_policy", "global_config.yaml", "gym_servers", "models")
+SHIPPED = ("agents", "bridges.yaml", "data/tiny_policy", "global_config.yaml", "gym_servers", "models", "nemo_gym.yaml")
 
 
 class ShippedServices(BuildHookInterface):

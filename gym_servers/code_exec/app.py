@@ -97,12 +97,14 @@ class Tests(BaseModel):
     prompt: str = ""  # as code_prompt; with a suffix, the text around the answer
     suffix: str | None = None  # fill-in-the-middle: the answer is between prompt and suffix
 
-    def units(self, code: str) -> list[str]:
-        """The programs to run one after another, before the tests."""
+    def units(self, code: str) -> list[list[str]]:
+        """The programs to run one after another, before the tests. Of several forms, the first that compiles is run."""
         if self.suffix is not None:
-            return [self.prompt + _between(self.prompt, code, self.suffix) + self.suffix]
+            middle = _between(self.prompt, code, self.suffix)
+            return [[self.prompt + part + self.suffix for part in (middle, middle.rstrip("\n"))]]
         head = self.code_prompt or self.prompt
-        return [self.setup_code, f"{head.rstrip()}\n    pass\n" if head else "", code]
+        forms = [code, self.prompt + code] if self.prompt else [code]  # a whole function, or its body
+        return [[self.setup_code], [f"{head.rstrip()}\n    pass\n" if head else ""], forms]
 
 
 def _between(prompt: str, code: str, suffix: str) -> str:

@@ -115,6 +115,7 @@ def _plain(text: str) -> str:
 
 
 NAMES, ARGUMENTS = 0.2, 0.8
+NAMED = frozenset(["expected_action", "expected_call", "expected_answers"])  # NeMo Gym's names of expected_calls
 
 
 class ExpectedCall(BaseModel):
@@ -173,8 +174,6 @@ class Task(VerifyRequest):
     def _one_kind(self) -> Task:
         if bool(self.expected_calls) + (self.expected_answer is not None) + bool(self.asks_for) > 1:
             raise ValueError("a row has either expected_calls, expected_answer or asks_for")
-        if not self.responses_create_params.get("tools"):
-            return self  # the policy's harness declares them
         unknown = {call.name for call in self.expected_calls} - self.schemas.keys()
         if unknown:
             raise ValueError(f"expected_calls names {sorted(unknown)}, which the row's tools do not declare")
@@ -184,7 +183,9 @@ class Task(VerifyRequest):
     def schemas(self) -> dict[str, dict[str, Any]]:
         tools = self.responses_create_params.get("tools") or []
         declared = {tool["name"]: tool.get("parameters") or {} for tool in tools if tool.get("type") == "function"}
-        return declared if tools else {call.name: {} for call in self.expected_calls}
+        if not tools and NAMED.intersection(self.model_extra or ()):  # the policy's harness declares them
+            return {call.name: {} for call in self.expected_calls}
+        return declared
 
 
 def _arguments(call: dict[str, Any]) -> Any:

@@ -97,7 +97,8 @@ def _lay_out(folder: Path) -> None:
     services["worse"] = {"kind": "model", "app": "models/scripted", "tokens": True, "replies": [{"text": "No idea."}]}
     services["worse_agent"] = {**services["counter_agent"], "model": "worse"}
     (folder / "global_config.yaml").write_text(yaml.safe_dump(services, sort_keys=False))
-    shutil.copy(ROOT / "bridges.yaml", folder)
+    for name in ("bridges.yaml", "nemo_gym.yaml"):
+        shutil.copy(ROOT / name, folder)
     (folder / "data").mkdir()
     for source in sorted((ROOT / "data").iterdir()):
         if source.is_dir():

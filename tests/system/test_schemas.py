@@ -24,7 +24,13 @@ def test_the_shipped_schemas_are_what_the_code_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["global_config.yaml", "bridges.yaml", *sorted(map(str, (ROOT / "trainer/recipes").glob("*.yaml")))]
+    "file",
+    [
+        "global_config.yaml",
+        "bridges.yaml",
+        "nemo_gym.yaml",
+        *sorted(map(str, (ROOT / "trainer/recipes").glob("*.yaml"))),
+    ],
 )
 def test_shipped_files_name_their_schema_and_fit_it(file: str) -> None:
     path = ROOT / file
