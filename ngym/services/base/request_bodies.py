@@ -38,14 +38,21 @@ CALL_WEIGHT = 200_000  # limit for the arguments of a tool
 ROW_WEIGHT = 2_000_000  # limit for a row or a conversation: 28,000 messages of one part each, or as many token ids
 
 WINDOW = 1 << 20
+BODY_BYTES = "ngym.body_bytes"  # in the scope of a request whose body has been read
 LISTED = 20_000  # limit of listed problems: pydantic creates all of them at once, a million a second
 STRANGERS = 100  # limit of unknown fields searched for a misspelling
 
 
 async def off_loop(request: Request, function: Callable[..., Result], *args: Any) -> Result:
     """Call the function, in a thread if the request's body is large, and return its result."""
-    size = len(await request.body())
+    size = await _size(request)
     return function(*args) if size <= LOOP_BYTES else await by_size(size, function, *args)
+
+
+async def _size(request: Request) -> int:
+    """Bytes of the body."""
+    size: int | None = request.scope.get(BODY_BYTES)
+    return len(await request.body()) if size is None else size
 
 
 async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
@@ -55,6 +62,7 @@ async def json_body(request: Request, most_weight: int = ROW_WEIGHT) -> Json:
         most_weight: limit of its weight (`is_light`); the service's `max_json_weight` overrides it.
     """
     raw = await request.body()
+    request.scope[BODY_BYTES] = len(raw)
     context = getattr(request.app.state, "context", None)
     own = context.options.max_json_weight if context and isinstance(context.options, ServiceOptions) else None
     args = raw, cut(request.scope["path"], MOST_NAME), own or most_weight
@@ -65,8 +73,10 @@ async def valid_body(request: Request, model: type[BaseModel], value: Json, what
     """As `validated`, for a value from the request's body. In a large body, each list is checked up to its first
     problem.
     """
-    is_large = len(await request.body()) > LOOP_BYTES
-    return await off_loop(request, _validated, model, value, what, is_large)
+    size = await _size(request)
+    if size <= LOOP_BYTES:
+        return _validated(model, value, what, False)
+    return await by_size(size, _validated, model, value, what, True)
 
 
 def validated(model: type[BaseModel], value: Json, what: str) -> Any:
