@@ -47,7 +47,7 @@ class Rule(BaseModel):
     model_config = ConfigDict(extra="forbid")
     expected: str | None = Field(default=None, description="The row's field with the answer; `a.b`: b of the object a.")
     extract: list[Extractor] | None = Field(default=None, min_length=1, description="Tried in this order.")
-    compare: Comparison | None = None
+    compare: Comparison | None = Field(default=None, description="How the answer is compared.")
     choices: str | None = Field(default=None, description="The row's field with the possible answers.")
     prefix: str | None = Field(default=None, description="The row's field with a text that the answer must begin with.")
 

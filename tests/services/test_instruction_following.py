@@ -123,6 +123,9 @@ async def test_no_text_makes_the_checks_slow():
         **{f"last_word:last_word_{where}": {"last_word": "x"} for where in ("sent", "answer")},
         **{name: {"small_n": 1} for name in ("words:repeats", "sentence:increment", "count:conjunctions")},
         **{name: given for name, given, _, _ in IFBENCH},
+        "verifier:regex": {"verify_regex": ["^-- .+"]},
+        "verifier:string_match": {"expected_markers": ["[4]"], "patterns": [r"\[\d\]"]},
+        "verifier:citation_if": {"grammar": "claim_wrap_xml"},
     }
     row = {"instruction_id_list": list(APP.CHECKS), "kwargs": [given.get(name, {}) for name in APP.CHECKS]}
     slower = slowness()  # what a text may take is CPU time, and no more of it on a slow machine
