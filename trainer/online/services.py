@@ -115,6 +115,11 @@ class Services:
             future.cancel()
             raise
 
+    def addresses(self, name: str) -> list[str]:
+        """The current addresses of a service's replicas, which the head knows."""
+        self.call(self.reached.peers.refresh())
+        return self.reached.peers.urls[name]
+
     async def _live(self) -> None:
         self._task = asyncio.current_task()
         self._begun.set()

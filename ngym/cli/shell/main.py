@@ -216,6 +216,7 @@ COMMANDS = {
     "reverify": ("ngym.cli.rollouts.reverify", "Verify stored rollouts again, without a model."),
     "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
+    "submit": ("ngym.cli.submit", "Run a command on a cluster: Slurm, Kubernetes or SkyPilot."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
     "doctor": ("ngym.cli.doctor", "Show what of this machine and its packages works."),
 }
@@ -229,7 +230,7 @@ GROUPS = {
     "Environments": ("list", "prepare", "validate"),
     "Services": ("run", "status", "serve"),
     "Rollouts": ("collect_rollouts", "view", "profile", "reverify", "export"),
-    "Training": ("train", "plot"),
+    "Training": ("train", "submit", "plot"),
     "The command line": ("doctor", *OWN),
 }
 
