@@ -147,7 +147,7 @@ def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
         loop.add_signal_handler(signal.SIGHUP, received)
 
 
-HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "RESOURCES", "APP")
+HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "APP")
 
 
 class Planned(NamedTuple):
@@ -228,9 +228,10 @@ def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Se
 
 def _row(each: Planned) -> tuple[str, ...]:
     if each.app is None:
-        return (each.name, each.kind, "", " ".join(each.urls), "", "external: not started here")
+        return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
-    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), _resources(each), app)
+    app += f" ({resources})" if (resources := _resources(each)) else ""
+    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), app)
 
 
 def _resources(each: Planned) -> str:

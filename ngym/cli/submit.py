@@ -35,7 +35,7 @@ class Passing(Command):
 @command("ng_submit", epilog=EXIT_CODES, cls=Passing)
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and submit nothing.")
 @click.argument("to", metavar="slurm|kuberay|skypilot", type=click.Choice(["slurm", "kuberay", "skypilot"]))
-@click.argument("settings", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="SETTINGS")
+@click.argument("settings", type=click.Path(path_type=Path), metavar="SETTINGS")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [COMMAND]...")
 def main(dry_run: bool, to: str, settings: Path, words: tuple[str, ...]) -> None:
     """Run COMMAND on a cluster, with the machines that the YAML file SETTINGS describes.
