@@ -70,6 +70,7 @@ FREE = (
     "rollouts.concurrency",
     "rollouts.services",
     "rollouts.timeout_s",
+    "trainer",
 )
 
 
@@ -272,7 +273,11 @@ class Saver:
         self._source = source
         self._steps = steps
         self._budget = budget
-        self._due = False
+        self._due = self._last = False
+
+    def end(self) -> None:
+        """Save after the batch in progress, and end the run there. On rank 0; the others follow."""
+        self._last = True
 
     def begin(self) -> None:
         """Mark the run as not yet trained, so that a resume knows that no checkpoint exists to load."""
@@ -313,9 +318,10 @@ class Saver:
         one.
 
         Raises:
-            NotFinite: the weights must not be saved.
+            NotFinite: the weights must not be saved. KeyboardInterrupt: `end` was called.
         """
-        self._due |= self._checkpoints.due(step, self._steps)
+        last = self._learner.share(self._last)
+        self._due |= last or self._checkpoints.due(step, self._steps)
         if not self._due or self._guard.skipping:
             return
         self._due = False
@@ -328,6 +334,8 @@ class Saver:
             self.tidy()
         else:
             self._write(Path(os.devnull), state)
+        if last and step < self._steps:
+            raise KeyboardInterrupt
 
     def _write(self, folder: Path, state: Json) -> None:
         state["learner"] = self._learner.save_state(folder)

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -226,7 +227,7 @@ class LiveSource:
         if services is not None:
             check_transport(options.transport)
             reached = services.reached
-            self._pusher = pusher_of(recipe, reached.peers.urls[options.policy], reached.token)
+            self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), reached.token)
         for line in of_live(recipe, read_launch()):
             say(line)
         pushed = learner.adapter if options.transport == "lora" else learner.weights
@@ -287,7 +288,7 @@ def make_room(recipe: Recipe, services: Services | None) -> None:
     if services is None or recipe.live is None:
         return
     reached = services.reached
-    pusher = pusher_of(recipe, reached.peers.urls[recipe.live.policy], reached.token)
+    pusher = pusher_of(recipe, partial(services.addresses, recipe.live.policy), reached.token)
     pusher.prepare()
     pusher.sleep()
     pusher.finish()

@@ -126,6 +126,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
     with ExitStack() as stack:
         if launch.rank == 0:  # so that services are stopped and the terminal is restored
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning; there is nothing to save yet
         stack.callback(tracing.end)
         if not recipe.live:  # in a live run, the services' config has the destination of spans
             tracing.begin(tracing_from_environment(), "ng_train", launch.rank)
@@ -176,6 +177,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             source.steps,
             recipe.micro_batch_tokens,
         )
+        signal.signal(signal.SIGUSR1, lambda *_: saver.end())
         earlier = learner.share(checkpoints.newest() if resume and shown else None)
         history: list[dict[str, float]] = []
         if earlier is None:
@@ -256,13 +258,13 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
     from .online.task_sampler import TaskSource
 
     if rollouts.services is not None:
-        needed(load_config([Path(rollouts.services)]), _agents(recipe, rollouts), rollouts.policy)
+        needed(load_config([Path(rollouts.services)]), agents_of(recipe, rollouts), rollouts.policy)
     TaskSource(rollouts, recipe.seed)
     if recipe.evaluation is not None:
         read_held_out(recipe.evaluation, rollouts)
 
 
-def _agents(recipe: Recipe, rollouts: RolloutOptions) -> list[str]:
+def agents_of(recipe: Recipe, rollouts: RolloutOptions) -> list[str]:
     """The names of the agents of the tasks and held-out tasks."""
     held_out = recipe.evaluation.held_out(rollouts) if recipe.evaluation else ()
     return list(dict.fromkeys(each.agent for each in (*rollouts.sources, *held_out)))
@@ -272,12 +274,12 @@ def _services(recipe: Recipe) -> Services:
     """The services of the recipe's config, or of a running ng_run; they start in the background while torch is
     imported.
     """
-    from .online.services import Services, running, serving_options, started
+    from .online.services import HEAD, Services, running, serving_options, started
 
     options = recipe.live
     assert options is not None
-    agents = _agents(recipe, options)
-    if options.services is None:
+    agents = agents_of(recipe, options)
+    if options.services is None or HEAD in os.environ:
         return Services(partial(running, Path.cwd(), agents, options.policy))
     file = Path(options.services)
     serving = serving_options(recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 import orjson
 
 from ngym.cli.shell.completion_names import services
-from ngym.cli.shell.main import command, config_options
+from ngym.cli.shell.main import command, config_options, on_option
 from ngym.config.shipped_files import app_file
 from ngym.extras import require
 from ngym.runtime.live_region import aligned
@@ -31,12 +30,6 @@ Exit codes: 0  stopped by Ctrl-C (twice: at once), SIGTERM or a closed terminal
             2  the command, the config or a service's options are wrong; the line says where"""
 
 
-def _where(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    if not re.fullmatch(r"local|ray|ray://[^/\s:]+:\d+", value):
-        raise click.BadParameter(f"{value!r} is not local, ray or ray://HOST:PORT", ctx, parameter)
-    return value
-
-
 @command("ng_run", epilog=EXIT_CODES)
 @config_options
 @click.option(
@@ -47,14 +40,7 @@ def _where(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     shell_complete=services(),
     help="Start this service and those that it needs; repeat it.  [default: all]",
 )
-@click.option(
-    "--on",
-    callback=_where,
-    default="local",
-    show_default=True,
-    metavar="local|ray[://HOST:PORT]",
-    help="Start them on this machine, or on the Ray cluster that it is a node of.",
-)
+@on_option("Start them on this machine, or on the Ray cluster that it is a node of.")
 @click.option("--dry-run", is_flag=True, help="Show what would be started and the resolved config; start nothing.")
 @click.option("--plain", is_flag=True, help="Print lines instead of a live display on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line for each change of a service.")
@@ -161,7 +147,7 @@ def _stop_on_signals(supervisor: Supervisor, stop: asyncio.Event) -> None:
         loop.add_signal_handler(signal.SIGHUP, received)
 
 
-HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "RESOURCES", "APP")
+HEADER = ("NAME", "KIND", "COPIES", "ADDRESS", "APP")
 
 
 class Planned(NamedTuple):
@@ -242,9 +228,10 @@ def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Se
 
 def _row(each: Planned) -> tuple[str, ...]:
     if each.app is None:
-        return (each.name, each.kind, "", " ".join(each.urls), "", "external: not started here")
+        return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
-    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), _resources(each), app)
+    app += f" ({resources})" if (resources := _resources(each)) else ""
+    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), app)
 
 
 def _resources(each: Planned) -> str:

@@ -15,7 +15,7 @@ import orjson
 from click.shell_completion import CompletionItem
 
 from ngym.cli.shell.completion_names import is_value, keys, services
-from ngym.cli.shell.main import command
+from ngym.cli.shell.main import command, on_option
 from ngym.config.shipped_files import RECIPES
 from ngym.errors import ConfigError, UsageError
 from ngym.extras import require
@@ -62,6 +62,7 @@ def _keys(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[Co
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue after the last checkpoint of the run in the output folder.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in the same output folder; it is kept in .old.")
+@on_option("Train here, or with the ranks of `trainer` on the Ray cluster that this machine is a node of.")
 @click.option("--dry-run", is_flag=True, help="Check and show the resolved recipe (with --sweep: the runs), and stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; the rest goes to standard error.")
 @click.pass_context
@@ -72,6 +73,7 @@ def main(
     sweeps: tuple[str, ...],
     resume: bool,
     overwrite: bool,
+    on: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -88,6 +90,7 @@ def main(
               ng_train dpo.yaml model.path=runs/sft/policy data.path=pairs.jsonl
               ng_train grpo.yaml --sweep optimizer.lr=1e-4,3e-4 --sweep seed=0,1        (four runs and a table)
               torchrun --no-python --nproc-per-node 2 ng_train sft.yaml
+              ng_train --on ray grpo.yaml model.path=runs/sft/policy trainer.ranks=2
     """
     files = [argument for argument in recipe if "=" not in argument]
     overrides = [argument for argument in recipe if "=" in argument]
@@ -108,9 +111,17 @@ def main(
     if dry_run:
         train.dry_run(files, overrides, resume=resume, overwrite=overwrite, as_json=as_json)
         return
+    if on != "local":
+        require("ray", "ng_train --on ray", "ray")
+        if sweeps:
+            raise UsageError("--sweep runs on one machine; submit its runs one by one, or leave --on out")
     require("train", "ng_train", "torch", "transformers", "deepspeed")  # before any service starts
     with _all_to_stderr() if as_json else nullcontext():
-        if sweeps:
+        if on != "local":
+            from ngym.trainer import on_ray
+
+            output = on_ray.main(files, overrides, on, overwrite=overwrite, resume=resume)
+        elif sweeps:
             output = sweep.main(files, overrides, sweeps, overwrite=overwrite, resume=resume)
         else:
             output = train.main(files, overrides, overwrite=overwrite, resume=resume)

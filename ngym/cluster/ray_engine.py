@@ -85,7 +85,7 @@ class Host:
         self._launcher.close()
 
 
-class _Remote:
+class Remote:
     """A process on a node, as the head sees it."""
 
     def __init__(self, host: Any, pid: int, log: int) -> None:
@@ -152,7 +152,7 @@ class _OnRay:
                 with suppress(RayActorError):
                     own = str(python) if python else None
                     pid = await self._host.start.remote(title, spec, own, self._environment)
-                    return _Remote(self._host, pid, log)
+                    return Remote(self._host, pid, log)
         except BaseException:
             os.close(log)
             raise
@@ -173,6 +173,7 @@ class RayEngine:
         self._say = say
         self._group: PlacementGroup | None = None
         self._places: list[_OnRay] = []
+        self._disconnects = False
 
     @classmethod
     def connect(cls, to: str, say: Callable[[str], None] = lambda text: None) -> RayEngine:
@@ -183,6 +184,7 @@ class RayEngine:
         """
         engine = cls(say)
         connect(to)
+        engine._disconnects = True
         return engine
 
     def reachable(self, config: Config) -> Config:
@@ -221,12 +223,13 @@ class RayEngine:
         if self._group is not None:
             with suppress(RayError):
                 remove_placement_group(self._group)
-        ray.shutdown()
+        if self._disconnects:
+            ray.shutdown()
 
 
 def connect(to: str) -> None:
     """Join the Ray cluster that `ray` (of this machine, or RAY_ADDRESS) or `ray://HOST:PORT` names."""
-    logging.getLogger("ray").setLevel(logging.CRITICAL)  # it prints the whole log of a node that has died
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
     address = to.removeprefix("ray").removeprefix("://") or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # Ray itself would try for minutes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import yaml
-from machine import PATIENCE_S, until
+from machine import PATIENCE_S, until, wait_until
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
@@ -139,3 +141,29 @@ async def test_a_cluster_that_is_not_there_is_one_line(nodes: Nodes) -> None:
     with pytest.raises(UsageError, match="no Ray cluster to join") as refused:
         RayEngine.connect("ray://127.0.0.1:9")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.soak
+def test_ranks_start_again_from_the_last_checkpoint_when_one_is_lost(nodes: Nodes, tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    root = Path(__file__).resolve().parents[2]
+    words = ["sft.yaml", "trainer.ranks=2", "checkpoint.every=5", "output=run", "max_steps=60", "epochs=4"]
+    words += [f"data.made_by=[{root}/data/calculator/generate.py,demonstrations,--count,600,--seed,0]"]
+    words += [f"model.from_scratch.{key}={value}" for key, value in shape.items()]
+    command = [sys.executable, "-m", "ngym", "train", "--on", f"ray://{nodes.cluster.address}", *words]
+    with (tmp_path / "out").open("w") as output:
+        driver = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    wait_until(lambda: len(list(checkpoints.glob("step-00000[1-9]"))) or driver.poll() is not None, patience_s=600)
+    ranks = [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if words == (each.info["cmdline"] or [])[-len(words) :] and each.pid != driver.pid
+    ]
+    assert len(ranks) == 2, (tmp_path / "out").read_text()
+    ranks[0].kill()
+    assert driver.wait(600) == 0, (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    assert "a rank ended (killed by SIGKILL" in said and "resuming after step" in said
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 61))

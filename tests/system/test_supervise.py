@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby
@@ -418,3 +419,27 @@ async def test_each_process_sees_its_own_gpus_and_what_does_not_fit_starts_nothi
     with pytest.raises(ConfigError, match="this machine has 3, the services ask for 4"):
         await project.supervisor().__aenter__()
     assert not project.events
+
+
+async def test_a_replica_joins_a_run_and_leaves_it(project: Project) -> None:
+    project.write({"yes": {"kind": "gym_server", "app": "gym_servers/yes"}}, yes=YES)
+    async with project.supervisor() as stack, stack.peers("test") as peers:
+        own = list(stack.urls["yes"])
+        answer = await peers.send("POST", f"{stack.head_url}/servers", b'{"name": "nope", "url": "http://h:1"}', {}, 30)
+        assert answer.status == 404 and b"no service named 'nope'" in answer.body
+        answer = await peers.send("POST", f"{stack.head_url}/servers", b"[]", {}, 30)
+        assert answer.status == 422
+        words = [sys.executable, "-m", "ngym", "serve", "yes", "--join", stack.head_url]
+        guest = await asyncio.create_subprocess_exec(*words, cwd=project.folder)
+        try:
+            await until(lambda: len(stack.urls["yes"]) == 2)
+            assert stack.urls["yes"][0] == own[0]
+            session = peers["yes"].session()
+            home = session.url
+            await peers.refresh()
+            assert len(peers.urls["yes"]) == 2 and session.url == home == own[0]  # sessions stay where they are
+        finally:
+            guest.kill()
+            await guest.wait()
+        await until(lambda: stack.urls["yes"] == own)
+        await until(lambda: len(stack.states) == 1)

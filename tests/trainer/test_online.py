@@ -132,6 +132,22 @@ def test_a_replica_that_came_back_gets_the_weights_again_also_when_another_has_t
     assert announced == [1, 2] and stays.pushes == restarts.pushes == announced
 
 
+def test_a_push_follows_replicas_that_join_and_leave(policy: Path, only_rank: None) -> None:
+    options = recipe.ModelOptions(path=str(policy))
+    tokenizer = model.load_tokenizer(options)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    optimizing = recipe.OptimizerOptions(lr=1e-3)
+    learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, recipe.EngineOptions(), optimizing)
+    with serving(Stub(policy)) as stays, serving(Stub(policy)) as joins:
+        there = [stays.url, "http://127.0.0.1:9"]  # of a node that is lost while the pusher waits for it
+        looks = iter([there, there])
+        pusher = push.Pusher(lambda: next(looks, [stays.url, joins.url]), "token", patience_s=60)
+        publisher = publish.Publisher(learner, pusher, publish.probe_ids(tokenizer), learner.weights)
+        publisher.publish(lambda version: None)
+        pusher.finish()
+        assert stays._version == joins._version == publisher.version
+
+
 def test_the_saved_policy_is_the_one_that_is_served(finished: tuple[Path, str, Stub]) -> None:
     folder, _, stub = finished
     saved = AutoModelForCausalLM.from_pretrained(folder / "run" / "policy").state_dict()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedCommand
+from machine import wait_until
 from stub_agents import scored
 from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
@@ -213,6 +216,21 @@ def test_a_killed_run_on_a_file_goes_on_with_the_same_losses(root: Path, tmp_pat
 def reached(kept: Path, step: int) -> Callable[[], bool]:
     """Whether there is a checkpoint of this step, or of a later one: each is tidied away in its turn."""
     return lambda: any(path.name >= f"step-{step:06}" for path in kept.glob("step-*"))
+
+
+def test_a_run_that_a_scheduler_warns_saves_at_once_and_goes_on(root: Path, tmp_path: Path) -> None:
+    words = [*sft_words(root), "checkpoint.every=1000"]
+    process = train(tmp_path, words)
+    steps = count_of_steps(tmp_path)
+    wait_until(lambda: steps() >= 2 or process.poll() is not None, patience_s=600)
+    os.kill(process.pid, signal.SIGUSR1)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 130, said
+    last = len(metrics_of(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))[-1] == f"step-{last:06}"
+    said = finished(train(tmp_path, [*words, "--resume"]))
+    assert f"resuming after step {last}" in said
+    assert [row["step"] for row in metrics_of(tmp_path)] == list(range(1, 26))
 
 
 def test_a_run_that_cannot_go_on_says_why(root: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ thread; `Services.call` runs a coroutine there and waits for it.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +22,11 @@ from ngym.collect.session import discover
 from ngym.config.service_config import Config, Stanza, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, UsageError
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, token_from
 from ngym.peers import Peers
 from ngym.runtime import event_loop
 from ngym.runtime.event_loop import never, unless
-from ngym.supervise.head_file import find_running
+from ngym.supervise.head_file import Running, find_running
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.service import State
 from ngym.supervise.supervisor import Supervisor
@@ -35,6 +37,7 @@ from ..recipe.recipe import Recipe
 Result = TypeVar("Result")
 NEW_POLICY_WITHIN_S = 600
 OWNER = "ng_train"
+HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ class Services:
         except KeyboardInterrupt:
             future.cancel()
             raise
+
+    def addresses(self, name: str) -> list[str]:
+        """The current addresses of a service's replicas, which the head knows."""
+        self.call(self.reached.peers.refresh())
+        return self.reached.peers.urls[name]
 
     async def _live(self) -> None:
         self._task = asyncio.current_task()
@@ -196,8 +204,8 @@ async def started(
 
 @asynccontextmanager
 async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIterator[Reached]:
-    """The services of the `ng_run` that runs in this folder."""
-    run = find_running(folder)
+    """The services of the `ng_run` that runs in this folder, or of the head that the environment names."""
+    run = of_environment() or find_running(folder)
     if run is None:
         raise UsageError(
             f"no services run in {folder}: start them with ng_run in another terminal, or let this command start them "
@@ -213,6 +221,13 @@ async def running(folder: Path, agents: Sequence[str], policy: str) -> AsyncIter
         yield Reached(peers, run.admin_token, never)
     finally:
         await peers.close()
+
+
+def of_environment() -> Running | None:
+    """The run of NGYM_HEAD, with the tokens of the environment."""
+    if HEAD not in os.environ:
+        return None
+    return Running(os.environ[HEAD], os.getpid(), token_from(ADMIN_TOKEN) or "", token_from(RUN_TOKEN))
 
 
 def needed(config: Config, agents: Sequence[str], policy: str) -> Config:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ngym.config.import_path import check_arguments, imported_class, refusal
+from ngym.config.service_config import Resources
 from ngym.config.shipped_files import RECIPES
 from ngym.config.yaml_tree import Tree, load_tree, parse
 from ngym.did_you_mean import near_file, nearest
@@ -332,6 +333,15 @@ class CheckpointOptions(Record):
     mode: str = Field(default="max", pattern="^(max|min)$", description="Which values of `best` are better.")
 
 
+class TrainerOptions(Record):
+    """The ranks of `ng_train --on ray`. A launcher such as torchrun decides them itself."""
+
+    ranks: Positive = Field(default=1, description="Processes that train together.")
+    resources: Resources = Field(default=Resources(), description="Of each rank: gpus, cpus, memory_gb.")
+    pool: str | None = Field(default=None, description="The custom resource of the nodes for the ranks.")
+    max_failures: int = Field(default=3, ge=0, description="How often all ranks start again when one is lost.")
+
+
 class Recipe(Record):
     """All settings of a training run."""
 
@@ -357,6 +367,7 @@ class Recipe(Record):
         default=3, description="Limit of consecutive optimizer steps whose loss or gradient is not finite."
     )
     checkpoint: CheckpointOptions = CheckpointOptions()
+    trainer: TrainerOptions | None = Field(default=None, description="The ranks, with --on ray.")
     rollouts: RolloutOptions | None = Field(default=None, validate_default=True, description="Live ones.")
     evaluation: EvaluationOptions | None = None
     logging: LoggingOptions = LoggingOptions()

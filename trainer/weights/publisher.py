@@ -136,7 +136,7 @@ class Publisher:
             self._colocated.sample()
 
 
-def pusher_of(recipe: Recipe, urls: Sequence[str], token: str) -> Pusher:
+def pusher_of(recipe: Recipe, urls: Callable[[], Sequence[str]], token: str) -> Pusher:
     """The pusher to the policy's servers, over the recipe's transport."""
     options, lora = recipe.rollouts, recipe.model.lora
     assert options is not None

@@ -46,6 +46,7 @@ Mode = Literal["keep", "wait", "abort"]
 CONNECT_S = 30.0
 Result = TypeVar("Result")
 PAUSE_S = 1.0
+MOST_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 FROM_GPU = ("nccl", "ipc")
@@ -331,7 +332,8 @@ class Pusher:
     """The policy's servers, for the duration of a run.
 
     Args:
-        urls: of all replicas.
+        urls: of all replicas; or a function that looks them up, before each push and after each failed attempt, because
+            replicas join, leave and move.
         token: their admin token, from `.ngym/head.json` of ng_run.
         transport: `http` sends the bytes of a checkpoint, `lora` those of an adapter; `filesystem` writes a checkpoint
             into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU. Or the import
@@ -344,7 +346,7 @@ class Pusher:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Sequence[str] | Callable[[], Sequence[str]],
         token: str,
         *,
         transport: str = "http",
@@ -358,7 +360,11 @@ class Pusher:
             raise ValueError("a folder is only for the transport filesystem")
         if (transport == "lora") != (adapter is not None):
             raise ValueError("an adapter's shape is only for the transport lora")
-        self._replicas = [Replica(url, token, patience_s) for url in urls]
+        self._urls = urls if callable(urls) else lambda: urls
+        self._token = token
+        self._patience_s = patience_s
+        self._replicas: list[Replica] = []
+        self._follow()
         in_files: type[PushTransport] | None = (
             imported_class(transport, PushTransport) if own else IN_FILES.get(transport)
         )
@@ -366,9 +372,16 @@ class Pusher:
         self._server_transport = in_files.server_transport if in_files else transport
         self._adapter = adapter
         self._mode: Mode = mode
-        self._patience_s = patience_s
-        self._threads = ThreadPoolExecutor(len(self._replicas) + 1, "push")
+        self._threads = ThreadPoolExecutor(max(MOST_AT_ONCE, len(self._replicas)) + 1, "push")
         self._transfer = None if self._files else self._new_transfer(transport)
+
+    def _follow(self) -> None:
+        """Keep the replicas that are still there, and add the new ones."""
+        known = {replica.url: replica for replica in self._replicas}
+        urls = [url.rstrip("/") for url in self._urls()]
+        self._replicas = [known.get(url) or Replica(url, self._token, self._patience_s) for url in urls]
+        for url in known.keys() - set(urls):
+            known[url].close()
 
     def prepare(self) -> int:
         """Wait until every server is ready for a push; returns the highest policy version that is served."""
@@ -380,6 +393,7 @@ class Pusher:
         Raises:
             PushFailed: a server refuses this token or transport, or is unreachable for longer than the patience.
         """
+        self._follow()
         served = self._until_it_works(lambda: self._on_all(self._replicas, Replica.weights))
         for replica, weights in zip(self._replicas, served, strict=True):
             if self._server_transport not in weights["transport"]:
@@ -528,6 +542,7 @@ class Pusher:
                 if time.monotonic() + PAUSE_S > deadline:
                     raise PushFailed(f"{error} (tried for {self._patience_s:.0f} s)") from error
             time.sleep(PAUSE_S)
+            self._follow()
 
 
 def check_transport(transport: str) -> None:

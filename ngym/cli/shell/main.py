@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -216,6 +217,7 @@ COMMANDS = {
     "reverify": ("ngym.cli.rollouts.reverify", "Verify stored rollouts again, without a model."),
     "export": ("ngym.cli.rollouts.export", "Convert rollouts to training files."),
     "train": ("ngym.cli.train", "Train a policy."),
+    "submit": ("ngym.cli.submit", "Run a command on a cluster: Slurm, Kubernetes or SkyPilot."),
     "plot": ("ngym.cli.plot", "Draw the curves of training runs."),
     "push": ("ngym.cli.push", "Upload a policy or rollouts to the Hugging Face Hub."),
     "doctor": ("ngym.cli.doctor", "Show what of this machine and its packages works."),
@@ -230,7 +232,7 @@ GROUPS = {
     "Environments": ("list", "prepare", "validate"),
     "Services": ("run", "status", "serve"),
     "Rollouts": ("collect_rollouts", "view", "profile", "reverify", "export"),
-    "Training": ("train", "plot", "push"),
+    "Training": ("train", "submit", "plot", "push"),
     "The command line": ("doctor", *OWN),
 }
 
@@ -323,6 +325,18 @@ def count(name: str, help: str, default: int | None = None) -> Callable[[Functio
     """An option with a whole number, 1 or more."""
     shown = default is not None
     return click.option(name, type=click.IntRange(1), default=default, show_default=shown, metavar="N", help=help)
+
+
+def on_option(help: str) -> Callable[[Function], Function]:
+    """`--on local|ray[://HOST:PORT]`, as `on`."""
+
+    def checked(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+        if not re.fullmatch(r"local|ray|ray://[^/\s:]+:\d+", value):
+            raise click.BadParameter(f"{value!r} is not local, ray or ray://HOST:PORT", ctx, parameter)
+        return value
+
+    metavar = "local|ray[://HOST:PORT]"
+    return click.option("--on", callback=checked, default="local", show_default=True, metavar=metavar, help=help)
 
 
 def config_files(help: str, *default: str) -> Callable[[Function], Function]:

@@ -1,0 +1,136 @@
+"""`ng_submit`: renders and submits a run for Slurm, KubeRay or SkyPilot."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ngym.cli.shell.main import Command, command
+from ngym.errors import NgymError, UsageError
+
+if TYPE_CHECKING:
+    from ngym.cluster.target import Target
+
+EXIT_CODES = """\
+Exit codes: 0  submitted; with --dry-run, rendered
+            1  the cluster's own command refused it
+            2  the settings or the command are wrong, or the cluster's own command is not installed"""
+LOGS = Path(".ngym") / "submit"
+
+
+class Passing(Command):
+    """Options after the settings belong to the submitted command."""
+
+    allow_interspersed_args = False
+
+
+@command("ng_submit", epilog=EXIT_CODES, cls=Passing)
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and submit nothing.")
+@click.argument("to", metavar="slurm|kuberay|skypilot", type=click.Choice(["slurm", "kuberay", "skypilot"]))
+@click.argument("settings", type=click.Path(path_type=Path), metavar="SETTINGS")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]... [COMMAND]...")
+def main(dry_run: bool, to: str, settings: Path, words: tuple[str, ...]) -> None:
+    """Run COMMAND on a cluster, with the machines that the YAML file SETTINGS describes.
+
+    The command is what you would type here; it gets `--on ray`, and `--resume` if it continues. Slurm: one script with
+    Ray over all nodes, run in this folder, which all nodes must see. kuberay: a RayJob, or without a command a
+    RayCluster. skypilot: a task.
+
+    \b
+    Examples: ng_submit --dry-run slurm cluster.yaml ng_train grpo.yaml engine.zero_stage=2
+              ng_submit slurm cluster.yaml nodes=4 time=04:00:00 ng_train grpo.yaml
+              ng_submit kuberay cluster.yaml ng_train grpo.yaml
+              ng_submit skypilot cluster.yaml ng_run
+    """
+    from ngym.cluster.target import read_target
+
+    begin = next((index for index, word in enumerate(words) if "=" not in word), len(words))
+    target = read_target(settings, words[:begin])
+    run = words[begin:]
+    if not run and to != "kuberay":
+        raise UsageError("give the command to run, such as `ng_train grpo.yaml`, after the settings")
+    {"slurm": _slurm, "kuberay": _kuberay, "skypilot": _skypilot}[to](target, run, dry_run)
+
+
+def _slurm(target: Target, run: Sequence[str], dry_run: bool) -> None:
+    from ngym.cluster.slurm import render, submissions
+
+    folder = Path.cwd()
+    logs = folder / LOGS / target.name
+    script = render(target, run, folder, logs)
+    path = logs / "job.sh"
+    commands = submissions(target, path)
+    if dry_run:
+        click.echo(script, nl=False)
+        click.echo("\n".join(shlex.join(each) for each in commands), err=True)
+        return
+    _need("sbatch")
+    logs.mkdir(parents=True, exist_ok=True)
+    path.write_text(script)
+    previous = ""
+    for each in commands:
+        previous = _output([word.format(previous=previous) for word in each]).strip().partition(";")[0]
+        click.echo(f"job {previous}: logs in {logs}", err=True)
+        click.echo(previous)
+
+
+def _kuberay(target: Target, run: Sequence[str], dry_run: bool) -> None:
+    from ngym.cluster.kuberay import render, secrets
+
+    if not dry_run:
+        _need("kubectl")
+    _apply(_yaml(render(target, run, None if dry_run else secrets(target))), ["kubectl", "apply", "-f", "-"], dry_run)
+
+
+def _skypilot(target: Target, run: Sequence[str], dry_run: bool) -> None:
+    from ngym.cluster.skypilot import render
+
+    if not dry_run:
+        _need("sky")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # `sky` reads the values of secrets from here
+    names = ("RAY_AUTH_TOKEN", *target.secrets)
+    options = [word for name in names for word in ("--secret", name)]
+    launch = ["sky", "launch", "--yes", "--cluster", target.name, *options, "/dev/stdin"]
+    _apply(_yaml([render(target, run)]), launch, dry_run)
+
+
+def _yaml(documents: list[dict[str, Any]]) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Lines of text as a block."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)
+
+
+def _apply(text: str, words: list[str], dry_run: bool) -> None:
+    if dry_run:
+        click.echo(text, nl=False)
+        click.echo(f"| {shlex.join(words)}", err=True)
+        return
+    click.echo(_output(words, text), nl=False)
+
+
+def _need(program: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(f"{program} is not installed here; --dry-run shows what it would get")
+
+
+def _output(words: Sequence[str], text: str | None = None) -> str:
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NgymError(f"{words[0]} failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

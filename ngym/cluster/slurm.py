@@ -1,0 +1,94 @@
+"""Renders a Slurm batch script: Ray over all nodes of the job, the command on the first one, and its continuation."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngym.cluster.target import Target, shown
+
+WARNING_S = 180  # before the time limit: the step in progress ends, and a checkpoint is written
+
+SCRIPT = """\
+#!/bin/bash
+{header}
+set -euo pipefail
+cd {folder}
+logs={logs}
+{setup}
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray_token
+(umask 077 && [ -s "$RAY_AUTH_TOKEN_PATH" ] || od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > "$RAY_AUTH_TOKEN_PATH")
+
+# Ray: the head on this node, then a worker on each other node. The command waits until the cluster has room for it.
+head=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
+export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_ADDRESS=$head:$((20000 + SLURM_JOB_ID % 10000))
+start=(ray start --num-cpus={cpus} --num-gpus={gpus}{pool} --disable-usage-stats --block)
+trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+"${{start[@]}}" --head --node-ip-address="$head" --port="${{RAY_ADDRESS#*:}}" --include-dashboard=false &> "$logs/ray.log" &
+until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
+if [ "$SLURM_NNODES" -gt 1 ]; then
+    srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \\
+        --output="$logs/%j-%N.log" "${{start[@]}}" --address="$RAY_ADDRESS" &
+fi
+
+# The run continues if an earlier job of this name has begun it.
+command=({command})
+if "${{command[@]}}" --resume --dry-run > /dev/null 2>&1; then command+=(--resume); fi
+"${{command[@]}}" &
+run=$!
+cut=
+trap 'cut=yes; kill -{signal} "$run"' USR1 # {warning} s before the limit: {ending}
+trap 'kill -TERM "$run"' TERM
+code=0
+wait "$run" || code=$?
+while kill -0 "$run" 2> /dev/null; do code=0; wait "$run" || code=$?; done
+if [ -n "$cut" ] && [ "$code" -ne 0 ]; then
+    {again}
+fi
+exit "$code"
+"""
+REQUEUE = 'scontrol requeue "$SLURM_JOB_ID" && exit 0'
+NEXT = 'echo "cut by the time limit; the next job of the chain continues"'
+
+
+def render(target: Target, command: Sequence[str], folder: Path, logs: Path) -> str:
+    """The script. folder: the project's, on a disk that all nodes share. logs: where all output goes."""
+    header = {
+        "job-name": target.name,
+        "nodes": target.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": target.cpus,
+        "mem": f"{target.memory_gb}G",
+        "gpus-per-node": target.gpus or None,
+        "time": target.time,
+        "partition": target.partition,
+        "account": target.account,
+        "signal": f"B:USR1@{WARNING_S}",
+        "open-mode": "append",
+        "output": logs / "%j.log",
+    }
+    lines = [f"--{key}={value}" for key, value in header.items() if value is not None]
+    lines += ["--no-requeue" if target.chain else "--requeue", *target.options]
+    trains = command[0] == "ng_train"
+    return SCRIPT.format(
+        header="\n".join(f"#SBATCH {line}" for line in lines),
+        folder=shlex.quote(str(folder)),
+        logs=shlex.quote(str(logs)),
+        setup=target.setup or "# (no setup)",
+        cpus=target.cpus,
+        gpus=target.gpus,
+        pool=" --resources='" + f'{{"{target.pool}": 1}}' + "'" if target.pool else "",
+        command=shown(command),
+        warning=WARNING_S,
+        signal="USR1" if trains else "TERM",
+        ending="write a checkpoint and end" if trains else "end",
+        again=NEXT if target.chain else REQUEUE,
+    )
+
+
+def submissions(target: Target, script: Path) -> list[list[str]]:
+    """The sbatch commands, in order; `{previous}` is the number of the job before."""
+    sbatch = ["sbatch", "--parsable"]
+    following = [[*sbatch, "--dependency=afternotok:{previous}", str(script)]] * target.chain
+    return [[*sbatch, str(script)], *following]

@@ -1,0 +1,45 @@
+#!/bin/bash
+#SBATCH --job-name=small
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=32G
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@180
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/project/.ngym/submit/small/%j.log
+#SBATCH --no-requeue
+set -euo pipefail
+cd /shared/project
+logs=/shared/project/.ngym/submit/small
+# (no setup)
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray_token
+(umask 077 && [ -s "$RAY_AUTH_TOKEN_PATH" ] || od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
+
+# Ray: the head on this node, then a worker on each other node. The command waits until the cluster has room for it.
+head=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
+export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_ADDRESS=$head:$((20000 + SLURM_JOB_ID % 10000))
+start=(ray start --num-cpus=8 --num-gpus=0 --disable-usage-stats --block)
+trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+"${start[@]}" --head --node-ip-address="$head" --port="${RAY_ADDRESS#*:}" --include-dashboard=false &> "$logs/ray.log" &
+until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
+if [ "$SLURM_NNODES" -gt 1 ]; then
+    srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$SLURMD_NODENAME" \
+        --output="$logs/%j-%N.log" "${start[@]}" --address="$RAY_ADDRESS" &
+fi
+
+# The run continues if an earlier job of this name has begun it.
+command=(ng_run --on ray)
+if "${command[@]}" --resume --dry-run > /dev/null 2>&1; then command+=(--resume); fi
+"${command[@]}" &
+run=$!
+cut=
+trap 'cut=yes; kill -TERM "$run"' USR1 # 180 s before the limit: end
+trap 'kill -TERM "$run"' TERM
+code=0
+wait "$run" || code=$?
+while kill -0 "$run" 2> /dev/null; do code=0; wait "$run" || code=$?; done
+if [ -n "$cut" ] && [ "$code" -ne 0 ]; then
+    echo "cut by the time limit; the next job of the chain continues"
+fi
+exit "$code"

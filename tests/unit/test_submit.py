@@ -1,0 +1,137 @@
+"""What ng_submit renders: golden files in tests/data/submit, KubeRay's own schema, and the syntax of the scripts.
+
+Write the golden files again: python tests/unit/test_submit.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from ngym.cli import submit
+from ngym.cluster import kuberay, skypilot, slurm
+from ngym.cluster.target import Target, on_ray, read_target
+from ngym.errors import ConfigError, UsageError
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+TARGET = Target(
+    name="grpo",
+    nodes=2,
+    gpus=8,
+    cpus=64,
+    memory_gb=400,
+    time="04:00:00",
+    partition="h100",
+    pool="h100",
+    image="registry.example/ngym:1",
+    claim="runs",
+    accelerator="H100",
+    secrets=("HF_TOKEN",),
+    setup="source /shared/ngym/.venv/bin/activate",
+)
+SMALL = Target(name="small")
+TRAIN = ["ng_train", "grpo.yaml", "engine.zero_stage=2"]
+FOLDER = Path("/shared/project")
+
+
+def rendered() -> dict[str, str]:
+    """File name -> what it should hold."""
+    logs = FOLDER / ".ngym" / "submit"
+    return {
+        "slurm.sh": slurm.render(TARGET, TRAIN, FOLDER, logs / "grpo"),
+        "slurm_small.sh": slurm.render(SMALL.model_copy(update={"chain": 2}), ["ng_run"], FOLDER, logs / "small"),
+        "kuberay.yaml": submit._yaml(kuberay.render(TARGET, TRAIN)),
+        "skypilot.yaml": submit._yaml([skypilot.render(TARGET, TRAIN)]),
+    }
+
+
+@pytest.mark.parametrize("name", rendered())
+def test_a_rendered_file_is_the_golden_one(name: str) -> None:
+    assert rendered()[name] == (DATA / "submit" / name).read_text()
+
+
+def strict(schema: Any) -> Any:
+    """The schema, which also refuses unknown keys, as `kubectl apply --validate=strict` does."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    if schema.get("type") == "object" and schema.get("properties"):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+@pytest.mark.parametrize("target", [TARGET, SMALL.model_copy(update={"image": "i"})])
+@pytest.mark.parametrize("command", [TRAIN, []])
+def test_kuberay_manifests_fit_its_schema(target: Target, command: list[str]) -> None:
+    job = json.loads((DATA / "kuberay" / "rayjob_v1.json").read_text())
+    job["properties"]["metadata"] = {"type": "object"}  # the schema leaves it to the API server
+    manifest = kuberay.render(target, command)[-1]
+    cluster = job["properties"]["spec"]["properties"]["rayClusterSpec"]
+    for group in (cluster["properties"]["headGroupSpec"], cluster["properties"]["workerGroupSpecs"]["items"]):
+        group["properties"]["template"]["properties"]["metadata"] = {"type": "object"}
+    if command:
+        jsonschema.validate(manifest, strict(job))
+    else:
+        jsonschema.validate(manifest["spec"], strict(cluster))
+    wrong = json.loads(json.dumps(manifest).replace("rayStartParams", "rayStartParam"))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong if command else wrong["spec"], strict(job if command else cluster))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["slurm.sh", "slurm_small.sh", "skypilot.yaml"])
+def test_bash_can_parse_the_scripts(name: str) -> None:
+    text = (DATA / "submit" / name).read_text()
+    script = yaml.safe_load(text)["run"] if name.endswith(".yaml") else text
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False).stderr == ""
+
+
+def test_a_secret_is_only_in_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    assert "hf_secret_value" not in "".join(rendered().values())
+    values = kuberay.secrets(TARGET)
+    assert kuberay.render(TARGET, TRAIN, values)[0]["stringData"]["HF_TOKEN"] == "hf_secret_value"
+    assert len({*values.values()}) == 3
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UsageError, match="not set here: HF_TOKEN"):
+        kuberay.secrets(TARGET)
+
+
+def test_commands_run_on_ray_unless_they_say_where() -> None:
+    assert on_ray(["ng_train", "x"]) == ["ng_train", "--on", "ray", "x"]
+    assert on_ray(["ng_run", "--on=local"]) == ["ng_run", "--on=local"]
+    assert on_ray(["ng_collect_rollouts", "--input", "x"])[1] == "--input"
+
+
+def test_settings_are_checked_and_overridden(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\nnodes: 2\n")
+    assert read_target(file, ["nodes=3"]).nodes == 3
+    file.write_text("name: One Job\nnods: 2\n")
+    with pytest.raises(ConfigError, match=r"cluster.yaml:2: unknown key 'nods' \(did you mean 'nodes'"):
+        read_target(file, [])
+
+
+def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "cluster.yaml"
+    file.write_text("name: one\n")
+    words = ["--dry-run", "slurm", str(file), "time=00:10:00", "ng_train", "sft.yaml", "--overwrite"]
+    shown = CliRunner().invoke(submit.main, words)
+    assert shown.exit_code == 0 and "#SBATCH --time=00:10:00" in shown.stdout
+    assert "command=(ng_train --on ray sft.yaml --overwrite)" in shown.stdout
+    assert sorted(tmp_path.iterdir()) == [file]
+
+
+if __name__ == "__main__":
+    for file_name, content in rendered().items():
+        (DATA / "submit" / file_name).write_text(content)

@@ -1,0 +1,190 @@
+"""`ng_train --on ray`: the services and the ranks of a run on a Ray cluster.
+
+    driver (ng_train --on ray) -- Supervisor on Ray: the services, for the whole run
+                               -- a group of actors: each starts one rank, `ng_train` with RANK, WORLD_SIZE, ...
+
+Any rank that fails, or whose node dies, ends its group; a new group continues after the last checkpoint, while the
+services keep running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from ngym.cluster.ray_engine import CHUNK_BYTES, RayEngine, Remote, bundle, connect, in_group, of_actor, reserved
+from ngym.errors import NgymError, UsageError
+from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN
+from ngym.runtime.event_loop import unless
+from ngym.supervise.service import State, describe_exit
+from ngym.supervise.supervisor import Supervisor
+from ngym.supervise.zygote import PR_SET_PDEATHSIG, prctl
+
+from .online.services import HEAD, config_for, needed, serving_options
+from .output_files import RESOLVED
+from .recipe.recipe import Recipe, TrainerOptions
+from .train import agents_of, checked
+
+ROOM_S = 600.0
+USAGE, INTERRUPTED = 2, 130
+OF_RANKS = ("CUDA", "DS", "HF", "MLFLOW", "NCCL", "NGYM", "OMP", "OTEL", "PYTORCH", "WANDB")  # variables that they get
+Say = Callable[[str], None]
+
+
+class Rank:
+    """The actor beside one rank."""
+
+    async def address(self) -> tuple[str, int]:
+        """This node's address, and a port that is free there."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as sock:
+            sock.bind((host, 0))
+            return host, sock.getsockname()[1]
+
+    async def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> int:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "ngym", "train", *words, cwd=folder, env={**os.environ, **environment},
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_as_rank,
+        )  # fmt: skip
+        return self._process.pid
+
+    async def output(self) -> bytes:
+        assert self._process.stdout is not None
+        return await self._process.stdout.read(CHUNK_BYTES)
+
+    async def exit_code(self) -> int:
+        return await self._process.wait()
+
+    async def signal(self, number: int) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+
+def _as_rank() -> None:
+    """End with the actor; receive all signals, which the actor's threads block."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def main(files: Sequence[str], overrides: Sequence[str], to: str, *, overwrite: bool, resume: bool) -> Path:
+    """Run a recipe on the cluster `to`; returns the run's folder. Raises as `train.main`, and SystemExit(130)."""
+    recipe, _ = checked(files, overrides)
+    if recipe.live and recipe.live.colocated:
+        raise UsageError("rollouts.colocated: trainer and policy have GPUs of their own on Ray; remove this key")
+    connect(to)
+    try:
+        return asyncio.run(_Run(recipe, [*files, *overrides], overwrite, resume).run())
+    finally:
+        ray.shutdown()
+
+
+class _Run:
+    def __init__(self, recipe: Recipe, words: list[str], overwrite: bool, resume: bool) -> None:
+        self._recipe, self._words = recipe, words
+        self._first = ["--resume"] * resume + ["--overwrite"] * overwrite
+        self._options = recipe.trainer or TrainerOptions()
+        self._ranks: list[Remote] = []
+        self._stopping = False
+
+    async def run(self) -> Path:
+        loop = asyncio.get_running_loop()
+        for received, sent in (("USR1", "USR1"), ("INT", "INT"), ("TERM", "INT")):
+            number, own = signal.Signals[f"SIG{sent}"], signal.Signals[f"SIG{received}"]
+            loop.add_signal_handler(own, self._stop, number)
+        async with self._services() as (environment, failure):
+            code = await unless(failure(), self._until_done(environment))
+        if code:
+            raise SystemExit(code)
+        return self._recipe.output
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopping = True
+        for rank in self._ranks:
+            rank.signal(number)
+
+    async def _until_done(self, environment: Mapping[str, str]) -> int:
+        """Run groups of ranks until one succeeds, or the recipe is wrong, or too many have failed."""
+        continues = self._first
+        for left in reversed(range(self._options.max_failures + 1)):
+            code = await self._group(environment, continues)
+            if code == 0 or self._stopping or code in (USAGE, INTERRUPTED):
+                return code
+            if left:
+                _say(f"a rank ended ({describe_exit(code)}); all start again, after the last checkpoint ({left} left)")
+            began = (self._recipe.output / RESOLVED).is_file()
+            continues = ["--resume"] if began else self._first
+        raise NgymError(
+            f"the ranks failed {self._options.max_failures + 1} times, the last time: {describe_exit(code)}"
+        )
+
+    async def _group(self, environment: Mapping[str, str], continues: Sequence[str]) -> int:
+        """Run one group; returns the first exit code that is not 0."""
+        options, size = self._options, self._options.ranks
+        of_rank = bundle(options.resources, options.pool)
+        group = await reserved([of_rank] * size, ROOM_S, _say)
+        kind = ray.remote(Rank)
+        actors: list[Any] = [
+            kind.options(scheduling_strategy=in_group(group, index), **of_actor(of_rank)).remote()
+            for index in range(size)
+        ]
+        try:
+            host, port = await actors[0].address.remote()
+            shared = {**environment, "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+            words, folder = [*self._words, *continues], str(Path.cwd())
+            for index, actor in enumerate(actors):
+                own = {"RANK": str(index), "LOCAL_RANK": "0"}  # each sees only its own GPUs
+                pid = await actor.start.remote(words, shared | own, folder)
+                self._ranks.append(Remote(actor, pid, os.dup(1 if index == 0 else 2)))
+            return await _first_failure([rank.exit_code for rank in self._ranks])
+        except RayError as error:
+            _say(str(error).partition("\n")[0])
+            return 1
+        finally:
+            self._ranks = []
+            for actor in actors:
+                ray.kill(actor)  # and with it its rank
+            ray.util.remove_placement_group(group)
+
+    @asynccontextmanager
+    async def _services(self) -> AsyncIterator[tuple[dict[str, str], Callable[[], Any]]]:
+        """The variables of all ranks; with those by which rank 0 finds the services, if there are any."""
+        environment = {name: value for name, value in os.environ.items() if name.partition("_")[0] in OF_RANKS}
+        live = self._recipe.live
+        if live is None or live.services is None:
+            yield environment, asyncio.Event().wait
+            return
+        agents = agents_of(self._recipe, live)
+        config = config_for(Path(live.services), live.policy, live.policy_app, serving_options(self._recipe))
+        engine = RayEngine(_say)
+        config = engine.reachable(needed(config, agents, live.policy))
+        async with Supervisor(config, _failures, engine=engine) as stack:
+            _say(f"services ready after {stack.ready_after_s:.0f} s; status: {stack.head_url}")
+            found = {HEAD: stack.head_url, ADMIN_TOKEN: stack.admin_token, RUN_TOKEN: stack.run_token or ""}
+            yield {**environment, **found}, stack.failure
+
+
+async def _first_failure(codes: Sequence[asyncio.Future[int]]) -> int:
+    for done in asyncio.as_completed(codes):
+        if code := await done:
+            return code
+    return 0
+
+
+def _failures(state: State) -> None:
+    if state.status in ("restarting", "failed"):
+        _say(f"{state.label}: {state.status} {state.detail}".rstrip())
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
