@@ -19,7 +19,7 @@ from paths import DATA
 from torch import Tensor
 
 from ngym.trainer.losses import policy_loss, preference_loss
-from ngym.trainer.recipe import objective
+from ngym.trainer.recipe import algorithms, objective
 
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
 PAIRS = json.loads((DATA / "peer_preferences.json").read_text("utf-8"))
@@ -161,19 +161,26 @@ def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
 
 def of_pairs(options: dict[str, Any], logprobs: list[Any], reference: list[Any]) -> tuple[Any, list[list[list[float]]]]:
     """The loss of pairs given as [P][chosen, rejected][tokens], and its gradients in the same shape."""
-    answers = [answer for pair in logprobs for answer in pair]
-    row = torch.tensor([index for index, answer in enumerate(answers) for _ in answer])
-    flat = torch.tensor([value for answer in answers for value in answer], requires_grad=True)
-    loss = preference_loss.preference_loss(
-        objective.Preference.model_validate(options),
-        flat,
-        policy_loss.Rows(row, len(answers)),
-        torch.tensor([sum(answer) for pair in reference for answer in pair]),
-    )
+    flat, rows = answers_of(logprobs)
+    reference_R = rows.sum(answers_of(reference)[0].detach())
+    loss = preference_loss.preference_loss(objective.Preference.model_validate(options), flat, rows, reference_R)
     (loss.sum / len(logprobs)).backward()
+    return loss, by_side(flat, logprobs)
+
+
+def answers_of(pairs: list[Any]) -> tuple[Tensor, Any]:
+    """[P][chosen, rejected][tokens] as a flat tensor, and its rows."""
+    answers = [answer for pair in pairs for answer in pair]
+    row = torch.tensor([index for index, answer in enumerate(answers) for _ in answer])
+    flat = torch.tensor([value for answer in answers for value in answer], dtype=torch.float64, requires_grad=True)
+    return flat, policy_loss.Rows(row, len(answers))
+
+
+def by_side(flat: Tensor, pairs: list[Any]) -> list[list[list[float]]]:
+    """The gradients in the shape of the pairs."""
     assert flat.grad is not None
-    split = iter(flat.grad.split([len(answer) for answer in answers]))
-    return loss, [[next(split).tolist(), next(split).tolist()] for _ in logprobs]
+    split = iter(flat.grad.split([len(answer) for pair in pairs for answer in pair]))
+    return [[next(split).tolist(), next(split).tolist()] for _ in pairs]
 
 
 @pytest.mark.parametrize("case", PAIRS["cases"], ids=lambda case: f"{case['source'].split()[-1]} {case['options']}")
@@ -186,6 +193,40 @@ def test_preference_losses_and_gradients_are_those_of_other_libraries(case: dict
     for name, value in case["metrics"].items():
         mean = loss.metrics[name]
         assert mean.total / mean.count == pytest.approx(value, abs=2e-6), name
+
+
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in PAIRS["batches"] for case in batch["cases"]],
+    ids=lambda value: str(value["options"]) if "options" in value else f"{len(value['logprobs'])} pairs",
+)
+def test_named_preference_losses_and_their_gradients_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    flat, rows = answers_of(batch["logprobs"])
+    reference_R = rows.sum(answers_of(batch["reference"])[0].detach())
+    options: Any = algorithms.ALGORITHMS[case["options"]["name"]].model_validate(case["options"])
+    if isinstance(options, algorithms.KtoOptions):
+        labels_R = torch.tensor([True, False]).repeat(len(batch["logprobs"]))
+        weights_R = torch.where(labels_R, options.desirable_weight, options.undesirable_weight)
+        pairs_of = zip(batch["kl_now"], batch["kl_reference"], strict=True)
+        gains = [now - reference for now, reference in pairs_of]
+        kl = max(0.0, math.fsum(gains) / len(gains))
+        loss = preference_loss.kto_loss(options.beta, rows.sum(flat) - reference_R, labels_R, weights_R, kl)
+        divisor = 2 * len(batch["logprobs"])
+    else:
+        assert options.refusals() == []
+        divisor, reference_R = len(batch["logprobs"]), reference_R * (not options.reference_free)
+        tokens = sum(len(chosen) for chosen, _ in batch["logprobs"])
+        weight_P = torch.full((divisor,), divisor / tokens) if options.sft_aggregation == "token" else None
+        collision_N = answers_of(batch["collision"])[0].detach()
+        loss = preference_loss.preference_loss(options, flat, rows, reference_R, weight_P, collision_N)
+    (loss.sum / divisor).backward()
+    assert loss.sum.item() / divisor == pytest.approx(case["loss"], abs=1e-6)
+    for ours, theirs in zip(by_side(flat, batch["logprobs"]), case["grad"], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+        assert ours[1] == pytest.approx(theirs[1], abs=1e-6)
+    for name, value in case["metrics"].items():
+        mean = loss.metrics[name]
+        assert mean.total / mean.count == pytest.approx(value, abs=1e-6), name
 
 
 # --- values by hand --------------------------------------------------------------------------------------------------
@@ -628,7 +669,7 @@ def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() ->
 import sys
 from ngym.trainer import sweep, train
 from ngym.trainer.losses import advantages
-from ngym.trainer.recipe import objective
+from ngym.trainer.recipe import algorithms, objective
 assert "torch" not in sys.modules
 from ngym.trainer.losses import gae, policy_loss, preference_loss
 print(sorted({"deepspeed", "vllm", "transformers"} & set(sys.modules)))

@@ -4,6 +4,12 @@
 |---|---|---|
 | sft | - | negative log-likelihood of demonstrations |
 | dpo | 2305.18290 | preference pairs; also IPO and hinge |
+| robust_dpo | 2403.00409 | loss robust, label_smoothing 0.1 |
+| wpo | 2406.11827 | DPO, pairs weighted by the policy's own likelihood |
+| cpo | 2401.08417 | DPO without a reference, plus the likelihood of the chosen side |
+| simpo | 2405.14734 | mean log p without a reference, beta 2, target margin 1 |
+| orpo | 2403.07691 | odds ratio without a reference, plus the likelihood of the chosen side |
+| kto | 2402.01306 | single answers with a label |
 | grpo | 2402.03300 | advantage group_std; its aggregation is DAPO's (token), and it has no reference |
 | dr_grpo | 2503.20783 | group_mean, aggregation fixed (needs loss.fixed_length) |
 | dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
@@ -32,15 +38,25 @@ from ngym.did_you_mean import did_you_mean
 from .objective import (
     UNCOMPARED,
     Advantage,
+    Beta,
     Correction,
     Critic,
     Kl,
+    LabelSmoothing,
+    LengthNormalised,
+    NotNegative,
     Objective,
+    PairLoss,
     PolicyLoss,
     Positive,
     Preference,
     Record,
+    ReferenceFree,
     Refusal,
+    SftAggregation,
+    SftWeight,
+    TargetMargin,
+    Weighted,
     preference_refusals,
     refusals,
 )
@@ -90,17 +106,74 @@ class SftOptions(AlgorithmOptions):
     name: Literal["sft"] = "sft"
 
 
-class DpoOptions(Preference, AlgorithmOptions):
-    """Direct preference optimization (arXiv 2305.18290) on pairs."""
+class PreferenceOptions(Preference, AlgorithmOptions):
+    """An algorithm that learns from preference pairs."""
 
     implementation = "dpo"
-    name: Literal["dpo"] = "dpo"
-    sft_weight: float = Field(
-        default=0.0, ge=0, description="Weight of the negative log-likelihood of the chosen side."
-    )
 
     def refusals(self) -> list[Refusal]:
         return preference_refusals(self)
+
+
+class DpoOptions(PreferenceOptions):
+    """Direct preference optimization (arXiv 2305.18290) on pairs."""
+
+    name: Literal["dpo"] = "dpo"
+
+
+class RobustDpoOptions(PreferenceOptions):
+    """Robust DPO (arXiv 2403.00409): unbiased where label_smoothing is the share of wrong labels."""
+
+    name: Literal["robust_dpo"] = "robust_dpo"
+    loss: PairLoss = "robust"
+    label_smoothing: LabelSmoothing = 0.1
+
+
+class WpoOptions(PreferenceOptions):
+    """Weighted preference optimization (arXiv 2406.11827): pairs that the policy would sample count more."""
+
+    name: Literal["wpo"] = "wpo"
+    weighted: Weighted = True
+
+
+class CpoOptions(PreferenceOptions):
+    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, plus the likelihood."""
+
+    name: Literal["cpo"] = "cpo"
+    reference_free: ReferenceFree = True
+    sft_weight: SftWeight = 1.0
+    sft_aggregation: SftAggregation = "token"
+
+
+class SimpoOptions(PreferenceOptions):
+    """SimPO (arXiv 2405.14734): mean log p of each answer, a target margin, no reference."""
+
+    name: Literal["simpo"] = "simpo"
+    beta: Beta = 2.0
+    target_margin: TargetMargin = 1.0
+    length_normalised: LengthNormalised = True
+    reference_free: ReferenceFree = True
+
+
+class OrpoOptions(PreferenceOptions):
+    """ORPO (arXiv 2403.07691): the likelihood of the chosen answer, plus beta times a log odds ratio; no reference."""
+
+    name: Literal["orpo"] = "orpo"
+    loss: PairLoss = "odds_ratio"
+    length_normalised: LengthNormalised = True
+    reference_free: ReferenceFree = True
+    sft_weight: SftWeight = 1.0
+    sft_aggregation: SftAggregation = "token"
+
+
+class KtoOptions(AlgorithmOptions):
+    """Kahneman-Tversky optimization (arXiv 2402.01306): single answers that are labeled good or bad."""
+
+    implementation = "kto"
+    name: Literal["kto"] = "kto"
+    beta: float = Field(default=0.1, gt=0, description="Factor of an answer's gain: the pull to the reference.")
+    desirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label true.")
+    undesirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label false.")
 
 
 class SoftOverlong(Record):
@@ -245,6 +318,12 @@ class PpoOptions(PolicyGradientOptions):
 BuiltIn = (
     SftOptions
     | DpoOptions
+    | RobustDpoOptions
+    | WpoOptions
+    | CpoOptions
+    | SimpoOptions
+    | OrpoOptions
+    | KtoOptions
     | GrpoOptions
     | DrGrpoOptions
     | DapoOptions
@@ -268,9 +347,14 @@ def options_class(name: str) -> type[AlgorithmOptions]:
     if ":" not in name:
         if name not in ALGORITHMS:
             said = f"there is no algorithm {name!r}" if name else "it needs a name"
-            raise ValueError(said + did_you_mean(name, ALGORITHMS))
+            known = "".join(f"\n  {each:22} {_first_line(options)}" for each, options in ALGORITHMS.items())
+            raise ValueError(f"{said}{did_you_mean(name, ALGORITHMS)}; known:{known}")
         return ALGORITHMS[name]
     return imported_class(name, AlgorithmOptions)
+
+
+def _first_line(options: type[AlgorithmOptions]) -> str:
+    return (options.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _parsed(value: object) -> object:

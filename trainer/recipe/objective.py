@@ -214,15 +214,42 @@ class Objective(_Record):
     critic: Critic | None = None
 
 
+PairLoss = Annotated[Literal["sigmoid", "ipo", "hinge", "robust", "odds_ratio"], Field(description="Loss of a pair.")]
+Beta = Annotated[
+    float, Field(gt=0, description="Factor of the margin: the pull to the reference. Weight of the loss odds_ratio.")
+]
+LabelSmoothing = Annotated[
+    float, Field(ge=0, lt=0.5, description="The share of pairs assumed to be labeled the wrong way round.")
+]
+TargetMargin = Annotated[
+    float, Field(ge=0, description="Subtracted from beta times the margin (gamma of SimPO); of the loss sigmoid.")
+]
+LengthNormalised = Annotated[bool, Field(description="A mean over an answer's tokens instead of the sum.")]
+ReferenceFree = Annotated[
+    bool, Field(description="Log p of an answer counts, instead of its gain over the policy at the start.")
+]
+Weighted = Annotated[
+    bool, Field(description="Weigh a pair by how likely the policy itself would sample its answers (WPO).")
+]
+SftWeight = Annotated[float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen side.")]
+SftAggregation = Annotated[
+    Literal["pair", "token"],
+    Field(description="That likelihood is a mean over pairs of the mean over tokens, or a mean over all tokens."),
+]
+
+
 class Preference(_Record):
     """DPO and its variants."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = Field(default="sigmoid", description="Loss of a pair.")
-    beta: float = Field(default=0.1, gt=0, description="Strength of the pull to the reference.")
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="The share of pairs assumed to be labeled the wrong way round."
-    )
-    length_normalised: bool = Field(default=False, description="A mean over an answer's tokens instead of the sum.")
+    loss: PairLoss = "sigmoid"
+    beta: Beta = 0.1
+    label_smoothing: LabelSmoothing = 0.0
+    target_margin: TargetMargin = 0.0
+    length_normalised: LengthNormalised = False
+    reference_free: ReferenceFree = False
+    weighted: Weighted = False
+    sft_weight: SftWeight = 0.0
+    sft_aggregation: SftAggregation = "pair"
 
 
 class Refusal(NamedTuple):
@@ -239,10 +266,21 @@ def refusals(objective: Objective) -> list[Refusal]:
 
 
 def preference_refusals(preference: Preference) -> list[Refusal]:
-    if preference.label_smoothing > 0 and preference.loss != "sigmoid":
-        reason = f"the {preference.loss} loss has no label smoothing; use loss sigmoid, or set 0"
-        return [Refusal("label_smoothing", reason)]
-    return []
+    """Every invalid combination; empty if the loss of pairs can be trained."""
+    return list(_of_pairs(preference))
+
+
+def _of_pairs(preference: Preference) -> Iterator[Refusal]:
+    loss = preference.loss
+    if preference.label_smoothing > 0 and loss not in ("sigmoid", "robust"):
+        yield Refusal(
+            "label_smoothing", f"the {loss} loss has no label smoothing; use loss sigmoid or robust, or set 0"
+        )
+    if preference.target_margin > 0 and loss != "sigmoid":
+        yield Refusal("target_margin", f"the {loss} loss has no target margin; use loss sigmoid, or set 0")
+    if loss == "odds_ratio" and not (preference.reference_free and preference.length_normalised):
+        key = "length_normalised" if preference.reference_free else "reference_free"
+        yield Refusal(key, "odds are those of an answer's mean probability, without a reference; set it to true")
 
 
 def _of_ratio(objective: Objective) -> Iterator[Refusal]:

@@ -138,8 +138,9 @@ MEASURED = {
     # preferences
     "preference_loss": "DPO: the loss of the pairs without `sft_weight`.",
     "sft_loss": "DPO: the negative log-likelihood of the chosen side, a mean over its tokens.",
-    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side.",
-    "rewards/rejected": "DPO: the same of the rejected side.",
+    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side; KTO: of answers with the label true.",
+    "rewards/rejected": "DPO: the same of the rejected side; KTO: of answers with the label false.",
+    "kl": "KTO: the mean gain in log p of mismatched answers, at least 0.",
     "rewards/margins": "DPO: the difference of both.",
     "rewards/accuracies": "DPO: share of pairs in which the chosen side gained more.",
     "logps/chosen": "DPO: log p of the chosen side, a sum over its tokens.",
