@@ -26,6 +26,7 @@ def recipe(*words: str, files: tuple[str, ...] = ("grpo.yaml",)) -> Any:
         ("dapo", {"loss.clip_high": 0.28, "loss.aggregation": "token", "shaping.drop_truncated": True}),
         ("gspo", {"loss.ratio": "sequence", "loss.aggregation": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
         ("cispo", {"loss.surrogate": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
+        ("sapo", {"loss.surrogate": "sapo", "loss.aggregation": "sequence"}),
         (
             "rloo",
             {

@@ -137,6 +137,18 @@ def test_losses_and_gradients_are_those_of_other_libraries(case: dict[str, Any])
             assert ours.metrics[names.get(name, name)] == pytest.approx(value, abs=2e-6), name
 
 
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in PEERS["batches"] for case in batch["cases"]],
+    ids=lambda value: value.get("name") or f"{len(value['lengths'])} rollouts",
+)
+def test_sapo_and_trls_sequence_mask_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    rollouts = Batch(**{name: batch[name] for name in Batch.__dataclass_fields__})
+    ours = step(case["objective"], rollouts, dtype=torch.float64)
+    assert ours.loss == pytest.approx(case["loss"], abs=1e-6)
+    assert ours.grad == pytest.approx(case["grad"], abs=1e-6)
+
+
 @pytest.mark.parametrize("case", PEERS["value_cases"], ids=lambda case: f"{case['aggregation']} {case['value_clip']}")
 def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
     lengths = PEERS["lengths"]
@@ -334,6 +346,9 @@ def written_out(wanted: Any, batch: Batch, first: bool) -> tuple[float, list[flo
                     term = torch.tensor(-advantage * loss.dual_clip, dtype=torch.float64)
             elif loss.surrogate == "cispo":
                 term = -clipped.detach() * advantage * x[i]
+            elif loss.surrogate == "sapo":
+                tau = loss.tau_positive if advantage > 0 else loss.tau_negative
+                term = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
             else:
                 term = -advantage * x[i]
             term = term * importance(wanted.correction, log_w, t)
@@ -362,6 +377,8 @@ def importance(options: Any, log_w: list[float], t: int) -> float:
         return min(max(math.exp(sum(log_w)), low), high)
     if options.kind == "icepop":
         return w if low <= w <= high else 0.0
+    if options.kind == "product_mask":
+        return product if low <= (product := math.exp(sum(log_w))) <= high else 0.0
     if options.kind == "sequence_mask":
         return w if low <= math.exp(sum(log_w) / len(log_w)) <= high else 0.0
     return 1.0
@@ -370,9 +387,9 @@ def importance(options: Any, log_w: list[float], t: int) -> float:
 @st.composite
 def objectives(draw: st.DrawFn) -> dict[str, Any]:
     ratio = draw(st.sampled_from(["token", "token", "token", "sequence", "product"]))
-    surrogate = draw(st.sampled_from(["clipped", "cispo", "reinforce"])) if ratio == "token" else "clipped"
+    surrogate = draw(st.sampled_from(["clipped", "cispo", "sapo", "reinforce"])) if ratio == "token" else "clipped"
     aggregation = draw(st.sampled_from(["token", "sequence", "fixed", "prompt"])) if ratio == "token" else "sequence"
-    kind = draw(st.sampled_from(["none", "token", "sequence", "icepop", "sequence_mask"]))
+    kind = draw(st.sampled_from(["none", "token", "sequence", "icepop", "sequence_mask", "product_mask"]))
     bounds = {"low": draw(st.sampled_from([0.5, 0.9])), "high": draw(st.sampled_from([1.05, 1.6]))}
     return {
         "loss": {
@@ -597,6 +614,8 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
         ),
         ({"loss": {"surrogate": "reinforce", "anchor": "sampler"}}, "loss.anchor", "has no ratio"),
         ({"loss": {"surrogate": "cispo", "dual_clip": 3.0}}, "loss.dual_clip", "remove dual_clip"),
+        ({"loss": {"tau_positive": 2.0}}, "loss.tau_positive", "use surrogate sapo"),
+        ({"loss": {"surrogate": "sapo", "dual_clip": 3.0}}, "loss.dual_clip", "remove dual_clip"),
         ({"loss": {"dual_clip": 1.1}}, "loss.dual_clip", "1 + clip_high = 1.2"),
         ({"loss": {"aggregation": "fixed"}}, "loss.fixed_length", "set the maximum number of tokens"),
         ({"loss": {"fixed_length": 100}}, "loss.fixed_length", "remove it"),

@@ -15,6 +15,7 @@
 | dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
 | gspo | 2507.18071 | one ratio per sequence, narrow bounds |
 | cispo | 2506.13585 | a clipped weight instead of a clipped objective |
+| sapo | 2511.20347 | a smooth gate instead of a clip |
 | rloo | 2402.14740 | leave_one_out, one ratio per rollout, KL in the reward |
 | reinforce_pp | 2501.03262 | whitened rewards, KL in the reward |
 | reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
@@ -273,6 +274,13 @@ class CispoOptions(PolicyGradientOptions):
     loss: PolicyLoss = PolicyLoss(surrogate="cispo", aggregation="token", clip_low=1.0, clip_high=4.0)
 
 
+class SapoOptions(PolicyGradientOptions):
+    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate in place of the clip."""
+
+    name: Literal["sapo"] = "sapo"
+    loss: PolicyLoss = PolicyLoss(surrogate="sapo", aggregation="sequence")
+
+
 class RlooOptions(PolicyGradientOptions):
     """REINFORCE leave-one-out (arXiv 2402.14740)."""
 
@@ -329,6 +337,7 @@ BuiltIn = (
     | DapoOptions
     | GspoOptions
     | CispoOptions
+    | SapoOptions
     | RlooOptions
     | ReinforcePpOptions
     | ReinforcePpBaselineOptions

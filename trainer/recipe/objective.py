@@ -9,6 +9,7 @@
 | DAPO (2503.14476)      | group_std, clip_high 0.28, aggregation token (its filters and length penalty: shaping) |
 | GSPO (2507.18071)      | loss.ratio sequence, aggregation sequence, clip_low 3e-4, clip_high 4e-4 |
 | CISPO (2506.13585)     | loss.surrogate cispo |
+| SAPO (2511.20347)      | loss.surrogate sapo, aggregation sequence |
 | RLOO (2402.14740)      | leave_one_out, ratio product, aggregation sequence, kl.where reward |
 | REINFORCE++ (2501.03262) | estimator reward, whiten; its baseline variant: group_mean, whiten |
 | GDPO (2601.05242)      | group_std, components normalise_then_sum |
@@ -42,6 +43,7 @@ _BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
     "sequence": (0.0, 5.0),
     "icepop": (0.5, 5.0),
     "sequence_mask": (0.999, 1.002),
+    "product_mask": (0.0, 3.0),  # TRL
 }
 _UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
 
@@ -121,7 +123,7 @@ class Advantage(_Record):
 class PolicyLoss(_Record):
     """The surrogate loss of one token, and the aggregation over tokens."""
 
-    surrogate: Literal["clipped", "cispo", "reinforce"] = Field(
+    surrogate: Literal["clipped", "cispo", "sapo", "reinforce"] = Field(
         default="clipped", description="The term that is multiplied by the advantage."
     )
     ratio: Literal["token", "sequence", "product"] = Field(
@@ -143,6 +145,8 @@ class PolicyLoss(_Record):
         description="Offset: the ratio stays in [1 - clip_low, 1 + clip_high]. Also for CISPO: an absolute bound "
         "of 5 on the weight is clip_low 1, clip_high 4.",
     )
+    tau_positive: float = Field(default=1.0, gt=0, description="Of sapo: sharpness of its gate, advantage above 0.")
+    tau_negative: float = Field(default=1.05, gt=0, description="Of sapo: sharpness of its gate, other advantages.")
     dual_clip: float | None = Field(default=None, description="Bound on the ratio where the advantage is negative.")
     aggregation: Aggregation = Field(
         default="token",
@@ -174,11 +178,11 @@ class Kl(_Record):
 class Correction(_Record):
     """Importance weights w = p(trainer) / p(sampler), which correct differences between the two."""
 
-    kind: Literal["none", "token", "sequence", "icepop", "sequence_mask"] = Field(
+    kind: Literal["none", "token", "sequence", "icepop", "sequence_mask", "product_mask"] = Field(
         default="none",
         description="`token`: w of each token, clipped to [low, high]; `sequence`: the rollout's product, "
         "clipped; `icepop`: w, or 0 outside; `sequence_mask`: w, or 0 for a whole rollout whose "
-        "geometric mean is outside.",
+        "geometric mean is outside; `product_mask`: the rollout's product, or 0 outside (sequence_mask of TRL).",
     )
     low: NotNegative | None = Field(default=None, description="Lower bound on w; null: the kind's own.")
     high: NotNegative | None = Field(default=None, description="Upper bound on w; null: the kind's own.")
@@ -296,6 +300,9 @@ def _of_ratio(objective: Objective) -> Iterator[Refusal]:
     elif loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         reason = f"{loss.dual_clip:g} takes effect before 1 + clip_high = {1 + loss.clip_high:g}; use more, such as 3"
         yield Refusal("loss.dual_clip", reason)
+    if loss.surrogate != "sapo" and (loss.tau_positive, loss.tau_negative) != (1.0, 1.05):
+        key = "loss.tau_positive" if loss.tau_positive != 1.0 else "loss.tau_negative"
+        yield Refusal(key, f"{loss.surrogate} has no gate; remove it, or use surrogate sapo")
     if kl.coef > 0 and (kl.where, kl.estimator, kl.gradient) == ("loss", "k1", "pathwise"):
         reason = "the pathwise gradient of k1 is zero on average, so it has no effect; use gradient exact"
         yield Refusal("kl.gradient", reason)
@@ -338,7 +345,7 @@ def _of_correction(objective: Objective) -> Iterator[Refusal]:
     correction = objective.correction
     if correction.kind == "none":
         if correction.low is not None or correction.high is not None:
-            reason = "bounds without a kind; name one: token, sequence, icepop, sequence_mask"
+            reason = "bounds without a kind; name one: token, sequence, icepop, sequence_mask, product_mask"
             yield Refusal("correction.kind", reason)
         return
     low, high = correction.bounds
@@ -347,7 +354,7 @@ def _of_correction(objective: Objective) -> Iterator[Refusal]:
         yield Refusal("correction.kind", reason)
     if low > high:
         yield Refusal("correction.low", f"{low:g} is above high {high:g}")
-    elif correction.kind in ("icepop", "sequence_mask") and not low <= 1 <= high:
+    elif correction.kind in ("icepop", "sequence_mask", "product_mask") and not low <= 1 <= high:
         reason = f"[{low:g}, {high:g}] drops tokens that trainer and sampler agree on; it must hold 1"
         yield Refusal("correction.low" if low > 1 else "correction.high", reason)
 
