@@ -76,7 +76,8 @@ def test_a_name_is_a_published_setting_of_the_same_keys(name: str, keys: dict[st
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
 def test_every_setting_makes_sense(name: str) -> None:
-    missing = {"dr_grpo": {"loss": {"fixed_length": 64}}}.get(name, {})
+    teacher = {"url": "http://127.0.0.1:8000"}
+    missing = {"dr_grpo": {"loss": {"fixed_length": 64}}, "distillation": {"teacher": teacher}}.get(name, {})
     assert algorithms.ALGORITHMS[name].model_validate({"name": name, **missing}).refusals() == []
 
 

@@ -21,6 +21,7 @@
 | reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
 | gdpo | 2601.05242 | each component of the reward normalized separately |
 | ppo | 1707.06347 | GAE with a critic |
+| distillation | 2306.13649 | reverse KL to a teacher on each sampled token |
 
 `name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is a custom algorithm: a subclass of one of these
 classes. Does not import torch.
@@ -29,6 +30,7 @@ classes. Does not import torch.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
@@ -57,6 +59,7 @@ from .objective import (
     SftAggregation,
     SftWeight,
     TargetMargin,
+    Teacher,
     Weighted,
     preference_refusals,
     refusals,
@@ -206,6 +209,7 @@ class PolicyGradientOptions(AlgorithmOptions):
     kl: Kl = Kl()
     correction: Correction = Correction()
     critic: Critic | None = None
+    teacher: Teacher | None = None
     shaping: Shaping = Shaping()
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature of the rollouts; the trainer's logits are divided by it."
@@ -232,7 +236,17 @@ class PolicyGradientOptions(AlgorithmOptions):
         if self.shaping.soft_overlong is not None and self.advantage.components != "sum":
             reason = "normalise_then_sum uses the components of the reward, which have no length penalty; use sum"
             found.append(Refusal("advantage.components", reason))
-        return found
+        return [*found, *self._of_teacher(self.teacher)] if self.teacher else found
+
+    def _of_teacher(self, teacher: Teacher) -> Iterator[Refusal]:
+        if self.shaping.skip_equal_groups:
+            reason = "a teacher's scores are a learning signal in groups of equal rewards, too; set it to false"
+            yield Refusal("shaping.skip_equal_groups", reason)
+        if self.loss.ratio != "token":
+            reason = "a teacher makes advantages differ within a rollout; use ratio token"
+            yield Refusal("loss.ratio", reason)
+        if teacher.url is not None and self.temperature != 1:
+            yield Refusal("temperature", "a teacher's server returns log-probabilities at temperature 1; set 1")
 
 
 class GrpoOptions(PolicyGradientOptions):
@@ -314,6 +328,18 @@ class GdpoOptions(PolicyGradientOptions):
     advantage: Advantage = Advantage(estimator="group_std", components="normalise_then_sum")
 
 
+class DistillationOptions(PolicyGradientOptions):
+    """On-policy distillation (arXiv 2306.13649): the reverse KL to a teacher on the policy's own rollouts."""
+
+    name: Literal["distillation"] = "distillation"
+    advantage: Advantage = Advantage(estimator="group_mean")
+    shaping: Shaping = Shaping(skip_equal_groups=False)
+
+    def refusals(self) -> list[Refusal]:
+        missing = [Refusal("teacher", "name one: teacher.path=FOLDER or teacher.url=http://...")]
+        return super().refusals() + (missing if self.teacher is None else [])
+
+
 class PpoOptions(PolicyGradientOptions):
     """Proximal policy optimisation (arXiv 1707.06347, eq. 7) with GAE (arXiv 1506.02438, eq. 16) and a critic."""
 
@@ -343,6 +369,7 @@ BuiltIn = (
     | ReinforcePpBaselineOptions
     | GdpoOptions
     | PpoOptions
+    | DistillationOptions
 )
 ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
 
@@ -206,6 +206,33 @@ class Critic(_Record):
     value_clip: float | None = Field(
         default=0.2, gt=0, description="How far a value may move from its value before the step; null: no limit."
     )
+
+
+class Teacher(_Record):
+    """On-policy distillation: a teacher scores the tokens that the policy sampled."""
+
+    path: ModelName | None = Field(
+        default=None, description="A checkpoint with the policy's tokenizer, loaded on every rank; or give url."
+    )
+    url: str | None = Field(
+        default=None,
+        pattern="^https?://",
+        validate_default=True,
+        description="A server with vLLM's /inference/v1/generate and /tokenize, such as models/vllm.",
+    )
+    model: str | None = Field(default=None, description="The model's name there; null: the server's only one.")
+    api_key_env: str | None = Field(default=None, description="The environment variable with the server's key.")
+    coef: float = Field(default=1.0, gt=0, description="Weight of log p of the teacher - log p of the policy.")
+    reward_coef: NotNegative = Field(
+        default=0.0, description="Weight of the advantages of the rewards, which are added; 0: rewards have no effect."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _one_source(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) == (info.data.get("path") is None):
+            raise ValueError("name a teacher: either path or url")
+        return value
 
 
 class Objective(_Record):

@@ -128,6 +128,8 @@ MEASURED = {
     "is_oob_ratio": "Share of tokens whose weight was outside the bounds.",
     "is_dropped_ratio": "Share of tokens whose weight became 0.",
     "is_dropped_sequences": "Share of rollouts whose weights all became 0.",
+    "teacher_kl": "Distillation: mean of log p of the policy - log p of the teacher, over sampled tokens.",
+    "teacher_tokens": "Distillation: tokens that the teacher scored for an optimizer step, prompts included.",
     # the critic's
     "value_loss": "Half the squared error of the critic, clipped.",
     "value_clip_ratio": "Share of values for which the clipped error was the larger one.",
