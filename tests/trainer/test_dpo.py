@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from trainer_service import on_two_ranks
+from trainer_service import on_two_ranks, train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
@@ -41,6 +42,7 @@ SHAPE = {
 }
 TOOL = {"name": "calculator", "description": "Sums.", "parameters": {"type": "object", "properties": {}}}
 EVERY_TERM = {"length_normalised": True, "label_smoothing": 0.1, "sft_weight": 0.5, "beta": 2.0}
+PRESETS = ("robust_dpo", "wpo", "cpo", "simpo", "orpo")
 Row = dict[str, Any]
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -85,8 +87,8 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def algorithm(**options: Any) -> Any:
-    return dpo.Dpo(algorithms.DpoOptions(name="dpo", **options))
+def algorithm(name: str = "dpo", **options: Any) -> Any:
+    return dpo.Dpo(algorithms.ALGORITHMS[name](name=name, **options))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,7 @@ def test_each_loss_is_its_closed_form(options: dict[str, Any], expected: list[fl
         sides = dpo.Side([1, 2, 3], [(1, 3)], chosen=True), dpo.Side([1, 2, 3, 4, 5, 6], [(1, 6)], chosen=False)
         batch = [dpo.PairSample(sides, reference=(reference, -4.0))]
         logprobs = torch.tensor([logprob / 2] * 2 + [-1.0] * 5)  # sorted by their tokens
-        loss = algorithm(**options).loss(chunked_logprobs.Scores(logprobs), packing.pack(batch, CPU))
+        loss = algorithm(**options).step_loss(batch).loss(chunked_logprobs.Scores(logprobs), packing.pack(batch, CPU))
         assert loss.sum.item() == pytest.approx(value, abs=1e-6)
 
 
@@ -147,7 +149,7 @@ def test_loss_and_gradients_are_those_of_the_formula_on_one_conversation_after_t
     batch = [replace(sample, reference=(-rng.uniform(100, 130), -rng.uniform(50, 70))) for sample in pairs[:9]]
     packed = packing.pack(batch, CPU)
     dpo_ = algorithm(**options)
-    loss = dpo_.loss(policy(packed), packed)
+    loss = dpo_.step_loss(batch).loss(policy(packed), packed)
     loss.sum.backward()
     assert dpo_.step_loss(batch).divisor == 9  # the loop divides by the pairs of the whole batch
     gradients = [parameter.grad.clone() for parameter in policy.parameters()]
@@ -202,7 +204,24 @@ def test_the_first_loss_is_ln_2_and_training_prefers_what_was_chosen(
     assert [sample.reference for sample in samples] != [sample.reference for sample in pairs]
 
 
-@pytest.mark.parametrize("options", [{}, EVERY_TERM], ids=["sigmoid", "every term"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_named_loss_learns_to_prefer_what_was_chosen(
+    tokenizer: PreTrainedTokenizerBase, pairs: list[Any], name: str
+) -> None:
+    trained, algorithm_ = learner(tokenizer), algorithm(name)
+    samples = algorithm_.prepare(pairs, trained, 1000)
+    means = [loop.take_step(trained, algorithm_, samples, 100_000, 1.0).means for _ in range(8)]
+    assert means[-1]["rewards/margins"] > means[0]["rewards/margins"]
+    assert name == "cpo" or means[-1]["rewards/accuracies"] == 1.0  # cpo: sums over the longer, chosen sides are lower
+    assert means[-1]["preference_loss"] < means[0]["preference_loss"]
+    if algorithms.ALGORITHMS[name]().sft_weight:  # the likelihood of what was chosen grows, too
+        assert means[-1]["logps/chosen"] > means[0]["logps/chosen"]
+
+
+EACH_CUT = [{}, EVERY_TERM, *({"name": name} for name in PRESETS)]
+
+
+@pytest.mark.parametrize("options", EACH_CUT, ids=lambda options: options.get("name", f"dpo {len(options)}"))
 def test_a_step_does_not_depend_on_how_the_batch_is_cut(
     tokenizer: PreTrainedTokenizerBase, pairs: list[Any], options: dict[str, Any]
 ) -> None:
@@ -301,9 +320,13 @@ def test_bad_pairs_are_named_with_file_line_and_reason(tokenizer: PreTrainedToke
     ("arguments", "message"),
     [
         (["algorithm.loss=ipo", "algorithm.label_smoothing=0.1"], "ipo loss has no label smoothing"),
-        (["algorithm.loss=ipq"], "algorithm.loss: Input should be 'sigmoid', 'ipo' or 'hinge'; got 'ipq'"),
+        (
+            ["algorithm.loss=ipq"],
+            "algorithm.loss: Input should be 'sigmoid', 'ipo', 'hinge', 'robust' or 'odds_ratio'; ",
+        ),
+        (["algorithm.loss=odds_ratio"], "algorithm.reference_free: odds are those of an answer's mean probability"),
+        (["algorithm.name=simpo", "algorithm.loss=hinge"], "hinge loss has no target margin"),
         (["algorithm.betta=1"], "unknown key 'algorithm.betta' (did you mean 'beta'?)"),
-        (["algorithm.name=dqo"], "algorithm: there is no algorithm 'dqo' (did you mean 'dpo'?)"),
         ([], "data.path: there is no runs/dpo/pairs.jsonl"),
     ],
 )
@@ -349,3 +372,29 @@ def test_two_ranks_learn_what_one_learns(tokenizer: PreTrainedTokenizerBase, pai
         assert row["grad_norm"] == pytest.approx(step.update.grad_norm, rel=1e-4)
     saved = load_file(tmp_path / "run" / "policy" / "model.safetensors")
     assert largest_difference(saved, weights_of(start)) < 2e-6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_ng_train_saves_a_policy_under_each_name(name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    learner(tokenizer).save(tmp_path / "start", tokenizer)
+    write(tmp_path / "pairs.jsonl", *map(pair, range(8)))
+    words = ["dpo.yaml", f"algorithm.name={name}", f"model.path={tmp_path}/start", f"data.path={tmp_path}/pairs.jsonl"]
+    words += [f"output={tmp_path}/run", "batch_size=4", "epochs=1"]
+    shown = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    resolved = yaml.safe_load(shown.stdout)["algorithm"]
+    assert resolved == algorithms.ALGORITHMS[name]().model_dump(mode="json")
+    run = train(tmp_path, words)
+    output = run.communicate(timeout=600)[0]
+    assert run.returncode == 0, output
+    assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and math.isfinite(rows[-1]["loss"])
+
+
+def test_an_unknown_algorithm_lists_all_with_a_line_each() -> None:
+    result = CliRunner().invoke(main, ["dpo.yaml", "model.path=data/letters/tokenizer", "algorithm.name=dqo"])
+    first, *listed = result.stderr.splitlines()
+    assert result.exit_code == 2 and first.endswith("there is no algorithm 'dqo' (did you mean 'dpo'?); known:")
+    assert [line.split()[0] for line in listed] == list(algorithms.ALGORITHMS)
+    assert "  orpo                   ORPO (arXiv 2403.07691): the likelihood of the chosen answer" in result.stderr

@@ -114,6 +114,12 @@ def test_chunks_have_the_logprobs_entropies_and_gradients_of_full_logits(
         torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
     just_logprobs = chunked_logprobs.Scorer()(hidden, token_ids, entropy=False, **asked)
     assert just_logprobs.entropy_N is None and torch.equal(just_logprobs.logprobs_N, found.logprobs_N)
+    leaf = hidden.clone().requires_grad_()
+    both = chunked_logprobs.Scorer()(leaf, token_ids, entropy=True, collision=True, **asked)
+    torch.testing.assert_close(both.collision_N, logprobs.detach().exp().square().sum(-1).log(), atol=1e-6, rtol=1e-6)
+    assert not both.collision_N.requires_grad
+    for got, right in zip(gradients(both, leaf), of_full, strict=True):
+        torch.testing.assert_close(got, right, atol=2e-6, rtol=1e-5)
 
 
 def test_a_head_that_is_not_trained_gets_no_gradient() -> None:

@@ -26,6 +26,7 @@ def recipe(*words: str, files: tuple[str, ...] = ("grpo.yaml",)) -> Any:
         ("dapo", {"loss.clip_high": 0.28, "loss.aggregation": "token", "shaping.drop_truncated": True}),
         ("gspo", {"loss.ratio": "sequence", "loss.aggregation": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
         ("cispo", {"loss.surrogate": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
+        ("sapo", {"loss.surrogate": "sapo", "loss.aggregation": "sequence"}),
         (
             "rloo",
             {
@@ -75,7 +76,8 @@ def test_a_name_is_a_published_setting_of_the_same_keys(name: str, keys: dict[st
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
 def test_every_setting_makes_sense(name: str) -> None:
-    missing = {"dr_grpo": {"loss": {"fixed_length": 64}}}.get(name, {})
+    teacher = {"url": "http://127.0.0.1:8000"}
+    missing = {"dr_grpo": {"loss": {"fixed_length": 64}}, "distillation": {"teacher": teacher}}.get(name, {})
     assert algorithms.ALGORITHMS[name].model_validate({"name": name, **missing}).refusals() == []
 
 

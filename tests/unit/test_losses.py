@@ -19,7 +19,7 @@ from paths import DATA
 from torch import Tensor
 
 from ngym.trainer.losses import policy_loss, preference_loss
-from ngym.trainer.recipe import objective
+from ngym.trainer.recipe import algorithms, objective
 
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
 PAIRS = json.loads((DATA / "peer_preferences.json").read_text("utf-8"))
@@ -137,6 +137,18 @@ def test_losses_and_gradients_are_those_of_other_libraries(case: dict[str, Any])
             assert ours.metrics[names.get(name, name)] == pytest.approx(value, abs=2e-6), name
 
 
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in PEERS["batches"] for case in batch["cases"]],
+    ids=lambda value: value.get("name") or f"{len(value['lengths'])} rollouts",
+)
+def test_sapo_and_trls_sequence_mask_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    rollouts = Batch(**{name: batch[name] for name in Batch.__dataclass_fields__})
+    ours = step(case["objective"], rollouts, dtype=torch.float64)
+    assert ours.loss == pytest.approx(case["loss"], abs=1e-6)
+    assert ours.grad == pytest.approx(case["grad"], abs=1e-6)
+
+
 @pytest.mark.parametrize("case", PEERS["value_cases"], ids=lambda case: f"{case['aggregation']} {case['value_clip']}")
 def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
     lengths = PEERS["lengths"]
@@ -161,19 +173,26 @@ def test_the_value_loss_is_openrlhfs(case: dict[str, Any]) -> None:
 
 def of_pairs(options: dict[str, Any], logprobs: list[Any], reference: list[Any]) -> tuple[Any, list[list[list[float]]]]:
     """The loss of pairs given as [P][chosen, rejected][tokens], and its gradients in the same shape."""
-    answers = [answer for pair in logprobs for answer in pair]
-    row = torch.tensor([index for index, answer in enumerate(answers) for _ in answer])
-    flat = torch.tensor([value for answer in answers for value in answer], requires_grad=True)
-    loss = preference_loss.preference_loss(
-        objective.Preference.model_validate(options),
-        flat,
-        policy_loss.Rows(row, len(answers)),
-        torch.tensor([sum(answer) for pair in reference for answer in pair]),
-    )
+    flat, rows = answers_of(logprobs)
+    reference_R = rows.sum(answers_of(reference)[0].detach())
+    loss = preference_loss.preference_loss(objective.Preference.model_validate(options), flat, rows, reference_R)
     (loss.sum / len(logprobs)).backward()
+    return loss, by_side(flat, logprobs)
+
+
+def answers_of(pairs: list[Any]) -> tuple[Tensor, Any]:
+    """[P][chosen, rejected][tokens] as a flat tensor, and its rows."""
+    answers = [answer for pair in pairs for answer in pair]
+    row = torch.tensor([index for index, answer in enumerate(answers) for _ in answer])
+    flat = torch.tensor([value for answer in answers for value in answer], dtype=torch.float64, requires_grad=True)
+    return flat, policy_loss.Rows(row, len(answers))
+
+
+def by_side(flat: Tensor, pairs: list[Any]) -> list[list[list[float]]]:
+    """The gradients in the shape of the pairs."""
     assert flat.grad is not None
-    split = iter(flat.grad.split([len(answer) for answer in answers]))
-    return loss, [[next(split).tolist(), next(split).tolist()] for _ in logprobs]
+    split = iter(flat.grad.split([len(answer) for pair in pairs for answer in pair]))
+    return [[next(split).tolist(), next(split).tolist()] for _ in pairs]
 
 
 @pytest.mark.parametrize("case", PAIRS["cases"], ids=lambda case: f"{case['source'].split()[-1]} {case['options']}")
@@ -186,6 +205,40 @@ def test_preference_losses_and_gradients_are_those_of_other_libraries(case: dict
     for name, value in case["metrics"].items():
         mean = loss.metrics[name]
         assert mean.total / mean.count == pytest.approx(value, abs=2e-6), name
+
+
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in PAIRS["batches"] for case in batch["cases"]],
+    ids=lambda value: str(value["options"]) if "options" in value else f"{len(value['logprobs'])} pairs",
+)
+def test_named_preference_losses_and_their_gradients_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    flat, rows = answers_of(batch["logprobs"])
+    reference_R = rows.sum(answers_of(batch["reference"])[0].detach())
+    options: Any = algorithms.ALGORITHMS[case["options"]["name"]].model_validate(case["options"])
+    if isinstance(options, algorithms.KtoOptions):
+        labels_R = torch.tensor([True, False]).repeat(len(batch["logprobs"]))
+        weights_R = torch.where(labels_R, options.desirable_weight, options.undesirable_weight)
+        pairs_of = zip(batch["kl_now"], batch["kl_reference"], strict=True)
+        gains = [now - reference for now, reference in pairs_of]
+        kl = max(0.0, math.fsum(gains) / len(gains))
+        loss = preference_loss.kto_loss(options.beta, rows.sum(flat) - reference_R, labels_R, weights_R, kl)
+        divisor = 2 * len(batch["logprobs"])
+    else:
+        assert options.refusals() == []
+        divisor, reference_R = len(batch["logprobs"]), reference_R * (not options.reference_free)
+        tokens = sum(len(chosen) for chosen, _ in batch["logprobs"])
+        weight_P = torch.full((divisor,), divisor / tokens) if options.sft_aggregation == "token" else None
+        collision_N = answers_of(batch["collision"])[0].detach()
+        loss = preference_loss.preference_loss(options, flat, rows, reference_R, weight_P, collision_N)
+    (loss.sum / divisor).backward()
+    assert loss.sum.item() / divisor == pytest.approx(case["loss"], abs=1e-6)
+    for ours, theirs in zip(by_side(flat, batch["logprobs"]), case["grad"], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=1e-6)
+        assert ours[1] == pytest.approx(theirs[1], abs=1e-6)
+    for name, value in case["metrics"].items():
+        mean = loss.metrics[name]
+        assert mean.total / mean.count == pytest.approx(value, abs=1e-6), name
 
 
 # --- values by hand --------------------------------------------------------------------------------------------------
@@ -293,6 +346,9 @@ def written_out(wanted: Any, batch: Batch, first: bool) -> tuple[float, list[flo
                     term = torch.tensor(-advantage * loss.dual_clip, dtype=torch.float64)
             elif loss.surrogate == "cispo":
                 term = -clipped.detach() * advantage * x[i]
+            elif loss.surrogate == "sapo":
+                tau = loss.tau_positive if advantage > 0 else loss.tau_negative
+                term = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
             else:
                 term = -advantage * x[i]
             term = term * importance(wanted.correction, log_w, t)
@@ -321,6 +377,8 @@ def importance(options: Any, log_w: list[float], t: int) -> float:
         return min(max(math.exp(sum(log_w)), low), high)
     if options.kind == "icepop":
         return w if low <= w <= high else 0.0
+    if options.kind == "product_mask":
+        return product if low <= (product := math.exp(sum(log_w))) <= high else 0.0
     if options.kind == "sequence_mask":
         return w if low <= math.exp(sum(log_w) / len(log_w)) <= high else 0.0
     return 1.0
@@ -329,9 +387,9 @@ def importance(options: Any, log_w: list[float], t: int) -> float:
 @st.composite
 def objectives(draw: st.DrawFn) -> dict[str, Any]:
     ratio = draw(st.sampled_from(["token", "token", "token", "sequence", "product"]))
-    surrogate = draw(st.sampled_from(["clipped", "cispo", "reinforce"])) if ratio == "token" else "clipped"
+    surrogate = draw(st.sampled_from(["clipped", "cispo", "sapo", "reinforce"])) if ratio == "token" else "clipped"
     aggregation = draw(st.sampled_from(["token", "sequence", "fixed", "prompt"])) if ratio == "token" else "sequence"
-    kind = draw(st.sampled_from(["none", "token", "sequence", "icepop", "sequence_mask"]))
+    kind = draw(st.sampled_from(["none", "token", "sequence", "icepop", "sequence_mask", "product_mask"]))
     bounds = {"low": draw(st.sampled_from([0.5, 0.9])), "high": draw(st.sampled_from([1.05, 1.6]))}
     return {
         "loss": {
@@ -556,6 +614,8 @@ def test_the_pathwise_gradient_of_k1_is_zero_on_average_and_that_of_k3_another_d
         ),
         ({"loss": {"surrogate": "reinforce", "anchor": "sampler"}}, "loss.anchor", "has no ratio"),
         ({"loss": {"surrogate": "cispo", "dual_clip": 3.0}}, "loss.dual_clip", "remove dual_clip"),
+        ({"loss": {"tau_positive": 2.0}}, "loss.tau_positive", "use surrogate sapo"),
+        ({"loss": {"surrogate": "sapo", "dual_clip": 3.0}}, "loss.dual_clip", "remove dual_clip"),
         ({"loss": {"dual_clip": 1.1}}, "loss.dual_clip", "1 + clip_high = 1.2"),
         ({"loss": {"aggregation": "fixed"}}, "loss.fixed_length", "set the maximum number of tokens"),
         ({"loss": {"fixed_length": 100}}, "loss.fixed_length", "remove it"),
@@ -628,7 +688,7 @@ def test_the_mathematics_imports_no_engine_and_what_a_config_needs_no_torch() ->
 import sys
 from ngym.trainer import sweep, train
 from ngym.trainer.losses import advantages
-from ngym.trainer.recipe import objective
+from ngym.trainer.recipe import algorithms, objective
 assert "torch" not in sys.modules
 from ngym.trainer.losses import gae, policy_loss, preference_loss
 print(sorted({"deepspeed", "vllm", "transformers"} & set(sys.modules)))

@@ -1,9 +1,8 @@
-"""Direct preference optimization: raises the likelihood of chosen over rejected answers, relative to the starting
-policy.
+"""Preference pairs, DPO and its kin: raises the likelihood of chosen over rejected answers.
 
     loss = mean over the batch's pairs of preference + sft_weight x nll
 
-    preference    sigmoid, ipo or hinge of the margin between the two sides (formulas: losses/preference_loss.py)
+    preference    of the margin between the two sides (formulas: losses/preference_loss.py)
     nll           - log p of the chosen side, a mean over its tokens: keeps its likelihood from falling, as in plain DPO
 
 A side is everything that the assistant says after the prompt, over all its turns. The two sides of a pair are the
@@ -15,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -27,7 +27,7 @@ from ..losses.policy_loss import Loss, Rows, measured
 from ..losses.preference_loss import preference_loss
 from ..model.chunked_logprobs import Asks, Scores
 from ..model.packing import Packed
-from ..recipe.algorithms import DpoOptions
+from ..recipe.algorithms import PreferenceOptions
 from . import Setup, StepLoss
 
 if TYPE_CHECKING:
@@ -45,51 +45,55 @@ class Side(Segment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSample(Sample):
-    """reference: log p of the chosen and of the rejected side under the starting policy; nan until `prepare`."""
+    """reference: log p of the chosen and of the rejected side under the starting policy, or 0; nan until `prepare`."""
 
     reference: tuple[float, float] = (float("nan"), float("nan"))
 
+    @property
+    def chosen_tokens(self) -> int:
+        return sum(side.trained for side in cast(Sequence[Side], self.segments) if side.chosen)
+
 
 class Dpo:
-    asks = Asks()
-
-    def __init__(self, options: DpoOptions) -> None:
+    def __init__(self, options: PreferenceOptions) -> None:
         self._options = options
+
+    @property
+    def asks(self) -> Asks:
+        return Asks(collision=self._options.weighted)
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         return [_sample(pair) for pair in read_pairs(path, tokenizer)]
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
-        """The pairs with their reference: the current policy's log p of both sides."""
+        """The pairs with their reference: the current policy's log p of both sides, unless the loss uses none."""
         pairs = cast(Sequence[PairSample], samples)
+        if self._options.reference_free:
+            return [replace(pair, reference=(0.0, 0.0)) for pair in pairs]
         scores = score(pairs, engine.logprobs, engine, budget)
         return [_with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
-        return StepLoss(len(samples), self.loss)
+        pairs = cast(Sequence[PairSample], samples)
+        token_weight = len(pairs) / max(1, sum(pair.chosen_tokens for pair in pairs))
+        by_token = self._options.sft_aggregation == "token"
+        return StepLoss(len(pairs), partial(self._loss, sft_weight=token_weight if by_token else None))
 
-    def loss(self, scores: Scores, packed: Packed) -> Loss:
+    def _loss(self, scores: Scores, packed: Packed, sft_weight: float | None) -> Loss:
         pairs = cast(Sequence[PairSample], packed.samples)
         # the log p of a long answer is large and the gain small: float32 would lose it
         logprobs_N, rows = scores.logprobs_N.double(), rows_of(packed)
         reference_R = logprobs_N.new_tensor([logprob for pair in pairs for logprob in pair.reference])
-        preference = preference_loss(self._options, logprobs_N, rows, reference_R)
-        nll = -rows.mean(logprobs_N)[0::2].sum()
-        total = preference.sum + self._options.sft_weight * nll
+        weight_P = None if sft_weight is None else logprobs_N.new_full((len(pairs),), sft_weight)
+        loss = preference_loss(self._options, logprobs_N, rows, reference_R, weight_P, scores.collision_N)
         sums_R, count = rows.sum(logprobs_N), float(len(pairs))
-        metrics = {
-            "loss": (total, count),
-            "preference_loss": (preference.sum, count),
-            "sft_loss": (nll, count),
-            "logps/chosen": (sums_R[0::2].sum(), count),
-            "logps/rejected": (sums_R[1::2].sum(), count),
-        }
-        return Loss(total, preference.metrics | measured(metrics))
+        logps = {"logps/chosen": (sums_R[0::2].sum(), count), "logps/rejected": (sums_R[1::2].sum(), count)}
+        return Loss(loss.sum, loss.metrics | measured(logps))
 
 
 def create(setup: Setup) -> Dpo:
-    """DPO with the options of a recipe."""
-    assert isinstance(setup.recipe.algorithm, DpoOptions)
+    """DPO or its kin, with the options of a recipe."""
+    assert isinstance(setup.recipe.algorithm, PreferenceOptions)
     return Dpo(setup.recipe.algorithm)
 
 

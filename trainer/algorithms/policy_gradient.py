@@ -33,7 +33,9 @@ from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, kl_estimate, 
 from ..model.chunked_logprobs import Asks, Scores
 from ..model.policy import load_policy
 from ..recipe.algorithms import PolicyGradientOptions
+from ..recipe.objective import Teacher
 from . import Setup, StepLoss
+from .teacher import opened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +46,24 @@ if TYPE_CHECKING:
 
 def credited(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The rollouts with `advantages`; with estimator gae, which reads their `values`, also with `returns`."""
+    rollouts = _rewarded(options, rollouts)
+    return rollouts if options.teacher is None else _taught(options.teacher, rollouts)
+
+
+def _taught(options: Teacher, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts with the teacher's part of their advantages: of each token, minus a sample of the reverse KL."""
+
+    def of_segment(segment: Said) -> list[float]:
+        assert segment.teacher is not None and segment.advantages is not None
+        parts = zip(segment.advantages, segment.teacher, segment.old or segment.sampler, strict=True)
+        return [options.reward_coef * advantage + options.coef * (teacher - said) for advantage, teacher, said in parts]
+
+    by_rollout = [[of_segment(segment) for segment in rollout.segments] for rollout in rollouts]
+    return filled(rollouts, "advantages", by_rollout)
+
+
+def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts with the advantages of their rewards."""
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
     coef = objective.kl.coef if objective.kl.where == "reward" else 0.0
@@ -117,7 +137,9 @@ def create(setup: Setup) -> PolicyGradient:
     elif options.kl.coef > 0:
         first = load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(engine.device)
         reference = first.eval().requires_grad_(False).logprobs
-    return PolicyGradient(options, 1 if recipe.live and recipe.live.updates_per_step == 1 else None, reference)
+    teacher = None if options.teacher is None else opened(setup, options.teacher, options.temperature)
+    updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
+    return PolicyGradient(options, updates, reference, teacher)
 
 
 class Counted(NamedTuple):
@@ -134,15 +156,21 @@ class PolicyGradient:
         updates: optimizer steps on one batch of rollouts, if known. At the first one, the trainer's logprobs are the
         current ones.
         reference: logprobs [N] of a micro-batch under the reference policy of the KL; needed only with kl.coef above 0.
+        teacher: the same under the teacher, if the options have one.
     """
 
     def __init__(
-        self, options: PolicyGradientOptions, updates: int | None, reference: Callable[[Packed], Tensor] | None
+        self,
+        options: PolicyGradientOptions,
+        updates: int | None,
+        reference: Callable[[Packed], Tensor] | None,
+        teacher: Callable[[Packed], Tensor] | None = None,
     ) -> None:
         self._options = options
         self._objective = options.objective
         self._updates = updates
         self._reference = reference
+        self._teacher = teacher
 
     @property
     def asks(self) -> Asks:
@@ -162,6 +190,8 @@ class PolicyGradient:
             asked["old"] = engine.logprobs
         if self._reference is not None:
             asked["reference"] = self._reference
+        if self._teacher is not None:
+            asked["teacher"] = self._teacher
         if self.asks.values:
             asked["values"] = engine.values
         for name, of_packed in asked.items():
@@ -205,6 +235,13 @@ class PolicyGradient:
             entropy_N=scores.entropy_N,
         )
         of_policy = policy_loss(self._objective, tokens)
+        teacher_N = micro.said("teacher")
+        if teacher_N is not None:
+            said_N = tokens.sampler_N if tokens.old_N is None else tokens.old_N
+            assert said_N is not None
+            kl = Mean(float((said_N - teacher_N).sum()), float(len(teacher_N)))
+            # without a count, the sum of all micro-batches is logged
+            of_policy.metrics.update({"teacher_kl": kl, "teacher_tokens": Mean(micro.tokens, 0.0)})
         return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro, explained)
 
     def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
@@ -262,6 +299,7 @@ class _MicroBatch:
         self.rows = Rows(packed.sample_N, len(packed.samples))
         self.weight_R = like.new_tensor([each.token for each in counted])
         self.share = sum(each.share for each in counted)
+        self.tokens = float(sum(len(segment.token_ids) for segment in packed.segments))
         self._segments = packed.segments
 
     def said(self, name: str) -> Tensor | None:

@@ -47,6 +47,14 @@ class Pair(NamedTuple):
     rejected: Sample
 
 
+class Labeled(NamedTuple):
+    """An answer that is good or bad. mismatched: its prompt with the answer to another prompt."""
+
+    answer: Sample
+    mismatched: Sample
+    label: bool
+
+
 def read_demonstrations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The samples of a JSONL file of `{"messages": [...], "tools": [...]}`.
 
@@ -76,6 +84,49 @@ def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
 
     samples = _tokenize(_read(path, _pair_problem, rendered), tokenizer)
     return [Pair(*sides) for sides in zip(samples[::2], samples[1::2], strict=True)]
+
+
+def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Labeled]:
+    """The answers of a JSONL file of `{"prompt": [...], "completion": [...], "label": true, "tools": [...]}`.
+
+    Raises:
+        UsageError: a line is not a labeled answer, the chat template cannot render it, or all prompts are equal.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def rendered(row: dict[str, Any]) -> list[Conversation]:
+        rows.append(row)
+        return [_completed(row, row["completion"], tokenizer)]
+
+    conversations = _read(path, _labeled_problem, rendered)
+    partners = _partners([row["prompt"] for row in rows], path)
+    try:
+        conversations += [
+            _completed(row, rows[partner]["completion"], tokenizer) for row, partner in zip(rows, partners, strict=True)
+        ]
+    except _Unrenderable as error:
+        raise UsageError(f"{path}: a prompt with the completion of another row: {error}") from error
+    samples = _tokenize(conversations, tokenizer)
+    half = len(rows)
+    return [Labeled(*each) for each in zip(samples[:half], samples[half:], (row["label"] for row in rows), strict=True)]
+
+
+def _completed(row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase) -> Conversation:
+    return list(_segments(row["prompt"] + completion, len(row["prompt"]), row.get("tools"), tokenizer))
+
+
+def _partners(prompts: Sequence[Any], path: Path) -> list[int]:
+    """For each row, the nearest earlier row with another prompt; the first rows take one from the end."""
+    last, found = -1, []
+    for index in range(-len(prompts), len(prompts)):  # twice, so that the first rows know the last ones
+        row = index % len(prompts)
+        if prompts[row] != prompts[row - 1]:
+            last = (row - 1) % len(prompts)
+        if index >= 0:
+            found.append(last)
+    if -1 in found:
+        raise UsageError(f"{path}: all prompts are equal; kto compares answers with those to other prompts")
+    return found
 
 
 def _read(
@@ -115,14 +166,25 @@ def _problem(row: dict[str, Any]) -> str | None:
 
 
 def _pair_problem(row: dict[str, Any]) -> str | None:
-    for key in ("prompt", *SIDES):
+    return _answers_problem(row, "preference pair", SIDES)
+
+
+def _labeled_problem(row: dict[str, Any]) -> str | None:
+    found = _answers_problem(row, "labeled answer", ("completion",))
+    if found is None and not isinstance(row.get("label"), bool):
+        return f"the label is {row.get('label')!r:.60}; it must be true or false"
+    return found
+
+
+def _answers_problem(row: dict[str, Any], what: str, answers: tuple[str, ...]) -> str | None:
+    for key in ("prompt", *answers):
         if not _are_messages(row.get(key)):
-            return f'not a preference pair: it needs "{key}", a list of {{"role", "content"}}'
+            return f'not a {what}: it needs "{key}", a list of {{"role", "content"}}'
     if not row["prompt"]:
         return "the prompt is empty: it needs at least one message"
-    for side in SIDES:
-        if not _has_assistant(row[side]):
-            return f"nothing to train on: no message of {side!r} has the role 'assistant'"
+    for key in answers:
+        if not _has_assistant(row[key]):
+            return f"nothing to train on: no message of {key!r} has the role 'assistant'"
     return None
 
 

@@ -93,13 +93,14 @@ class Said(Segment):
     """A segment that a policy sampled. Each field is [trained], over its sampled tokens; None until `prepare` fills it.
 
     sampler: log p from the engine that sampled. old: from the trainer before its first update. reference: under the
-    reference policy. values: the critic's before the first update; returns: their targets.
+    reference policy. teacher: under the teacher of a distillation. values: the critic's before the first update; returns: their targets.
     """
 
     sampler: list[float]
     advantages: list[float] | None = None
     old: list[float] | None = None
     reference: list[float] | None = None
+    teacher: list[float] | None = None
     values: list[float] | None = None
     returns: list[float] | None = None
 

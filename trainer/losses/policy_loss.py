@@ -181,13 +181,14 @@ def correct(options: Correction, trainer_N: Tensor, sampler_N: Tensor, rows: Row
     log_w_N = trainer_N - sampler_N
     w_N = _exp(log_w_N)
     judged_N = w_N  # what is compared with the bounds
-    if options.kind == "sequence":
+    if options.kind in ("sequence", "product_mask"):
         judged_N = _exp(rows.spread(rows.sum(log_w_N)))
     elif options.kind == "sequence_mask":
         judged_N = _exp(rows.spread(rows.mean(log_w_N)))
     outside_N = (judged_N < low) | (judged_N > high)
     cuts = options.kind in ("token", "sequence")
-    weights_N = judged_N.clamp(low, high) if cuts else w_N.masked_fill(outside_N, 0.0)
+    kept_N = judged_N if options.kind == "product_mask" else w_N
+    weights_N = judged_N.clamp(low, high) if cuts else kept_N.masked_fill(outside_N, 0.0)
 
     tokens = float(len(weights_N))
     dropped_N = weights_N == 0
@@ -323,6 +324,10 @@ def _surrogate(options: PolicyLoss, tokens: Tokens, anchor_N: Tensor) -> _Surrog
     if options.surrogate == "reinforce":
         return _Surrogate(-advantages_N * logprobs_N, {})
     ratio_N = _ratio(options, logprobs_N - anchor_N, tokens.rows)
+    if options.surrogate == "sapo":
+        tau_N = torch.full_like(advantages_N, options.tau_negative).masked_fill(advantages_N > 0, options.tau_positive)
+        gate_N = 4 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1))
+        return _Surrogate(-gate_N * advantages_N, {"probs_ratio": (ratio_N.sum(), float(len(ratio_N)))})
     low, high = 1 - options.clip_low, 1 + options.clip_high
     clamped_N = ratio_N.clamp(low, high)
     below_N, above_N = ratio_N < low, ratio_N > high

@@ -44,7 +44,8 @@ def states(decoder: nn.Module, packed: Packed, group: Group | None = None) -> Te
 
 
 class Asks(NamedTuple):
-    """The outputs to compute. Each costs time: entropy a pass over the logits, values a pass through the critic.
+    """The outputs to compute. Each costs time: entropy and collision a pass over the logits, values one through the
+    critic.
 
     logprobs: False if only values are needed.
     """
@@ -52,6 +53,7 @@ class Asks(NamedTuple):
     logprobs: bool = True
     entropy: bool = False
     values: bool = False
+    collision: bool = False
 
 
 class Scores(NamedTuple):
@@ -59,10 +61,12 @@ class Scores(NamedTuple):
 
     logprobs_N: log p of each token given the tokens before it ([0] if not requested). entropy_N: of the whole
     distribution that it was sampled from. values_N: the critic's value of the state in which it was chosen.
+    collision_N: log of the sum of p squared over the vocabulary, without a gradient.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
+    collision_N: Tensor | None = None
     values_N: Tensor | None = None
 
 
@@ -81,10 +85,11 @@ class Scorer(nn.Module):
         temperature: float,
         entropy: bool,
         logits_bytes: int,
+        collision: bool = False,
     ) -> Scores:
         """logits_bytes: memory limit of the float32 logits of a chunk."""
         rows = max(1, logits_bytes // (4 * head.out_features))
-        asked = _Asked(rows, temperature, entropy)
+        asked = _Asked(rows, temperature, entropy, collision)
         return Scores(*_Scored.apply(hidden_NH, head.weight, head.bias, token_ids_N, asked))  # type: ignore[no-untyped-call]
 
 
@@ -95,6 +100,7 @@ class _Asked:
     rows: int
     temperature: float
     entropy: bool
+    collision: bool
 
 
 def _log_softmax(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
@@ -110,18 +116,23 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, asked: _Asked
-    ) -> tuple[Tensor, Tensor | None]:
-        logprobs_N, entropy_N, logprobs_NV = [], [], None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logprobs_N, entropy_N, collision_N, logprobs_NV = [], [], [], None
         for hidden_CH, token_ids_C in zip(hidden_NH.split(asked.rows), token_ids_N.split(asked.rows), strict=True):
             logprobs_NV = _log_softmax(hidden_CH, weight_VH, bias_V, asked.temperature)
             logprobs_N.append(logprobs_NV.gather(1, token_ids_C.unsqueeze(1)).squeeze(1))
             if asked.entropy:
                 entropy_N.append(-(logprobs_NV.exp().mul_(logprobs_NV)).sum(-1))
+            if asked.collision:
+                collision_N.append((2 * logprobs_NV).logsumexp(-1))
         whole = logprobs_NV if len(logprobs_N) == 1 else None
         entropies = torch.cat(entropy_N) if entropy_N else None
+        collisions = torch.cat(collision_N) if collision_N else None
+        if collisions is not None:
+            ctx.mark_non_differentiable(collisions)
         ctx.asked = asked
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, token_ids_N, entropies, whole)
-        return torch.cat(logprobs_N), entropies
+        return torch.cat(logprobs_N), entropies, collisions
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
@@ -140,7 +151,7 @@ class _Scored(torch.autograd.Function):
                 logprobs_CV,
                 token_ids_N[rows],
                 None if entropy_N is None else entropy_N[rows],
-                [gradient[rows] for gradient in gradients if gradient is not None],
+                [gradient[rows] for gradient in gradients[:2] if gradient is not None],
             )
             if asked.temperature != 1:
                 grad_CV.div_(asked.temperature)

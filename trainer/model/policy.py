@@ -260,11 +260,12 @@ class Policy(nn.Module):
                 temperature=(self.temperature if temperature is None else temperature) / self.scale,
                 entropy=asks.entropy,
                 logits_bytes=self.logits_bytes,
+                collision=asks.collision,
             )
             if self.group is not None:
                 told = partial(self.group.told, packed=packed)
-                entropy_N = None if scores.entropy_N is None else told(scores.entropy_N)
-                scores = Scores(told(scores.logprobs_N), entropy_N)
+                others = (None if each is None else told(each) for each in scores[1:])
+                scores = Scores(told(scores.logprobs_N), *others)
         if asks.values:
             assert self.critic is not None, "there is no critic to ask for values"
             scores = scores._replace(values_N=self.critic(packed, self.group))

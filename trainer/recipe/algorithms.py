@@ -4,16 +4,24 @@
 |---|---|---|
 | sft | - | negative log-likelihood of demonstrations |
 | dpo | 2305.18290 | preference pairs; also IPO and hinge |
+| robust_dpo | 2403.00409 | loss robust, label_smoothing 0.1 |
+| wpo | 2406.11827 | DPO, pairs weighted by the policy's own likelihood |
+| cpo | 2401.08417 | DPO without a reference, plus the likelihood of the chosen side |
+| simpo | 2405.14734 | mean log p without a reference, beta 2, target margin 1 |
+| orpo | 2403.07691 | odds ratio without a reference, plus the likelihood of the chosen side |
+| kto | 2402.01306 | single answers with a label |
 | grpo | 2402.03300 | advantage group_std; its aggregation is DAPO's (token), and it has no reference |
 | dr_grpo | 2503.20783 | group_mean, aggregation fixed (needs loss.fixed_length) |
 | dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
 | gspo | 2507.18071 | one ratio per sequence, narrow bounds |
 | cispo | 2506.13585 | a clipped weight instead of a clipped objective |
+| sapo | 2511.20347 | a smooth gate instead of a clip |
 | rloo | 2402.14740 | leave_one_out, one ratio per rollout, KL in the reward |
 | reinforce_pp | 2501.03262 | whitened rewards, KL in the reward |
 | reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
 | gdpo | 2601.05242 | each component of the reward normalized separately |
 | ppo | 1707.06347 | GAE with a critic |
+| distillation | 2306.13649 | reverse KL to a teacher on each sampled token |
 
 `name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is a custom algorithm: a subclass of one of these
 classes. Does not import torch.
@@ -22,6 +30,7 @@ classes. Does not import torch.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
@@ -32,15 +41,26 @@ from ngym.did_you_mean import did_you_mean
 from .objective import (
     UNCOMPARED,
     Advantage,
+    Beta,
     Correction,
     Critic,
     Kl,
+    LabelSmoothing,
+    LengthNormalised,
+    NotNegative,
     Objective,
+    PairLoss,
     PolicyLoss,
     Positive,
     Preference,
     Record,
+    ReferenceFree,
     Refusal,
+    SftAggregation,
+    SftWeight,
+    TargetMargin,
+    Teacher,
+    Weighted,
     preference_refusals,
     refusals,
 )
@@ -90,17 +110,74 @@ class SftOptions(AlgorithmOptions):
     name: Literal["sft"] = "sft"
 
 
-class DpoOptions(Preference, AlgorithmOptions):
-    """Direct preference optimization (arXiv 2305.18290) on pairs."""
+class PreferenceOptions(Preference, AlgorithmOptions):
+    """An algorithm that learns from preference pairs."""
 
     implementation = "dpo"
-    name: Literal["dpo"] = "dpo"
-    sft_weight: float = Field(
-        default=0.0, ge=0, description="Weight of the negative log-likelihood of the chosen side."
-    )
 
     def refusals(self) -> list[Refusal]:
         return preference_refusals(self)
+
+
+class DpoOptions(PreferenceOptions):
+    """Direct preference optimization (arXiv 2305.18290) on pairs."""
+
+    name: Literal["dpo"] = "dpo"
+
+
+class RobustDpoOptions(PreferenceOptions):
+    """Robust DPO (arXiv 2403.00409): unbiased where label_smoothing is the share of wrong labels."""
+
+    name: Literal["robust_dpo"] = "robust_dpo"
+    loss: PairLoss = "robust"
+    label_smoothing: LabelSmoothing = 0.1
+
+
+class WpoOptions(PreferenceOptions):
+    """Weighted preference optimization (arXiv 2406.11827): pairs that the policy would sample count more."""
+
+    name: Literal["wpo"] = "wpo"
+    weighted: Weighted = True
+
+
+class CpoOptions(PreferenceOptions):
+    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, plus the likelihood."""
+
+    name: Literal["cpo"] = "cpo"
+    reference_free: ReferenceFree = True
+    sft_weight: SftWeight = 1.0
+    sft_aggregation: SftAggregation = "token"
+
+
+class SimpoOptions(PreferenceOptions):
+    """SimPO (arXiv 2405.14734): mean log p of each answer, a target margin, no reference."""
+
+    name: Literal["simpo"] = "simpo"
+    beta: Beta = 2.0
+    target_margin: TargetMargin = 1.0
+    length_normalised: LengthNormalised = True
+    reference_free: ReferenceFree = True
+
+
+class OrpoOptions(PreferenceOptions):
+    """ORPO (arXiv 2403.07691): the likelihood of the chosen answer, plus beta times a log odds ratio; no reference."""
+
+    name: Literal["orpo"] = "orpo"
+    loss: PairLoss = "odds_ratio"
+    length_normalised: LengthNormalised = True
+    reference_free: ReferenceFree = True
+    sft_weight: SftWeight = 1.0
+    sft_aggregation: SftAggregation = "token"
+
+
+class KtoOptions(AlgorithmOptions):
+    """Kahneman-Tversky optimization (arXiv 2402.01306): single answers that are labeled good or bad."""
+
+    implementation = "kto"
+    name: Literal["kto"] = "kto"
+    beta: float = Field(default=0.1, gt=0, description="Factor of an answer's gain: the pull to the reference.")
+    desirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label true.")
+    undesirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label false.")
 
 
 class SoftOverlong(Record):
@@ -132,6 +209,7 @@ class PolicyGradientOptions(AlgorithmOptions):
     kl: Kl = Kl()
     correction: Correction = Correction()
     critic: Critic | None = None
+    teacher: Teacher | None = None
     shaping: Shaping = Shaping()
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature of the rollouts; the trainer's logits are divided by it."
@@ -158,7 +236,17 @@ class PolicyGradientOptions(AlgorithmOptions):
         if self.shaping.soft_overlong is not None and self.advantage.components != "sum":
             reason = "normalise_then_sum uses the components of the reward, which have no length penalty; use sum"
             found.append(Refusal("advantage.components", reason))
-        return found
+        return [*found, *self._of_teacher(self.teacher)] if self.teacher else found
+
+    def _of_teacher(self, teacher: Teacher) -> Iterator[Refusal]:
+        if self.shaping.skip_equal_groups:
+            reason = "a teacher's scores are a learning signal in groups of equal rewards, too; set it to false"
+            yield Refusal("shaping.skip_equal_groups", reason)
+        if self.loss.ratio != "token":
+            reason = "a teacher makes advantages differ within a rollout; use ratio token"
+            yield Refusal("loss.ratio", reason)
+        if teacher.url is not None and self.temperature != 1:
+            yield Refusal("temperature", "a teacher's server returns log-probabilities at temperature 1; set 1")
 
 
 class GrpoOptions(PolicyGradientOptions):
@@ -200,6 +288,13 @@ class CispoOptions(PolicyGradientOptions):
     loss: PolicyLoss = PolicyLoss(surrogate="cispo", aggregation="token", clip_low=1.0, clip_high=4.0)
 
 
+class SapoOptions(PolicyGradientOptions):
+    """Soft adaptive policy optimization (arXiv 2511.20347): a smooth gate in place of the clip."""
+
+    name: Literal["sapo"] = "sapo"
+    loss: PolicyLoss = PolicyLoss(surrogate="sapo", aggregation="sequence")
+
+
 class RlooOptions(PolicyGradientOptions):
     """REINFORCE leave-one-out (arXiv 2402.14740)."""
 
@@ -233,6 +328,18 @@ class GdpoOptions(PolicyGradientOptions):
     advantage: Advantage = Advantage(estimator="group_std", components="normalise_then_sum")
 
 
+class DistillationOptions(PolicyGradientOptions):
+    """On-policy distillation (arXiv 2306.13649): the reverse KL to a teacher on the policy's own rollouts."""
+
+    name: Literal["distillation"] = "distillation"
+    advantage: Advantage = Advantage(estimator="group_mean")
+    shaping: Shaping = Shaping(skip_equal_groups=False)
+
+    def refusals(self) -> list[Refusal]:
+        missing = [Refusal("teacher", "name one: teacher.path=FOLDER or teacher.url=http://...")]
+        return super().refusals() + (missing if self.teacher is None else [])
+
+
 class PpoOptions(PolicyGradientOptions):
     """Proximal policy optimisation (arXiv 1707.06347, eq. 7) with GAE (arXiv 1506.02438, eq. 16) and a critic."""
 
@@ -245,16 +352,24 @@ class PpoOptions(PolicyGradientOptions):
 BuiltIn = (
     SftOptions
     | DpoOptions
+    | RobustDpoOptions
+    | WpoOptions
+    | CpoOptions
+    | SimpoOptions
+    | OrpoOptions
+    | KtoOptions
     | GrpoOptions
     | DrGrpoOptions
     | DapoOptions
     | GspoOptions
     | CispoOptions
+    | SapoOptions
     | RlooOptions
     | ReinforcePpOptions
     | ReinforcePpBaselineOptions
     | GdpoOptions
     | PpoOptions
+    | DistillationOptions
 )
 ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
 
@@ -268,9 +383,14 @@ def options_class(name: str) -> type[AlgorithmOptions]:
     if ":" not in name:
         if name not in ALGORITHMS:
             said = f"there is no algorithm {name!r}" if name else "it needs a name"
-            raise ValueError(said + did_you_mean(name, ALGORITHMS))
+            known = "".join(f"\n  {each:22} {_first_line(options)}" for each, options in ALGORITHMS.items())
+            raise ValueError(f"{said}{did_you_mean(name, ALGORITHMS)}; known:{known}")
         return ALGORITHMS[name]
     return imported_class(name, AlgorithmOptions)
+
+
+def _first_line(options: type[AlgorithmOptions]) -> str:
+    return (options.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _parsed(value: object) -> object:

@@ -9,6 +9,7 @@
 | DAPO (2503.14476)      | group_std, clip_high 0.28, aggregation token (its filters and length penalty: shaping) |
 | GSPO (2507.18071)      | loss.ratio sequence, aggregation sequence, clip_low 3e-4, clip_high 4e-4 |
 | CISPO (2506.13585)     | loss.surrogate cispo |
+| SAPO (2511.20347)      | loss.surrogate sapo, aggregation sequence |
 | RLOO (2402.14740)      | leave_one_out, ratio product, aggregation sequence, kl.where reward |
 | REINFORCE++ (2501.03262) | estimator reward, whiten; its baseline variant: group_mean, whiten |
 | GDPO (2601.05242)      | group_std, components normalise_then_sum |
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
 from ngym.files.hub import local_copy
@@ -43,6 +44,7 @@ _BOUNDS = {  # defaults of SkyRL, SkyRL, OpenRLHF and NeMo RL, NeMo RL
     "sequence": (0.0, 5.0),
     "icepop": (0.5, 5.0),
     "sequence_mask": (0.999, 1.002),
+    "product_mask": (0.0, 3.0),  # TRL
 }
 _UNDIVIDED = {"group_std": "group_mean", "leave_one_out_std": "leave_one_out"}
 
@@ -123,7 +125,7 @@ class Advantage(_Record):
 class PolicyLoss(_Record):
     """The surrogate loss of one token, and the aggregation over tokens."""
 
-    surrogate: Literal["clipped", "cispo", "reinforce"] = Field(
+    surrogate: Literal["clipped", "cispo", "sapo", "reinforce"] = Field(
         default="clipped", description="The term that is multiplied by the advantage."
     )
     ratio: Literal["token", "sequence", "product"] = Field(
@@ -145,6 +147,8 @@ class PolicyLoss(_Record):
         description="Offset: the ratio stays in [1 - clip_low, 1 + clip_high]. Also for CISPO: an absolute bound "
         "of 5 on the weight is clip_low 1, clip_high 4.",
     )
+    tau_positive: float = Field(default=1.0, gt=0, description="Of sapo: sharpness of its gate, advantage above 0.")
+    tau_negative: float = Field(default=1.05, gt=0, description="Of sapo: sharpness of its gate, other advantages.")
     dual_clip: float | None = Field(default=None, description="Bound on the ratio where the advantage is negative.")
     aggregation: Aggregation = Field(
         default="token",
@@ -176,11 +180,11 @@ class Kl(_Record):
 class Correction(_Record):
     """Importance weights w = p(trainer) / p(sampler), which correct differences between the two."""
 
-    kind: Literal["none", "token", "sequence", "icepop", "sequence_mask"] = Field(
+    kind: Literal["none", "token", "sequence", "icepop", "sequence_mask", "product_mask"] = Field(
         default="none",
         description="`token`: w of each token, clipped to [low, high]; `sequence`: the rollout's product, "
         "clipped; `icepop`: w, or 0 outside; `sequence_mask`: w, or 0 for a whole rollout whose "
-        "geometric mean is outside.",
+        "geometric mean is outside; `product_mask`: the rollout's product, or 0 outside (sequence_mask of TRL).",
     )
     low: NotNegative | None = Field(default=None, description="Lower bound on w; null: the kind's own.")
     high: NotNegative | None = Field(default=None, description="Upper bound on w; null: the kind's own.")
@@ -206,6 +210,33 @@ class Critic(_Record):
     )
 
 
+class Teacher(_Record):
+    """On-policy distillation: a teacher scores the tokens that the policy sampled."""
+
+    path: ModelName | None = Field(
+        default=None, description="A checkpoint with the policy's tokenizer, loaded on every rank; or give url."
+    )
+    url: str | None = Field(
+        default=None,
+        pattern="^https?://",
+        validate_default=True,
+        description="A server with vLLM's /inference/v1/generate and /tokenize, such as models/vllm.",
+    )
+    model: str | None = Field(default=None, description="The model's name there; null: the server's only one.")
+    api_key_env: str | None = Field(default=None, description="The environment variable with the server's key.")
+    coef: float = Field(default=1.0, gt=0, description="Weight of log p of the teacher - log p of the policy.")
+    reward_coef: NotNegative = Field(
+        default=0.0, description="Weight of the advantages of the rewards, which are added; 0: rewards have no effect."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _one_source(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) == (info.data.get("path") is None):
+            raise ValueError("name a teacher: either path or url")
+        return value
+
+
 class Objective(_Record):
     """The objective of the policy, and of the critic if there is one."""
 
@@ -216,15 +247,42 @@ class Objective(_Record):
     critic: Critic | None = None
 
 
+PairLoss = Annotated[Literal["sigmoid", "ipo", "hinge", "robust", "odds_ratio"], Field(description="Loss of a pair.")]
+Beta = Annotated[
+    float, Field(gt=0, description="Factor of the margin: the pull to the reference. Weight of the loss odds_ratio.")
+]
+LabelSmoothing = Annotated[
+    float, Field(ge=0, lt=0.5, description="The share of pairs assumed to be labeled the wrong way round.")
+]
+TargetMargin = Annotated[
+    float, Field(ge=0, description="Subtracted from beta times the margin (gamma of SimPO); of the loss sigmoid.")
+]
+LengthNormalised = Annotated[bool, Field(description="A mean over an answer's tokens instead of the sum.")]
+ReferenceFree = Annotated[
+    bool, Field(description="Log p of an answer counts, instead of its gain over the policy at the start.")
+]
+Weighted = Annotated[
+    bool, Field(description="Weigh a pair by how likely the policy itself would sample its answers (WPO).")
+]
+SftWeight = Annotated[float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen side.")]
+SftAggregation = Annotated[
+    Literal["pair", "token"],
+    Field(description="That likelihood is a mean over pairs of the mean over tokens, or a mean over all tokens."),
+]
+
+
 class Preference(_Record):
     """DPO and its variants."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = Field(default="sigmoid", description="Loss of a pair.")
-    beta: float = Field(default=0.1, gt=0, description="Strength of the pull to the reference.")
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="The share of pairs assumed to be labeled the wrong way round."
-    )
-    length_normalised: bool = Field(default=False, description="A mean over an answer's tokens instead of the sum.")
+    loss: PairLoss = "sigmoid"
+    beta: Beta = 0.1
+    label_smoothing: LabelSmoothing = 0.0
+    target_margin: TargetMargin = 0.0
+    length_normalised: LengthNormalised = False
+    reference_free: ReferenceFree = False
+    weighted: Weighted = False
+    sft_weight: SftWeight = 0.0
+    sft_aggregation: SftAggregation = "pair"
 
 
 class Refusal(NamedTuple):
@@ -241,10 +299,21 @@ def refusals(objective: Objective) -> list[Refusal]:
 
 
 def preference_refusals(preference: Preference) -> list[Refusal]:
-    if preference.label_smoothing > 0 and preference.loss != "sigmoid":
-        reason = f"the {preference.loss} loss has no label smoothing; use loss sigmoid, or set 0"
-        return [Refusal("label_smoothing", reason)]
-    return []
+    """Every invalid combination; empty if the loss of pairs can be trained."""
+    return list(_of_pairs(preference))
+
+
+def _of_pairs(preference: Preference) -> Iterator[Refusal]:
+    loss = preference.loss
+    if preference.label_smoothing > 0 and loss not in ("sigmoid", "robust"):
+        yield Refusal(
+            "label_smoothing", f"the {loss} loss has no label smoothing; use loss sigmoid or robust, or set 0"
+        )
+    if preference.target_margin > 0 and loss != "sigmoid":
+        yield Refusal("target_margin", f"the {loss} loss has no target margin; use loss sigmoid, or set 0")
+    if loss == "odds_ratio" and not (preference.reference_free and preference.length_normalised):
+        key = "length_normalised" if preference.reference_free else "reference_free"
+        yield Refusal(key, "odds are those of an answer's mean probability, without a reference; set it to true")
 
 
 def _of_ratio(objective: Objective) -> Iterator[Refusal]:
@@ -260,6 +329,9 @@ def _of_ratio(objective: Objective) -> Iterator[Refusal]:
     elif loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
         reason = f"{loss.dual_clip:g} takes effect before 1 + clip_high = {1 + loss.clip_high:g}; use more, such as 3"
         yield Refusal("loss.dual_clip", reason)
+    if loss.surrogate != "sapo" and (loss.tau_positive, loss.tau_negative) != (1.0, 1.05):
+        key = "loss.tau_positive" if loss.tau_positive != 1.0 else "loss.tau_negative"
+        yield Refusal(key, f"{loss.surrogate} has no gate; remove it, or use surrogate sapo")
     if kl.coef > 0 and (kl.where, kl.estimator, kl.gradient) == ("loss", "k1", "pathwise"):
         reason = "the pathwise gradient of k1 is zero on average, so it has no effect; use gradient exact"
         yield Refusal("kl.gradient", reason)
@@ -302,7 +374,7 @@ def _of_correction(objective: Objective) -> Iterator[Refusal]:
     correction = objective.correction
     if correction.kind == "none":
         if correction.low is not None or correction.high is not None:
-            reason = "bounds without a kind; name one: token, sequence, icepop, sequence_mask"
+            reason = "bounds without a kind; name one: token, sequence, icepop, sequence_mask, product_mask"
             yield Refusal("correction.kind", reason)
         return
     low, high = correction.bounds
@@ -311,7 +383,7 @@ def _of_correction(objective: Objective) -> Iterator[Refusal]:
         yield Refusal("correction.kind", reason)
     if low > high:
         yield Refusal("correction.low", f"{low:g} is above high {high:g}")
-    elif correction.kind in ("icepop", "sequence_mask") and not low <= 1 <= high:
+    elif correction.kind in ("icepop", "sequence_mask", "product_mask") and not low <= 1 <= high:
         reason = f"[{low:g}, {high:g}] drops tokens that trainer and sampler agree on; it must hold 1"
         yield Refusal("correction.low" if low > 1 else "correction.high", reason)
 

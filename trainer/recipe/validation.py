@@ -107,13 +107,15 @@ def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
 def refusals(recipe: Recipe) -> list[Refusal]:
     """All invalid combinations of a recipe."""
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    return [*found, *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
+    return [*found, *_of_teacher(recipe), *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
 
 
 def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.live is None or recipe.live.group_size > 1 or not isinstance(recipe.algorithm, PolicyGradientOptions):
         return
-    advantage = recipe.algorithm.advantage
+    advantage, teacher = recipe.algorithm.advantage, recipe.algorithm.teacher
+    if teacher is not None and teacher.reward_coef == 0:
+        return
     if advantage.imported and recipe.algorithm.shaping.skip_equal_groups:
         reason = "every group of one is a group of equal rewards, and would be left out; set it to false"
         yield Refusal("algorithm.shaping.skip_equal_groups", reason)
@@ -123,6 +125,17 @@ def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
     elif recipe.live.dynamic_sampling > 1:
         reason = "a group of one has no other attempts to compare, so every group would be left out; set it to 1"
         yield Refusal("rollouts.dynamic_sampling", reason)
+
+
+def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
+    if recipe.live is None or not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
+        return
+    if recipe.live.dynamic_sampling > 1:
+        reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
+        yield Refusal("rollouts.dynamic_sampling", reason)
+    if recipe.live.colocated and recipe.algorithm.teacher.path:
+        reason = "a teacher would stay on the GPU while colocated servers sample; use teacher.url"
+        yield Refusal("algorithm.teacher.path", reason)
 
 
 def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:

@@ -133,6 +133,8 @@ MEASURED = {
     "is_oob_ratio": "Share of tokens whose weight was outside the bounds.",
     "is_dropped_ratio": "Share of tokens whose weight became 0.",
     "is_dropped_sequences": "Share of rollouts whose weights all became 0.",
+    "teacher_kl": "Distillation: mean of log p of the policy - log p of the teacher, over sampled tokens.",
+    "teacher_tokens": "Distillation: tokens that the teacher scored for an optimizer step, prompts included.",
     # the critic's
     "value_loss": "Half the squared error of the critic, clipped.",
     "value_clip_ratio": "Share of values for which the clipped error was the larger one.",
@@ -143,8 +145,9 @@ MEASURED = {
     # preferences
     "preference_loss": "DPO: the loss of the pairs without `sft_weight`.",
     "sft_loss": "DPO: the negative log-likelihood of the chosen side, a mean over its tokens.",
-    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side.",
-    "rewards/rejected": "DPO: the same of the rejected side.",
+    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side; KTO: of answers with the label true.",
+    "rewards/rejected": "DPO: the same of the rejected side; KTO: of answers with the label false.",
+    "kl": "KTO: the mean gain in log p of mismatched answers, at least 0.",
     "rewards/margins": "DPO: the difference of both.",
     "rewards/accuracies": "DPO: share of pairs in which the chosen side gained more.",
     "logps/chosen": "DPO: log p of the chosen side, a sum over its tokens.",

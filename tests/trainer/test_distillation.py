@@ -1,0 +1,281 @@
+"""On-policy distillation: the advantages, a live run that approaches its teacher, and teachers that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stub_policy import Stub, serving
+from trainer_service import arguments, metrics_of, new_policy, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ngym.errors import ConfigError, UsageError
+from ngym.trainer import loop
+from ngym.trainer.algorithms import Setup, policy_gradient, teacher
+from ngym.trainer.data import samples
+from ngym.trainer.engine import engine
+from ngym.trainer.engine.engine import score
+from ngym.trainer.model import packing
+from ngym.trainer.model import policy as model
+from ngym.trainer.recipe import algorithms, objective, recipe
+
+pytestmark = pytest.mark.usefixtures("only_rank")
+Change = Callable[[list[Any], list[int]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def student(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_policy(root, tmp_path_factory.mktemp("student"))
+
+
+@pytest.fixture(scope="module")
+def master(student: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher that is sure where the student is not: reverse KL about 1.5."""
+    network = AutoModelForCausalLM.from_pretrained(student)
+    folder = tmp_path_factory.mktemp("master")
+    with torch.no_grad():
+        network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.clone())
+        network.config.tie_word_embeddings = False
+        network.lm_head.weight[512:] *= 0.1
+        network.lm_head.weight[:512] *= 5
+    network.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(student).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def setup(student: Path, tokenizer: PreTrainedTokenizerBase) -> Setup:
+    policy = model.load_policy(recipe.ModelOptions(path=str(student)), tokenizer, 0).eval()
+    launch, optimizing = recipe.Launch(0, 0, 1), recipe.OptimizerOptions(lr=1e-3)
+    learner = engine.Engine(policy, launch, recipe.EngineOptions(zero_stage=0), optimizing)
+    words = [f"model.path={student}", "evaluation=null", f"algorithm.teacher.path={student}"]
+    return Setup(recipe.read_recipe(["distillation.yaml"], words)[0], learner, tokenizer)
+
+
+def rollout(reward: float, group: str, *spans: list[tuple[int, int]]) -> Any:
+    segments = tuple(
+        samples.Said(list(range(20, 22 + each[-1][1])), each, sampler=[-1.0] * sum(b - a for a, b in each))
+        for each in spans
+    )
+    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.Rollout(segments=segments, group=group, reward=reward, **told)
+
+
+@pytest.mark.parametrize(("coef", "reward_coef"), [(1.0, 0.0), (0.5, 2.0)])
+def test_a_tokens_advantage_is_the_teachers_logprob_minus_the_samplers_plus_that_of_the_reward(
+    setup: Setup, master: Path, coef: float, reward_coef: float
+) -> None:
+    options = algorithms.DistillationOptions.model_validate(
+        {"teacher": {"path": str(master), "coef": coef, "reward_coef": reward_coef}}
+    )
+    assert options.teacher is not None
+    scored = teacher.opened(setup, options.teacher, 1.0)
+    given = [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)]), rollout(0.5, "b", [(2, 4)])]
+    algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
+    prepared: Any = algorithm.prepare(given, setup.engine, 15)
+    network = AutoModelForCausalLM.from_pretrained(master)
+    gaps, of_rewards, found = [], [], []
+    for sample, of_reward in zip(prepared, (0.5, -0.5, 0.0), strict=True):
+        for segment in sample.segments:
+            ids = torch.tensor([segment.token_ids])
+            with torch.no_grad():
+                log_p = network(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            gaps += [float(log_p[at - 1]) + 1 for a, b in segment.spans for at in range(a, b)]
+            of_rewards += [of_reward] * segment.trained
+            found += segment.advantages
+    wanted = [coef * gap + reward_coef * reward for gap, reward in zip(gaps, of_rewards, strict=True)]
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_exact_reverse_kl_falls(
+    setup: Setup, master: Path, student: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    policy = model.load_policy(recipe.ModelOptions(path=str(student)), tokenizer, 0).eval()
+    optimizing = recipe.OptimizerOptions(lr=1e-2)
+    learner = engine.Engine(policy, recipe.Launch(0, 0, 1), recipe.EngineOptions(zero_stage=0), optimizing)
+    scored = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
+    options = algorithms.DistillationOptions(teacher=objective.Teacher(path=str(master)))
+    algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
+    prompts = [[random.Random(n).randrange(20, 1000) for _ in range(4)] for n in range(4)]
+    every_token = [said(prompt, token, -1.0) for prompt in prompts for token in range(1024)]
+    of_teacher = score(every_token, scored, learner, 8192)
+    teacher_PV = torch.tensor(of_teacher).reshape(4, 1024)
+    kls = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        log_p_PV = torch.tensor(score(every_token, learner.logprobs, learner, 8192)).reshape(4, 1024)
+        kls.append(float((log_p_PV.exp() * (log_p_PV - teacher_PV)).sum(-1).mean()))
+        drawn_PS = torch.multinomial(log_p_PV.exp(), 128, replacement=True, generator=generator).tolist()
+        rollouts = [
+            said(prompt, token, float(log_p_PV[place, token]))
+            for place, prompt in enumerate(prompts)
+            for token in drawn_PS[place]
+        ]
+        loop.take_step(learner, algorithm, algorithm.prepare(rollouts, learner, 8192), 8192, 1.0)
+    assert kls[0] > 2 and kls[-1] < 0.4 * kls[0], kls
+
+
+def said(prompt: list[int], token: int, logprob: float) -> Any:
+    """A rollout of one sampled token."""
+    segment = samples.Said([*prompt, token], [(4, 5)], sampler=[logprob])
+    told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
+    return samples.Rollout(segments=(segment,), group=str(prompt), reward=0.0, **told)
+
+
+def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
+    student: Path, master: Path, tmp_path: Path
+) -> None:
+    with serving(Stub(student, equal_share=8)) as stub:  # of eight: every reward is 0.5
+        words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
+        words += [f"algorithm.teacher.path={master}", "rollouts.updates_per_step=1", "optimizer.lr=1e-2"]
+        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+        assert process.returncode == 0, said
+    rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
+    assert len(rows) == 2 and all(row["teacher_kl"] > 1 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["teacher_tokens"] == 10 * row["global_valid_seqs"] for row in rows)
+    assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
+
+
+# --- a teacher behind a URL ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(
+    folder: Path, change: Change = lambda said, ids: said, tokens: Callable[[list[int]], list[int]] = list
+) -> Iterator[tuple[str, list[int]]]:
+    """vLLM's two routes over a network in this folder; `change` alters its prompt_logprobs. Yields url and calls."""
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    calls: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if self.path == "/tokenize":
+                answer: Any = {"tokens": tokens(tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"])}
+            else:
+                ids = asked["token_ids"]
+                calls.append(len(ids))
+                with torch.no_grad():
+                    log_p = network(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+                said = [
+                    None,
+                    *({str(ids[at]): {"logprob": float(log_p[at - 1, ids[at]])}} for at in range(1, len(ids))),
+                ]
+                answer = {"choices": [], "prompt_logprobs": change(said, ids)}
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", calls
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_scores_as_the_checkpoint_that_it_serves(setup: Setup, master: Path) -> None:
+    packed = packing.pack(
+        [rollout(1.0, "a", [(4, 9)], [(3, 5), (7, 8)]), rollout(0.0, "a", [(6, 11)])], setup.engine.device
+    )
+    local = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
+    with served(master) as (url, calls):
+        remote = teacher.opened(setup, objective.Teacher(url=url), 1.0)
+        before = len(calls)
+        torch.testing.assert_close(remote(packed), local(packed), atol=1e-4, rtol=0)
+        assert len(calls) == before + 3  # a call for each segment
+
+
+def shifted(said: list[Any], ids: list[int]) -> list[Any]:
+    values = [one and next(iter(one.values())) for one in said]
+    return [None, *({str(token): value} for token, value in zip(ids[1:], [*values[2:], values[1]], strict=True))]
+
+
+def wavering() -> Change:
+    count = iter(range(1000))
+
+    def change(said: list[Any], ids: list[int]) -> list[Any]:
+        add = float(next(count))
+        return [one and {key: {"logprob": value["logprob"] - add} for key, value in one.items()} for one in said]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"tokens": lambda ids: ids[::-1]}, "another tokenizer than the policy's"),
+        ({"change": lambda said, ids: None}, "returned no prompt_logprobs for"),
+        ({"change": lambda said, ids: said[:-1]}, "prompt_logprobs for"),
+        ({"change": lambda said, ids: [None, *({"7000": {"logprob": -1.0}} for _ in ids[1:])]}, "own tokens"),
+        ({"change": lambda said, ids: [None, *({str(i): {"logprob": 2.0}} for i in ids[1:])]}, "not log-probabilities"),
+        ({"change": wavering()}, "not deterministic: two answers for the same text differ by 1"),
+        ({"change": shifted}, "not aligned"),
+    ],
+    ids=["tokenizer", "none", "too few", "other tokens", "positive", "wavering", "shifted"],
+)
+def test_a_faulty_server_is_refused_with_a_line(setup: Setup, master: Path, faults: Any, reason: str) -> None:
+    with served(master, **faults) as (url, _), pytest.raises(ConfigError) as refused:
+        teacher.opened(setup, objective.Teacher(url=url), 1.0)
+    assert str(refused.value).startswith(f"algorithm.teacher.url: {url}: ") and reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
+    setup: Setup, master: Path, root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/tokenize cannot be used: .*refused"):
+        teacher.opened(setup, objective.Teacher(url="http://127.0.0.1:9"), 1.0)
+    AutoModelForCausalLM.from_pretrained(master).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(root / "data" / "letters" / "tokenizer").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"another tokenizer than the policy's: its token .* has another id or none"):
+        teacher.opened(setup, objective.Teacher(path=str(tmp_path)), 1.0)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=f"algorithm.teacher.path: {tmp_path}: .* can be loaded"):
+        teacher.opened(setup, objective.Teacher(path=str(tmp_path)), 1.0)
+    scored = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
+    long = samples.Sample((samples.Segment([20] * 300, [(1, 300)]),))
+    with pytest.raises(UsageError, match="its context is 256 tokens, and a rollout has 300"):
+        scored(packing.pack([long], setup.engine.device))
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["algorithm.teacher=null"], "algorithm.teacher: name one"),
+        (["algorithm.teacher.url=http://here"], "either path or url"),
+        (["algorithm.shaping.skip_equal_groups=true"], "algorithm.shaping.skip_equal_groups: a teacher's scores"),
+        (
+            ["algorithm.loss={ratio: sequence, aggregation: sequence, anchor: trainer}"],
+            "algorithm.loss.ratio: a teacher",
+        ),
+        (["algorithm.teacher.path=null", "algorithm.teacher.url=http://x", "algorithm.temperature=0.7"], "temperature"),
+        (["rollouts.dynamic_sampling=2"], "rollouts.dynamic_sampling: it replaces groups"),
+        (["algorithm.teacher.reward_coef=1"], "rollouts.group_size: group_mean compares"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(student: Path, words: list[str], key: str) -> None:
+    fixed = [f"model.path={student}", "evaluation=null", f"algorithm.teacher.path={student}"]
+    with pytest.raises(ConfigError) as refused:
+        recipe.read_recipe(["distillation.yaml"], [*fixed, *words])
+    assert key in str(refused.value)
