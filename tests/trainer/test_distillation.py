@@ -135,20 +135,6 @@ def said(prompt: list[int], token: int, logprob: float) -> Any:
     return samples.Rollout(segments=(segment,), group=str(prompt), reward=0.0, **told)
 
 
-def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
-    student: Path, master: Path, tmp_path: Path
-) -> None:
-    with serving(Stub(student, equal_share=8)) as stub:  # of eight: every reward is 0.5
-        words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
-        words += [f"algorithm.teacher.path={master}", "rollouts.updates_per_step=1", "optimizer.lr=1e-2"]
-        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
-        assert process.returncode == 0, said
-    rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
-    assert len(rows) == 2 and all(row["teacher_kl"] > 1 and row["grad_norm"] > 0 for row in rows)
-    assert all(row["teacher_tokens"] == 10 * row["global_valid_seqs"] for row in rows)
-    assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
-
-
 # --- a teacher behind a URL ------------------------------------------------------------------------------------------
 
 
@@ -204,6 +190,22 @@ def test_a_server_scores_as_the_checkpoint_that_it_serves(setup: Setup, master: 
         before = len(calls)
         torch.testing.assert_close(remote(packed), local(packed), atol=1e-4, rtol=0)
         assert len(calls) == before + 3  # a call for each segment
+
+
+@pytest.mark.parametrize("source", ["path", "url"])
+def test_a_live_run_learns_from_its_teacher_where_no_reward_has_a_signal(
+    student: Path, master: Path, tmp_path: Path, source: str
+) -> None:
+    with serving(Stub(student, equal_share=8)) as stub, served(master) as (url, calls):  # of eight: all rewards are 0.5
+        words = [*arguments(tmp_path, student, stub, 2), "evaluation=null", "algorithm.name=distillation"]
+        words += [f"algorithm.teacher.{source}={url if source == 'url' else master}", "rollouts.updates_per_step=1"]
+        said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+        assert process.returncode == 0, said
+    rows = [row for row in metrics_of(tmp_path) if "teacher_kl" in row]
+    assert len(rows) == 2 and all(row["teacher_kl"] > 1 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["teacher_tokens"] == 10 * row["global_valid_seqs"] for row in rows)
+    assert bool(calls) == (source == "url")
+    assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
 
 
 def shifted(said: list[Any], ids: list[int]) -> list[Any]:
