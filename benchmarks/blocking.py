@@ -35,7 +35,7 @@ EVERY_S = 0.01
 TIMEOUT_S = 120.0
 TRIES = 4  # of which the best counts: a busy machine delays one, and never all
 GYMS = (
-    "calculator", "code_exec", "counter", "function_call", "games", "instruction_following", "judge", "letters", "long_context",
+    "answer_match", "calculator", "code_exec", "counter", "function_call", "games", "instruction_following", "judge", "letters", "long_context",
     "math", "mcqa", "qa_short", "retrieval", "safety", "sandbox", "sql", "structured_outputs", "tool_minimal", "translation",
     "weather", "workplace",
 )  # fmt: skip
