@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/r
 head=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_ADDRESS=$head:$((20000 + SLURM_JOB_ID % 10000))
 start=(ray start --num-cpus=8 --num-gpus=0 --disable-usage-stats --block)
-trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+trap 'kill $(jobs -p) 2> /dev/null; wait; rm -rf "$RAY_TMPDIR"' EXIT
 "${start[@]}" --head --node-ip-address="$head" --port="${RAY_ADDRESS#*:}" --include-dashboard=false &> "$logs/ray.log" &
 until ray health-check --address "$RAY_ADDRESS" &> /dev/null; do kill -0 $! || exit 1; done
 if [ "$SLURM_NNODES" -gt 1 ]; then
