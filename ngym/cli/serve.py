@@ -94,7 +94,7 @@ def main(
         raise UsageError(f"--join {problem}")
     head_url, urls = asyncio.run(_addresses(config, join, token))
     if join is not None:
-        asyncio.run(_joined(join.rstrip("/"), name, url, token))
+        asyncio.run(_joined(join.rstrip("/"), name, url, _admin_token(config, join)))
     _warn_of_unknown_addresses(stanza, urls)
     known = {**urls, name: urls[name] or [url]}
     spec = service_spec(config, stanza, known, head_url, admin_token=token_from(ADMIN_TOKEN), run_token=token)
@@ -122,6 +122,15 @@ def _token(config: Config, address: str) -> str | None:
     return token
 
 
+def _admin_token(config: Config, head_url: str) -> str:
+    """NGYM_ADMIN_TOKEN, else that of the ng_run in this folder, if it is the one to join."""
+    running = find_running(config.root)
+    own = running.admin_token if running and running.url == head_url.rstrip("/") else None
+    if (token := token_from(ADMIN_TOKEN) or own) is None:
+        raise UsageError(f"--join {head_url}: {ADMIN_TOKEN} is not set: give it the value that ng_run was started with")
+    return token
+
+
 def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> None:
     for key, value in stanza.options.items():
         if isinstance(value, str) and urls.get(value) == []:
@@ -131,7 +140,7 @@ def _warn_of_unknown_addresses(stanza: Stanza, urls: dict[str, list[str]]) -> No
             )
 
 
-async def _joined(head_url: str, name: str, url: str, token: str | None) -> None:
+async def _joined(head_url: str, name: str, url: str, token: str) -> None:
     """Announce this replica to the head, which waits for its readiness. UsageError if the head does not take it."""
     from ngym.peers import Peers
 

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from ngym import __version__
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ConfigError, ServiceError, UsageError
-from ngym.net.auth import Guarded, Lock, Locked, Visitors, hosts_of, wrong_url
+from ngym.net.auth import ADMIN_TOKEN, Guarded, Lock, Locked, Visitors, hosts_of, wrong_url
 from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
@@ -142,7 +142,7 @@ class Head:
         self.url = url_of(self._socket, tls is not None)
         app: ASGIApp = _app(supervisor)
         if supervisor.run_token:
-            app = _with_page(Locked(app, Lock([supervisor.run_token]), "the head"))
+            app = _with_page(Locked(app, Lock([supervisor.run_token, supervisor.admin_token]), "the head"))
         else:
             urls = chain([self.url], *(stanza.external_urls for stanza in supervisor.config.services.values()))
             app = Guarded(_with_page(app), Visitors(hosts_of(urls)), "the head")
@@ -214,6 +214,7 @@ def _app(supervisor: Supervisor) -> Starlette:
     config = supervisor.config
 
     looks = service_metrics.Looks(supervisor.run_token)
+    admin = Lock([supervisor.admin_token])
 
     async def root(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -248,6 +249,10 @@ def _app(supervisor: Supervisor) -> Starlette:
         return JSONResponse(supervisor.urls)
 
     async def join(request: Request) -> Response:
+        if not admin.opens(
+            request.scope["headers"]
+        ):  # a policy that joins gets weights, and the token that changes them
+            raise HTTPException(403, f"joining a run needs its admin token ({ADMIN_TOKEN})")
         match await _body(request):
             case {"name": str(name), "url": str(url)} if not wrong_url(url):
                 pass

@@ -425,9 +425,13 @@ async def test_a_replica_joins_a_run_and_leaves_it(project: Project) -> None:
     project.write({"yes": {"kind": "gym_server", "app": "gym_servers/yes"}}, yes=YES)
     async with project.supervisor() as stack, stack.peers("test") as peers:
         own = list(stack.urls["yes"])
-        answer = await peers.send("POST", f"{stack.head_url}/servers", b'{"name": "nope", "url": "http://h:1"}', {}, 30)
+        join, nobody = f"{stack.head_url}/servers", b'{"name": "nope", "url": "http://h:1"}'
+        answer = await peers.send("POST", join, nobody, {"authorization": "Bearer wrong"}, 30)
+        assert answer.status == 403 and b"needs its admin token (NGYM_ADMIN_TOKEN)" in answer.body
+        admin = {"authorization": f"Bearer {stack.admin_token}"}
+        answer = await peers.send("POST", join, nobody, admin, 30)
         assert answer.status == 404 and b"no service named 'nope'" in answer.body
-        answer = await peers.send("POST", f"{stack.head_url}/servers", b"[]", {}, 30)
+        answer = await peers.send("POST", join, b"[]", admin, 30)
         assert answer.status == 422
         words = [sys.executable, "-m", "ngym", "serve", "yes", "--join", stack.head_url]
         guest = await asyncio.create_subprocess_exec(*words, cwd=project.folder)
