@@ -36,7 +36,7 @@ TASKS = [
     {"responses_create_params": {"input": f"The counter starts at 0. Bring it to {n}."}, "target": n, "level": n % 2}
     for n in (3, 14, 15, 92)
 ]
-FOLDERS = ("runs/sft/policy", "runs/quickstart/sft/policy", "runs/a", "runs/b")
+FOLDERS = ("runs/sft/policy", "runs/quickstart/sft/policy", "runs/quickstart/grpo/policy", "runs/a", "runs/b")
 TRAINED = ("runs/grpo", "runs/dapo", "runs/rates/a", "runs/rates/b", "runs/seed-0", "runs/seed-1")
 ADDRESS = re.compile(r"\b(localhost|127\.0\.0\.1):(\d+)")
 COPIES = ("rollouts.jsonl", "yesterday.jsonl", "today.jsonl", "runs/a/out.jsonl", "runs/b/out.jsonl")
