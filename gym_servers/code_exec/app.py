@@ -124,7 +124,7 @@ class CodeTask(VerifyRequest):
 
     function: str | None = None
     cases: list[Call] | list[Execution] = Field(default_factory=list)
-    tests: Tests | None = None
+    test_code: Tests | None = None
     task_id: str | None = None
     tolerance: float = 1e-6
 
@@ -135,7 +135,7 @@ class CodeTask(VerifyRequest):
             return row
         own = row["verifier_metadata"]
         if "test" in own or "unit_tests" not in own:
-            return {**row, "tests": own if "test" in own else None, "task_id": own.get("task_id")}
+            return {**row, "test_code": own if "test" in own else None, "task_id": own.get("task_id")}
         tests = own["unit_tests"]
         tests = json.loads(tests) if isinstance(tests, str) else tests
         if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
@@ -148,7 +148,7 @@ class CodeTask(VerifyRequest):
 
     @model_validator(mode="after")
     def _kinds(self) -> Self:
-        if not self.cases and self.tests is None and self.task_id is None:
+        if not self.cases and self.test_code is None and self.task_id is None:
             raise ValueError("a row needs cases, or verifier_metadata with unit_tests, test or task_id")
         wanted = Call if self.function else Execution
         if not all(isinstance(case, wanted) for case in self.cases):
@@ -294,7 +294,7 @@ def tests_of(file: Path) -> dict[str, Tests]:
 
 async def verify(task: CodeTask, options: CodeOptions) -> dict[str, Any]:
     code = fenced(task.text)
-    tests = task.tests or app.state.tests.get(task.task_id)
+    tests = task.test_code or app.state.tests.get(task.task_id)
     if not task.cases and tests is None:
         reason = f"the option `tests` names no file with the task {task.task_id!r}"
         return {"reward": None, "outcome": "unverifiable", "reason": reason}

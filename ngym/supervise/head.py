@@ -331,7 +331,7 @@ _ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def _document(is_locked: bool) -> dict[str, Any]:
     """The OpenAPI document of the head."""
-    paths = {
+    paths: dict[str, dict[str, Any]] = {
         path: {
             "get": {
                 "summary": summary,
@@ -343,6 +343,13 @@ def _document(is_locked: bool) -> dict[str, Any]:
             }
         }
         for path, (summary, media_type, schema) in _ANSWERS.items()
+    }
+    properties = {"name": {"type": "string"}, "url": {"type": "string"}}
+    replica = {"type": "object", "properties": properties, "required": ["name", "url"]}
+    paths["/servers"]["post"] = {
+        "summary": "Add a replica that runs elsewhere (`ng_serve --join`); needs the admin token",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": replica}}},
+        "responses": {"202": {"description": "Accepted", "content": {"application/json": {"schema": _OBJECT}}}},
     }
     document: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -24,7 +24,7 @@ SERVICES = {
     "counter_agent": {"kind": "agent", "app": "agents/simple", "gym": "counter", "model": "policy"},
 }
 HEADS = (
-    "/", "/servers", "/status", "/logs/policy", "/running/counter_agent/0", "/config", "/global_config_dict_yaml",
+    "/", "/servers", "/addresses", "/status", "/logs/policy", "/running/counter_agent/0", "/config", "/global_config_dict_yaml",
     "/server_instances", "/metrics", "/prometheus/targets",
 )  # fmt: skip
 WRONG = {
@@ -68,7 +68,11 @@ async def test_no_route_but_health_answers_without_the_token(tmp_path: Path, tok
         tried = 0
         for (url,) in [*stack.urls.values(), [stack.head_url]]:
             assert (await client.get(f"{url}/health")).status_code == 200
-            routes = await routes_of(client, url) if url != stack.head_url else dict.fromkeys(HEADS, ("get",))
+            routes = (
+                await routes_of(client, url)
+                if url != stack.head_url
+                else dict.fromkeys(HEADS, ("get",)) | {"/servers": ("get", "post")}
+            )
             routes |= dict.fromkeys(["/docs", "/openapi.json", "/no-such-route", "/health/"], ("get",))
             for path, methods in routes.items():
                 for method, (name, headers) in itertools.product(methods, WRONG.items()):
@@ -192,7 +196,11 @@ async def test_no_route_of_an_open_run_answers_a_page_of_another_origin(
     async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
         assert stack.run_token is None
         for (url,) in [*stack.urls.values(), [stack.head_url]]:
-            routes = await routes_of(client, url) if url != stack.head_url else dict.fromkeys(HEADS, ("get",))
+            routes = (
+                await routes_of(client, url)
+                if url != stack.head_url
+                else dict.fromkeys(HEADS, ("get",)) | {"/servers": ("get", "post")}
+            )
             routes |= {"/openapi.json": ("get",), "/mcp": ("post",), "/no-such-route": ("get", "post")}
             for path, methods in routes.items():
                 for method, (name, (headers, status)) in itertools.product(methods, PAGES.items()):
@@ -215,6 +223,10 @@ async def test_the_head_documents_its_routes(tmp_path: Path, tokens: None) -> No
         named = {"/logs/{label}": "/logs/policy", "/running/{agent}/{rollout_id}": "/running/counter_agent/0"}
         assert {named.get(path, path) for path in document["paths"]} == {*HEADS, "/health"}
         assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+        refused = await client.post(
+            f"{stack.head_url}/servers", headers=headers, json={"name": "policy", "url": "http://h:1"}
+        )
+        assert refused.status_code == 403 and "needs its admin token" in refused.text
         for path in document["paths"].keys() - {"/running/{agent}/{rollout_id}"}:  # none runs
             answer = await client.get(f"{stack.head_url}{named.get(path, path)}", headers=headers)
             (media_type,) = document["paths"][path]["get"]["responses"]["200"]["content"]

@@ -249,7 +249,7 @@ def test_rollouts_of_a_task_share_a_micro_batch_as_far_as_they_fit() -> None:
     [
         (
             ["sfd.yaml"],
-            "sfd.yaml: no such recipe (did you mean 'sft.yaml'?); give a YAML file, or one that ships with ngym: dpo.yaml, grpo.yaml",
+            "sfd.yaml: no such recipe (did you mean 'sft.yaml'?); give a YAML file, or one that ships with ngym: distillation.yaml, dpo.yaml",
         ),
         (["sft.yaml", "optimiser.lr=1"], "unknown key 'optimiser' (did you mean 'optimizer'?)"),
         (["sft.yaml", "optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0; got -1"),
