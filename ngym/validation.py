@@ -422,7 +422,7 @@ async def described(environment: Environment, readme: Path, peer: Peer) -> Findi
 
 
 async def _rewards_of(peer: Peer) -> str:
-    """The declared range of the rewards, in words; empty if there is none."""
+    """The declared range of the rewards as text; "" without one."""
     match (await peer.get("/openapi.json"))["paths"]["/verify"]["post"]["responses"]:
         case {
             "200": {

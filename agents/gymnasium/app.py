@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import boundary
+from ngym.net.json_limits import by_size, serialized
 from ngym.rollout import without_tokens
 from ngym.services.agents.rollout_context import act, user
 
@@ -58,7 +59,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
 
 async def _post(rollout: RolloutContext, path: str, body: dict[str, Any]) -> dict[str, Any]:
     with boundary("tool_error", f"{path} failed"):
-        answer = await rollout.gym.post(path, body, timeout=rollout.options.tool_timeout_s)
+        raw = await by_size(rollout.request_bytes, serialized, body)
+        answer = await rollout.gym.post(path, raw, timeout=rollout.options.tool_timeout_s)
     wanted = {"observation"} if path == "/reset" else {"observation", "terminated", "truncated"}
     if not isinstance(answer, dict) or wanted - answer.keys():
         raise ServiceError(

@@ -39,7 +39,7 @@ def by_key(text: str, key: str) -> Found:
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """The last outermost JSON object in the text, in a code fence or not; {} if there is none."""
+    """The last outermost JSON object in the text, in a code fence or not; {} for a text without one."""
     found: dict[str, Any] = {}
     whole, place = json.JSONDecoder(), text.find("{")
     tries = 0

@@ -41,7 +41,7 @@ def numbers(text: str, N: Count) -> bool:
 
 
 def punctuation(text: str) -> bool:
-    """Every one of `. , ! ? ; :` occurs, and an interrobang besides: `?!`, `!?` or its own sign."""
+    """Each of `. , ! ? ; :` occurs, and also an interrobang: `?!`, `!?` or its own sign."""
     rest = re.sub(r"\?!|!\?|\u203d", "", text, count=1)
     return rest != text and all(mark in rest for mark in MARKS)
 

@@ -242,7 +242,7 @@ def text_of(item: Any, key: str | None) -> str:
 
 
 def field(row: Any, path: str) -> Any:
-    """The value at `a.b.c`; None if there is none."""
+    """The value at `a.b.c`, or None."""
     for name in path.split("."):
         row = row.get(name) if isinstance(row, dict) else None
     return row

@@ -56,7 +56,7 @@ class StructuredTask(VerifyRequest):
         return "json" if self.response_mode == "tool_call" else self.schema_type
 
     def document(self, fences: bool) -> str:
-        """The text of the document; empty if there is none."""
+        """The text of the document, or ""."""
         if self.response_mode == "tool_call":
             calls = calls_in(self.response)
             payload = calls[0].arguments if len(calls) == 1 and self.tool_name in (None, calls[0].name) else None

@@ -114,7 +114,7 @@ def _send(upload: Upload, repository: str, private: bool, branch: str, hub: str,
 
 
 def _policy(sources: Sequence[Path], repository: str) -> Upload:
-    """The files of a policy. UsageError if there is none."""
+    """The files of a policy. UsageError if the folder has no policy."""
     run, *others = sources
     if others:
         raise UsageError(f"{others[0]}: a repository holds one policy; push each to a separate one")

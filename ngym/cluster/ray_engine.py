@@ -180,7 +180,7 @@ class RayEngine:
         """Connect to a cluster that this machine is a node of.
 
         Raises:
-            UsageError: there is none, or it refuses this process.
+            UsageError: no cluster answers, or it refuses this process.
         """
         engine = cls(say)
         connect(to)
