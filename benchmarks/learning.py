@@ -22,7 +22,8 @@ from lessons.problem import Lesson, Problem
 
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped
-from ngym.files.jsonl import read, write_whole
+from ngym.files.atomic import write_whole
+from ngym.files.jsonl import read
 from ngym.schema import Json
 
 LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")

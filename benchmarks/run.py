@@ -25,7 +25,7 @@ from typing import NamedTuple
 import psutil
 from page import picture, rendered
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 from ngym.schema import Json
 
 HERE = Path(__file__).parent

@@ -27,7 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import ConfigError, NgymError, ServiceError, UsageError
-from ngym.files.jsonl import checked, write_whole
+from ngym.files.atomic import write_whole
+from ngym.files.jsonl import checked
 from ngym.peers import Peer
 from ngym.schema import Json
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "docs"))
 from reference.services import shipped
 
 from ngym.config.service_config import SETTINGS_KEY, Settings, Stanza
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 from ngym.schema import Kind, Trace
 from ngym.trainer.recipe.recipe import Recipe
 

@@ -6,16 +6,6 @@
         state.json                  everything else that the next step depends on
         manifest.json               the size and the SHA-256 of every other file
 
-Reading it executes no code: it holds safetensors and JSON. A checkpoint of step n is that run after n batches. Later log
-entries are cut off; rollouts that were collected later are in the spool and are not collected again. On a CPU, a resumed
-run has the same losses.
-
-    checkpoints/step-000050/
-        policy/                     a Hugging Face folder, to serve or evaluate this policy
-        training-00001.safetensors  of each trainable weight: the float32 master value and the optimizer's state
-        state.json                  everything else that the next step depends on
-        manifest.json               the size and the SHA-256 of every other file
-
 Reading it executes no code: it holds safetensors and JSON.
 
 A checkpoint of step n is that run after n batches. Later log entries are cut off; rollouts that were collected later
@@ -28,8 +18,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,7 +29,7 @@ from pydantic import TypeAdapter
 
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
-from ngym.files.jsonl import file_digest, sync_folder
+from ngym.files.atomic import file_digest, whole_folder
 from ngym.schema import Json
 
 from .recipe.objective import Record
@@ -72,39 +62,6 @@ FREE = (
     "rollouts.timeout_s",
     "trainer",
 )
-
-
-@contextmanager
-def committed(folder: Path) -> Iterator[Path]:
-    """A new folder to write into; when the block ends without an error, it replaces `folder`.
-
-    First removes what an interrupted writer left. An old folder of this name is removed only when the new one is
-    complete on the disk.
-    """
-    aside = folder.with_name(f".{folder.name}.partial")
-    old = folder.with_name(f".{folder.name}.old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)  # the writer was killed between the two renames
-    for left_behind in (aside, old):
-        shutil.rmtree(left_behind, ignore_errors=True)
-    aside.mkdir(parents=True)
-    yield aside
-    _sync(aside)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for entry in sorted(folder.rglob("*")):
-        if entry.is_file():
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            sync_folder(entry)
-    sync_folder(folder)
 
 
 class CheckpointUnusable(NgymError):
@@ -141,7 +98,7 @@ class Checkpoints:
 
     def save(self, step: int, state: Json, write: Callable[[Path], None]) -> None:
         """Commit a checkpoint. write: writes the tensors into a folder."""
-        with committed(self._folder / f"step-{step:06}") as aside:
+        with whole_folder(self._folder / f"step-{step:06}") as aside:
             write(aside)
             (aside / STATE).write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
             files = sorted(path for path in aside.rglob("*") if path.is_file())

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
-from ngym.files.jsonl import read, sync_folder
+from ngym.files.atomic import sync_folder
+from ngym.files.jsonl import read
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS

@@ -34,6 +34,7 @@ import yaml
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.files import jsonl
+from ngym.files.atomic import write_whole
 from ngym.files.file_lock import held_folder
 from ngym.runtime.event_loop import await_exit, put_off
 from ngym.schema import Json
@@ -161,7 +162,7 @@ def summary(folder: Path) -> Json:
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
     """Rewrite the whole file."""
-    jsonl.write_whole(folder / FILE, b"".join(orjson.dumps(outcome._asdict()) + b"\n" for outcome in outcomes))
+    write_whole(folder / FILE, b"".join(orjson.dumps(outcome._asdict()) + b"\n" for outcome in outcomes))
 
 
 def last_metrics(file: Path) -> dict[str, float]:

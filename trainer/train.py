@@ -17,11 +17,11 @@ import yaml
 from ngym.config.service_config import load_config, tracing_from_environment
 from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
+from ngym.files.atomic import whole_folder, write_whole
 from ngym.files.file_lock import held_folder
-from ngym.files.jsonl import write_whole
 from ngym.telemetry import tracing
 
-from .checkpoints import Checkpoints, committed, resumable
+from .checkpoints import Checkpoints, resumable
 from .data import offline
 from .output_files import (
     ADAPTER,
@@ -241,7 +241,7 @@ def _begin(options: ModelOptions, folder: Path, seed: int) -> None:
     from .model.policy import load_policy, load_tokenizer
 
     tokenizer = load_tokenizer(options)
-    with committed(folder) as aside:
+    with whole_folder(folder) as aside:
         load_policy(options, tokenizer, seed).network.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
 

@@ -21,20 +21,21 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-import ngym
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.plan import InputCheck, PlannedRollout, Recipe, digest_of, input_rows, no_rows, planned, title
 from ngym.collect.rollout_rows import FailedAttempt, Outcome, TokenFormat
 from ngym.collect.run import Gate, Limits, Run
 from ngym.errors import UsageError
+from ngym.files.atomic import WriteFailed, check_output, sync_folder, whole_file, write_whole
 from ngym.files.file_lock import open_held
-from ngym.files.jsonl import READ_BYTES, WriteFailed, check_output, sync_folder, whole_file, write_whole
+from ngym.files.jsonl import READ_BYTES
 from ngym.files.row_log import RowLog
 from ngym.peers import Peers
 from ngym.schema import SCHEMA_VERSION, Json, RolloutKey
@@ -146,7 +147,7 @@ class RunRecord:
             "rollouts": rollouts,
             "digests": {"input": self.input_digest, "config": source.config_digest()},
             "config": source.config(),
-            "versions": {"ngym": ngym.__version__, "python": platform.python_version()},
+            "versions": {"ngym": version("ngym"), "python": platform.python_version()},
         }
         self._content["sittings"].append({"started_at": _now(), "pid": os.getpid(), "command": command})
         self._save()

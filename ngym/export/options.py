@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ngym.errors import UsageError
-from ngym.files.jsonl import check_output
+from ngym.files.atomic import check_output
 
 Format = Literal["demonstrations", "preferences", "kto", "sharegpt", "rollouts"]
 Strategy = Literal["best-worst", "best-rest", "adjacent", "all"]

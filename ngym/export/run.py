@@ -32,7 +32,8 @@ from ngym.export.conversation import (
     sharegpt,
 )
 from ngym.export.options import Options
-from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, opened, read, whole_file
+from ngym.files.atomic import whole_file
+from ngym.files.jsonl import BOM, COMPRESSED, READ_BYTES, REPORTED_LINES, Line, opened, read
 from ngym.schema import Json
 
 if TYPE_CHECKING:

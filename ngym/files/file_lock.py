@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
-from ngym.files.jsonl import sync_folder
+from ngym.files.atomic import sync_folder
 
 
 class FileLocked(NgymError):

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import io
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import orjson
 
 from ngym.did_you_mean import near_file
-from ngym.errors import NgymError, UsageError
+from ngym.errors import UsageError
 from ngym.files.hub import local_copy
 from ngym.net.json_limits import MAX_DEPTH, is_deep
 from ngym.schema import Json
@@ -45,10 +43,6 @@ class Line(NamedTuple):
     row: Json
     problem: str | None
     complete: bool
-
-
-class WriteFailed(NgymError):
-    """The file cannot be written, and waiting would not help."""
 
 
 def expanded(inputs: Iterable[str | Path], option: str = "--input") -> tuple[Path, ...]:
@@ -254,63 +248,3 @@ def _reason(error: orjson.JSONDecodeError) -> str:
 def _begin(text: bytes) -> str:
     shown = text[:60].decode("utf-8", "replace")
     return repr(shown + "..." if len(text) > 60 else shown)
-
-
-def check_output(path: Path) -> None:
-    """Raise a UsageError if no file can be written there: no such folder, or the path is not a regular file."""
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.parent} does not exist; make it first: mkdir -p {path.parent}")
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a file for --output")
-    _check_regular(path)
-
-
-def _check_regular(path: Path) -> None:
-    """Raise a UsageError for a device or pipe: the final rename would replace it, such as /dev/null as root."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UsageError(f"{path} is not a regular file, but a device or a pipe; name a file")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file atomically, see `whole_file`."""
-    with whole_file(path) as file:
-        file.write(data)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically: to a temporary file, synced, and renamed if the block succeeds. A link stays a link.
-
-    Raises:
-        UsageError: the path is not a regular file. WriteFailed: it cannot be written.
-    """
-    _check_regular(path)
-    there = Path(os.path.realpath(path))
-    beside = there.with_name(there.name + ".tmp")
-    try:
-        with beside.open("wb", buffering=READ_BYTES) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(there)
-    except OSError as error:
-        raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            beside.unlink()
-    sync_folder(there.parent)
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that new and renamed files survive a power failure."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

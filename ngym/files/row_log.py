@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
+from ngym.files.atomic import WriteFailed, sync_folder
 from ngym.files.file_lock import open_held
-from ngym.files.jsonl import READ_BYTES, Line, WriteFailed, read, sync_folder
+from ngym.files.jsonl import READ_BYTES, Line, read
 from ngym.schema import Json
 
 COMMIT_ROWS = 64

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import UsageError
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 from ngym.plot.runs import Axis, History, Run, Series, by_seed
 from ngym.rollout import printable
 from ngym.runtime.live_region import duration

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,6 +18,8 @@ from ngym.supervise.service import State
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from ngym.supervise.service_metrics import Traffic
 
 
 STYLES = {"ready": "green", "failed": "bold red", "restarting": "red", "not ready": "yellow", "stopped": "dim"}
@@ -29,14 +31,6 @@ TOLD = ("restarting", "failed", "not ready", "ready")  # reported after all were
 
 
 GAP, LEAST_WHAT = 2, 6
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The current traffic of a service process. errors: since its start."""
-
-    requests_per_s: float
-    errors: int
 
 
 class Row(NamedTuple):

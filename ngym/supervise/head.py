@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ngym import __version__
 from ngym.config.service_config import Config, Stanza, shown_config
 from ngym.errors import ConfigError, ServiceError, UsageError
 from ngym.net.auth import ADMIN_TOKEN, Guarded, Lock, Locked, Visitors, hosts_of, wrong_url
@@ -353,7 +353,7 @@ def _document(is_locked: bool) -> dict[str, Any]:
     }
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "the head of a run", "version": __version__},
+        "info": {"title": "the head of a run", "version": version("ngym")},
         "paths": paths,
     }
     if is_locked:

@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from ngym.supervise.display import Traffic
 from ngym.supervise.head_file import get
 from ngym.supervise.service import State
 
@@ -49,6 +48,14 @@ def resident_bytes(leaders: Collection[int]) -> dict[int, int]:
             if session in found:
                 found[session] += int(fields[RESIDENT]) * PAGE_BYTES
     return {leader: size for leader, size in found.items() if size}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The current traffic of a service process. errors: since its start."""
+
+    requests_per_s: float
+    errors: int
 
 
 @dataclass(frozen=True)

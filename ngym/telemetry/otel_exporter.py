@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from contextvars import ContextVar
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,6 @@ from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import SpanKind, Status, StatusCode, format_span_id, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-import ngym
 from ngym.errors import ServiceError
 from ngym.net import request_context
 from ngym.telemetry import tracing
@@ -57,14 +57,14 @@ class Telling:
                     "service.name": service,
                     "service.namespace": "ngym",
                     "service.instance.id": f"{service}-{replica}",
-                    "service.version": ngym.__version__,
+                    "service.version": version("ngym"),
                 }
             ),
             id_generator=_Ids(),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("ngym", ngym.__version__)
+        self._tracer = self._provider.get_tracer("ngym", version("ngym"))
         for name in TELLERS:
             logging.getLogger(name).addFilter(_NowAndThen())
 

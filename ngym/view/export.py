@@ -16,7 +16,8 @@ from typing import NamedTuple
 import orjson
 
 from ngym.errors import NgymError, UsageError
-from ngym.files.jsonl import BOM, write_whole
+from ngym.files.atomic import write_whole
+from ngym.files.jsonl import BOM
 from ngym.schema import Json
 from ngym.view import training
 from ngym.view.index import row_name, row_seq

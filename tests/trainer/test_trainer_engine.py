@@ -16,7 +16,7 @@ from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
-from ngym.trainer import checkpoints, loop
+from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import offline
 from ngym.trainer.data import samples as samples_module
@@ -192,21 +192,6 @@ def test_a_saved_policy_is_a_folder_that_transformers_loads_with_the_same_logits
         theirs = loaded(ids).logits
         trained.policy.network.set_attn_implementation("sdpa")
         assert torch.equal(theirs, trained.policy.network(ids).logits)
-
-
-def test_a_save_that_breaks_off_leaves_the_old_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "policy"
-    with checkpoints.committed(folder) as aside:
-        (aside / "weights").write_text("old")
-    with pytest.raises(KeyboardInterrupt), checkpoints.committed(folder) as aside:
-        (aside / "weights").write_text("half of the n")
-        raise KeyboardInterrupt
-    assert (folder / "weights").read_text() == "old"
-    with checkpoints.committed(folder) as aside:
-        assert not list(aside.iterdir())
-        (aside / "weights").write_text("new")
-    assert (folder / "weights").read_text() == "new"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")])

@@ -20,8 +20,9 @@ from machine import PATIENCE_S
 
 from ngym.errors import UsageError
 from ngym.files import row_log
+from ngym.files.atomic import WriteFailed, whole_folder, write_whole
 from ngym.files.file_lock import FileLocked
-from ngym.files.jsonl import WriteFailed, checked, expanded, read, write_whole
+from ngym.files.jsonl import checked, expanded, read
 from ngym.files.row_log import COMMIT_ROWS, RowLog
 from ngym.schema import Json
 
@@ -428,3 +429,18 @@ def test_an_open_log_is_locked_by_the_kernel(tmp_path: Path) -> None:
     with (tmp_path / "out.jsonl").open("rb") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     log.close()
+
+
+def test_a_save_that_breaks_off_leaves_the_old_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    with whole_folder(folder) as aside:
+        (aside / "weights").write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_folder(folder) as aside:
+        (aside / "weights").write_text("half of the n")
+        raise KeyboardInterrupt
+    assert (folder / "weights").read_text() == "old"
+    with whole_folder(folder) as aside:
+        assert not list(aside.iterdir())
+        (aside / "weights").write_text("new")
+    assert (folder / "weights").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]

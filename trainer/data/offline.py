@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ngym.config.yaml_tree import Tree
 from ngym.errors import ConfigError, UsageError
-from ngym.files.jsonl import file_digest
+from ngym.files.atomic import file_digest
 
 from ..recipe.objective import find
 from ..recipe.recipe import DataOptions, Recipe

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ngym.errors import NgymError
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 
 from ..data.samples import Batch, Sample
 from ..model.packing import Packed, pack

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
+from ngym.files.atomic import whole_folder
 from ngym.schema import Json
 
-from ..checkpoints import committed
 from ..data.samples import Sample
 from ..model.chunked_logprobs import Asks, Scores
-from ..model.packing import Group, Packed, pack, plan
+from ..model.packing import Packed, pack, plan
 from ..model.policy import (
     Made,
     Policy,
@@ -42,6 +42,7 @@ from ..model.policy import (
     compile_layers,
     write_adapter,
 )
+from ..model.sequence_parallel import SequenceParallelGroup
 from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer
 from .distributed import (
@@ -158,7 +159,7 @@ class Engine:
         self._together = options.together
         if options.sequence_parallel > 1:
             policy.check_shared("engine.sequence_parallel", options.sequence_parallel, "num_key_value_heads")
-            policy.group = Group.of(options.sequence_parallel)
+            policy.group = SequenceParallelGroup.of(options.sequence_parallel)
         if options.tensor_parallel > 1:
             policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *CUT_SIZES)
         shapes = parameter_shapes(policy)
@@ -345,7 +346,7 @@ class Engine:
         """Commit a Hugging Face folder: config, safetensors, tokenizer. Every rank calls it, rank 0 writes."""
         weights = self.weights()
         if self.rank == 0:
-            with committed(folder) as aside:
+            with whole_folder(folder) as aside:
                 self.policy.network.save_pretrained(aside, state_dict=weights, save_original_format=False)
                 tokenizer.save_pretrained(aside)
                 _let_all_read(aside)
@@ -355,7 +356,7 @@ class Engine:
         """Commit the adapter alone, in PEFT's format; `base` is the model that it belongs to. Every rank calls it."""
         tensors = self.adapter()
         if self.rank == 0:
-            with committed(folder) as aside:
+            with whole_folder(folder) as aside:
                 write_adapter(aside, tensors, options, base)
                 _let_all_read(aside)
         wait_for_all()

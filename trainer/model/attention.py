@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .packing import Group as Ranks
-
+from .sequence_parallel import SequenceParallelGroup
 
 NAME = "ngym_packed"
 SIMILAR = 0.8
@@ -85,7 +83,7 @@ def _by_hand(query_SHLD: Tensor, key_SKLD: Tensor, value_SKLD: Tensor, kind: Kin
 
 
 @dataclass(frozen=True)
-class Group:
+class Bucket:
     """Sequences of similar length: their number, padded length, and places [start, end)."""
 
     start: int
@@ -104,7 +102,7 @@ class Layout:
     """
 
     tokens: int
-    groups: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
     row_P: Tensor | None
     place_T: Tensor | None
     shared: bool
@@ -113,23 +111,23 @@ class Layout:
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Layout:
         """rows: for each sequence the rows that it consists of, in order; every row belongs to a sequence."""
         longest_first = sorted(rows, key=len, reverse=True)
-        groups, padded = [], []
+        buckets, padded = [], []
         first = start = 0
         for index in range(1, len(longest_first) + 1):
             if index == len(longest_first) or len(longest_first[index]) < SIMILAR * len(longest_first[first]):
                 alike = longest_first[first:index]
-                group = Group(start, start + len(alike) * len(alike[0]), len(alike), len(alike[0]))
-                padded += [F.pad(each, (0, group.length - len(each)), value=int(each[-1])) for each in alike]
-                groups.append(group)
-                first, start = index, group.end
+                bucket = Bucket(start, start + len(alike) * len(alike[0]), len(alike), len(alike[0]))
+                padded += [F.pad(each, (0, bucket.length - len(each)), value=int(each[-1])) for each in alike]
+                buckets.append(bucket)
+                first, start = index, bucket.end
         row_P = torch.cat(padded)
         tokens, places = int(row_P.max()) + 1, torch.arange(len(row_P))
         if torch.equal(row_P, places):
-            return cls(tokens, tuple(groups), None, None, False)
+            return cls(tokens, tuple(buckets), None, None, False)
         # padding comes after the token that it repeats, so the first place of a row is not padding
         place_T = torch.full((tokens,), len(row_P)).scatter_reduce_(0, row_P, places, "amin")
         shared = sum(map(len, rows)) > tokens
-        return cls(tokens, tuple(groups), row_P.to(device), place_T.to(device), shared)
+        return cls(tokens, tuple(buckets), row_P.to(device), place_T.to(device), shared)
 
 
 class _Spread(torch.autograd.Function):
@@ -177,7 +175,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     layout: Layout | None = None,
-    group: Ranks | None = None,
+    group: SequenceParallelGroup | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -202,7 +200,7 @@ def packed_attention(
         _spread(value_TKD, layout, summed=layout.shared),
     )
     outputs = []
-    for alike in layout.groups:
+    for alike in layout.buckets:
         q_SHLD, k_SKLD, v_SKLD = (_to_batch(x, alike) for x in (query_PHD, key_PKD, value_PKD))
         outputs.append(attended(q_SHLD, k_SKLD, v_SKLD, kind).transpose(1, 2).flatten(0, 1))
     attended_THD = torch.cat(outputs)
@@ -218,7 +216,7 @@ def _spread(rows: Tensor, layout: Layout, *, summed: bool) -> Tensor:
     return cast(Tensor, _Spread.apply(rows, layout.row_P, layout.place_T, summed))  # type: ignore[no-untyped-call]
 
 
-def _to_batch(places: Tensor, group: Group) -> Tensor:
-    """The group's part of the places, [P, heads, D] -> [S, heads, L, D]."""
-    own = places[group.start : group.end]
-    return own.reshape(group.sequences, group.length, *own.shape[1:]).transpose(1, 2)
+def _to_batch(places: Tensor, bucket: Bucket) -> Tensor:
+    """The bucket's part of the places, [P, heads, D] -> [S, heads, L, D]."""
+    own = places[bucket.start : bucket.end]
+    return own.reshape(bucket.sequences, bucket.length, *own.shape[1:]).transpose(1, 2)

@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .packing import Group, Packed
+from .packing import Packed
+from .sequence_parallel import SequenceParallelGroup
 
 LOGITS_BYTES = (
     256 << 20
 )  # with less, chunks have so few rows that adding up the head's gradient costs more than computing it
 
 
-def states(decoder: nn.Module, packed: Packed, group: Group | None = None) -> Tensor:
+def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | None = None) -> Tensor:
     """The last hidden states one place before each trained token, [N, H].
 
     decoder: a Hugging Face model without its head, with the attention of attention.py.
@@ -31,7 +32,7 @@ def states(decoder: nn.Module, packed: Packed, group: Group | None = None) -> Te
     """
     places_N, token_ids_T, positions_T = packed.trained_N - 1, packed.token_ids_T, packed.positions_T
     if group is not None:
-        places_N = places_N[group.mine(packed)] - group.first(len(token_ids_T))
+        places_N = places_N[group.mine(packed.trained_N, len(token_ids_T))] - group.first(len(token_ids_T))
         token_ids_T, positions_T = group.share(token_ids_T), group.share(positions_T)
     hidden_TH: Tensor = decoder(
         input_ids=token_ids_T.unsqueeze(0),

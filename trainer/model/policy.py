@@ -40,7 +40,8 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
-from .packing import Group, Packed, pack
+from .packing import Packed, pack
+from .sequence_parallel import SequenceParallelGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -219,10 +220,10 @@ class CriticNetwork(nn.Module):
         nn.init.zeros_(self.head.weight)
         self.lr = lr
 
-    def forward(self, packed: Packed, group: Group | None = None) -> Tensor:
+    def forward(self, packed: Packed, group: SequenceParallelGroup | None = None) -> Tensor:
         """The value of the state in which each trained token was chosen, float32 [N]."""
         values_N: Tensor = self.head(states(self.backbone, packed, group)).squeeze(1).float()
-        return values_N if group is None else group.told(values_N, packed)
+        return values_N if group is None else group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
 
 
 class Policy(nn.Module):
@@ -241,7 +242,7 @@ class Policy(nn.Module):
         self.scorer = Scorer()
         self.logits_bytes = LOGITS_BYTES
         self.critic: CriticNetwork | None = None
-        self.group: Group | None = None
+        self.group: SequenceParallelGroup | None = None
 
     @property
     def context(self) -> int:
@@ -255,7 +256,9 @@ class Policy(nn.Module):
             token_ids_N = packed.token_ids_T[packed.trained_N]
             scores = self.scorer(
                 states(self.network.get_decoder(), packed, self.group),
-                token_ids_N if self.group is None else token_ids_N[self.group.mine(packed)],
+                token_ids_N
+                if self.group is None
+                else token_ids_N[self.group.mine(packed.trained_N, len(packed.token_ids_T))],
                 head=self.network.get_output_embeddings(),
                 temperature=(self.temperature if temperature is None else temperature) / self.scale,
                 entropy=asks.entropy,
@@ -263,9 +266,9 @@ class Policy(nn.Module):
                 collision=asks.collision,
             )
             if self.group is not None:
-                told = partial(self.group.told, packed=packed)
-                others = (None if each is None else told(each) for each in scores[1:])
-                scores = Scores(told(scores.logprobs_N), *others)
+                gather = partial(self.group.gather, trained_N=packed.trained_N, tokens=len(packed.token_ids_T))
+                others = (None if each is None else gather(each) for each in scores[1:])
+                scores = Scores(gather(scores.logprobs_N), *others)
         if asks.values:
             assert self.critic is not None, "there is no critic to ask for values"
             scores = scores._replace(values_N=self.critic(packed, self.group))

@@ -34,6 +34,7 @@ import orjson
 from ngym.collect.plan import AGENT_TYPE
 from ngym.errors import UsageError
 from ngym.files import jsonl
+from ngym.files.atomic import file_digest
 from ngym.schema import Json
 
 from ..data.samples import bent_sampling
@@ -407,7 +408,7 @@ class _Environment:
         self._options = options
         self._difficulties: array[float] | None = array("d") if rollouts.easy_first else None
         self._file = TaskFile(Path(options.tasks), self._problem)
-        self._digest = jsonl.file_digest(Path(options.tasks))
+        self._digest = file_digest(Path(options.tasks))
         longest = options.max_output_tokens or rollouts.max_output_tokens
         self._params = {} if longest is None else {"max_output_tokens": longest}
         self._told: list[float] = []

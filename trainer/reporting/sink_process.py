@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 from ngym.schema import Json
 from ngym.telemetry.log_format import redacted
 

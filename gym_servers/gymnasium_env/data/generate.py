@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import orjson
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 
 HERE = Path(__file__).resolve().parent
 TRAIN, VALIDATION = 20, 5  # seeds of each environment

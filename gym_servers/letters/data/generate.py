@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026

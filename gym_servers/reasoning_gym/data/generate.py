@@ -22,7 +22,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # some tasks depend on the order of
 import orjson
 from reasoning_gym.factory import DATASETS
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent

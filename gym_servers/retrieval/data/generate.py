@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent

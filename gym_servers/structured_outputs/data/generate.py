@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 import orjson
 
-from ngym.files.jsonl import write_whole
+from ngym.files.atomic import write_whole
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026

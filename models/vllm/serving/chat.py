@@ -34,6 +34,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser.abstract_parser import Parser
 from vllm.renderers.chat_utils import ConversationMessage
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
@@ -45,8 +46,6 @@ from ngym.schema import TOKEN_FIELDS, Json
 if TYPE_CHECKING:
     from ngym.services.models.server import ModelCall
     from ngym.services.models.token_capture import SeenCall
-
-    from ..engine import Engine
 
 
 TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>")
@@ -79,7 +78,7 @@ Chunks = AsyncGenerator[Json]
 """Where the tokens of the current request are recorded; None: nowhere."""
 
 
-def turn_ends(engine: Engine) -> Ends:
+def turn_ends(engine: AsyncLLM) -> Ends:
     """The token ids that end a turn of this model."""
     tokenizer = engine.get_tokenizer()
     generation = engine.model_config.try_get_generation_config()

@@ -34,12 +34,11 @@ from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 
 from ngym.errors import MOST_NAME, BadRequest, ConfigError, ServiceError, cut
-from ngym.files.jsonl import file_digest
+from ngym.files.atomic import file_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from ..engine import Engine
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 PREFIX = "ngym-weights-"
@@ -353,13 +352,13 @@ class Adapter:
         request: identifies the adapter in a call to the engine.
     """
 
-    def __init__(self, engine: Engine, nothing: PrivateFolder) -> None:
+    def __init__(self, engine: AsyncLLM, nothing: PrivateFolder) -> None:
         self._engine = engine
         self._nothing = self._served = nothing
         self.request = _request(nothing)
 
     @classmethod
-    async def of(cls, engine: Engine, matrices: Shapes) -> Self:
+    async def of(cls, engine: AsyncLLM, matrices: Shapes) -> Self:
         """Load an adapter without effect.
 
         matrices: those that an adapter may change.

@@ -55,7 +55,8 @@ def main(sources: tuple[str, ...], solved: float, by: str | None, output: Path |
               ng_profile runs/*/out.jsonl --by level --output tasks.jsonl
               ng_profile out.jsonl --json
     """
-    from ngym.files.jsonl import checked, expanded, write_whole
+    from ngym.files.atomic import write_whole
+    from ngym.files.jsonl import checked, expanded
     from ngym.stats.score_summary import profile
 
     tasks = profile((line.row for line in checked(expanded(sources, ""), _problem)), by)

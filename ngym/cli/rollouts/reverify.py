@@ -91,7 +91,7 @@ def main(
 
 
 def _check(inputs: Sequence[Path], output: Path, overwrite: bool) -> None:
-    from ngym.files.jsonl import check_output
+    from ngym.files.atomic import check_output
 
     check_output(output)
     if output.exists() and not overwrite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import mcp_types as types
@@ -13,7 +14,6 @@ from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from mcp.shared.exceptions import MCPError
 from starlette.requests import Request
 
-from ngym import __version__
 from ngym.errors import ServiceError
 from ngym.schema import Json
 from ngym.services.gym.tools import Tool
@@ -50,7 +50,7 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
             return _said(error.detail, is_error=True)
         return _said(bytes(answer.body).decode("utf-8", "replace"))
 
-    server = Server(name, version=__version__, on_list_tools=list_tools, on_call_tool=call_tool)
+    server = Server(name, version=version("ngym"), on_list_tools=list_tools, on_call_tool=call_tool)
     return StreamableHTTPSessionManager(
         server, json_response=True, stateless=True, max_request_body_size=MAX_BODY_BYTES
     )

@@ -1,0 +1,112 @@
+"""Files and folders that are written completely or not at all, also after a kill or a power failure."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from ngym.errors import NgymError, UsageError
+
+BUFFER_BYTES = 1 << 20
+
+
+class WriteFailed(NgymError):
+    """The file cannot be written, and waiting would not help."""
+
+
+def check_output(path: Path) -> None:
+    """Raise a UsageError if no file can be written there: no such folder, or the path is not a regular file."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: the folder {path.parent} does not exist; make it first: mkdir -p {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file for --output")
+    _check_regular(path)
+
+
+def _check_regular(path: Path) -> None:
+    """Raise a UsageError for a device or pipe: the final rename would replace it, such as /dev/null as root."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"{path} is not a regular file, but a device or a pipe; name a file")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file atomically, see `whole_file`."""
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file atomically: to a temporary file, synced, and renamed if the block succeeds. A link stays a link.
+
+    Raises:
+        UsageError: the path is not a regular file. WriteFailed: it cannot be written.
+    """
+    _check_regular(path)
+    there = Path(os.path.realpath(path))
+    beside = there.with_name(there.name + ".tmp")
+    try:
+        with beside.open("wb", buffering=BUFFER_BYTES) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(there)
+    except OSError as error:
+        raise WriteFailed(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+    sync_folder(there.parent)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that new and renamed files survive a power failure."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to write into; when the block ends without an error, it replaces `folder`.
+
+    First removes what an interrupted writer left. An old folder of this name is removed only when the new one is
+    complete on the disk.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # the writer was killed between the two renames
+    for left_behind in (aside, old):
+        shutil.rmtree(left_behind, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    _sync(aside)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for entry in sorted(folder.rglob("*")):
+        if entry.is_file():
+            with entry.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            sync_folder(entry)
+    sync_folder(folder)
