@@ -337,7 +337,12 @@ class Peer:
                     again = answered.retryable
                 told, pauses = retry_after(reply), BROKEN_S if reply.status == 504 else REFUSED_S
                 if not again or attempt >= len(pauses) or not (told or budget.retry()):
-                    raise answered
+                    try:
+                        raise answered
+                    finally:
+                        # An error that a variable of its own traceback refers to keeps the bodies of request and
+                        # answer alive until a full garbage collection.
+                        del answered
                 pause = self._pause(url, affinity, told or spread(pauses[attempt]))
             attempt += 1
             await asyncio.sleep(min(pause, max(0.0, ends - loop.time())))

@@ -295,10 +295,12 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
         with boundary("agent_error", "the agent failed", places=True):
             rollout.declare(params.get("tools"))
             response = await respond(params, rollout)
+        if rollout.failure is not None:
+            raise rollout.failure
     except ServiceError as error:
         raise rollout.failure or error from error.__cause__  # an SDK may have wrapped it in another error
-    if rollout.failure is not None:
-        raise rollout.failure
+    finally:
+        rollout.failure = None  # its traceback holds the rollout: a circle that would keep the row alive
     return await rollout.with_captured(response)
 
 

@@ -135,9 +135,11 @@ async def in_time(handler: Callable[[Request], Awaitable[Response]], request: Re
         async with timer:
             return await handler(request)
     except TimeoutError:
-        if timer.expired():
-            raise _over(request, "was stopped") from None
-        raise
+        if not timer.expired():
+            raise
+    # The handler's own error and the timer refer to frames that hold the request.
+    del timer
+    raise _over(request, "was stopped")
 
 
 def _over(request: Request, what: str) -> PeerTimeout:
@@ -213,6 +215,7 @@ class Caller:
         self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
+            self._watch = None
         if self._gone and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
             raise CallerGone from None
 

@@ -10,9 +10,10 @@ import gc
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import orjson
+from anyio.to_thread import run_sync
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator
 from starlette.requests import Request
@@ -47,6 +48,28 @@ async def off_loop(request: Request, function: Callable[..., Result], *args: Any
     """Call the function, in a thread if the request's body is large, and return its result."""
     size = await _size(request)
     return function(*args) if size <= LOOP_BYTES else await by_size(size, function, *args)
+
+
+async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function that may block in a thread (40 at once), and return its result.
+
+    AnyIO's own frame keeps the future whose error it raises: a circle that would keep the request's body alive. So the
+    error is raised here.
+    """
+    result, error = await run_sync(_outcome, function, args)
+    if error is None:
+        return cast(Result, result)
+    try:
+        raise error
+    finally:
+        del error
+
+
+def _outcome(function: Callable[..., Result], args: tuple[Any, ...]) -> tuple[Result | None, BaseException | None]:
+    try:
+        return function(*args), None
+    except BaseException as error:  # noqa: BLE001  (in_thread raises it)
+        return None, error
 
 
 async def _size(request: Request) -> int:

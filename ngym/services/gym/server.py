@@ -11,7 +11,6 @@ from hashlib import blake2b
 from statistics import fmean, median, stdev
 from typing import Annotated, Any
 
-from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 from starlette.responses import Response
@@ -26,7 +25,7 @@ from ngym.services.base import dispatch
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
 from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceOptions
-from ngym.services.base.request_bodies import json_body, off_loop, valid_body
+from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp import McpRoute
 from ngym.services.gym.sessions import (
     TASK,
@@ -285,7 +284,7 @@ def gym_server(
 
     async def aggregate_route(request: Request) -> Response:
         body = await json_body(request, BULK_WEIGHT)
-        return JsonResponse(await run_sync(aggregated, body, compute_metrics))
+        return JsonResponse(await in_thread(aggregated, body, compute_metrics))
 
     async def has_metrics(request: Request) -> Response:
         return JsonResponse({"compute_metrics": compute_metrics is not None})

@@ -247,7 +247,10 @@ class Repeats:
         if task is None:
             task = self._running[call] = asyncio.create_task(in_time(handler, request))
             task.add_done_callback(partial(self._keep, call))
-        return await _unless_over(asyncio.shield(task))
+        try:
+            return await _unless_over(asyncio.shield(task))
+        finally:
+            del task  # it holds the error whose traceback holds this frame: such a circle would keep the bodies alive
 
     def _keep(self, call: Call, task: asyncio.Task[Response]) -> None:
         del self._running[call]
@@ -297,6 +300,8 @@ async def _unless_over(call: Awaitable[Response]) -> Response:
         if caller is None or caller.cancelling():
             raise
         raise _lost("was stopped: its session has ended") from None
+    finally:
+        del call  # as above: a shielded task
 
 
 def _said(answer: Response | ServiceError | None) -> Response:

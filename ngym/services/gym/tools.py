@@ -6,11 +6,11 @@ import copy
 import inspect
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
 from warnings import catch_warnings, simplefilter
 
-from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.params import Depends
 from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_model
@@ -22,7 +22,7 @@ from ngym.schema import TOOL_ERRORS_HEADER, Json
 from ngym.services.base.app import JsonResponse, add_route, context_of
 from ngym.services.base.dispatch import execute_tool
 from ngym.services.base.options import ServiceOptions
-from ngym.services.base.request_bodies import CALL_WEIGHT, json_body, valid_body
+from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, valid_body
 from ngym.services.gym.sessions import BEGUN, Session, session_id_of
 
 RESERVED = frozenset(
@@ -105,7 +105,7 @@ class Author(NamedTuple):
                 given[name] = value
         if self.is_async:
             return await self.call(**given)
-        return await run_sync(lambda: self.call(**given))  # a plain function may block, which the event loop must not
+        return await in_thread(partial(self.call, **given))  # a plain function may block, which the event loop must not
 
 
 def offer(app: FastAPI, tool: Tool) -> None:
