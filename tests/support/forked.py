@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver, popen_forkserver
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkProcess, ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from threading import Lock
@@ -22,6 +23,9 @@ from typing import Any
 from unittest import mock
 
 from paths import SUPPORT
+
+from ngym.supervise import zygote
+from ngym.supervise.launcher import Launcher
 
 TRAINER = forkserver.ForkServer()
 TRAINER.set_forkserver_preload(
@@ -96,13 +100,17 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """`python -m ngym WORDS`, or `python WORDS` where the first is a file; stdout and stderr are one text."""
+    """`python -m ngym WORDS`, or `python WORDS` where the first is a file; stdout and stderr are one text.
 
-    def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+    vllm: it has imported vLLM, and so have the model servers that it starts; PyTorch too, but not DeepSpeed.
+    """
+
+    def __init__(self, words: list[str], folder: Path, environment: Mapping[str, str], *, vllm: bool = False) -> None:
         readable, writable = os.pipe()
         self.stdout = os.fdopen(readable, encoding="utf-8")
         self._said = ""
-        super().__init__(TRAINER, _command, (list(map(str, words)),), folder, environment, writable)
+        server = MODEL_SERVER if vllm else TRAINER
+        super().__init__(server, _command, (list(map(str, words)), vllm), folder, environment, writable)
         os.close(writable)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
@@ -134,8 +142,7 @@ def _as_new(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _as_at_start()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -144,7 +151,41 @@ def _as_new(
     function(*arguments)
 
 
-def _command(words: list[str]) -> None:
+def _as_at_start() -> None:
+    """Signals as a new Python handles them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+class _ForkedZygote(Forked):
+    """The process from which a command forks its services (ngym.supervise.zygote), forked from the command."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._process = ForkProcess(target=_zygote, args=(control.fileno(),))  # type: ignore[assignment]
+        self._process.start()
+
+    @classmethod
+    def launcher(cls) -> Launcher:
+        """Launcher.start, without a new Python."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return Launcher(cls(theirs), ours)  # type: ignore[arg-type]
+
+
+def _zygote(control: int) -> None:
+    os.setsid()
+    os.dup2(control, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    _as_at_start()
+    sys.argv = ["zygote", "3"]
+    zygote.main()
+
+
+def _command(words: list[str], forks_zygote: bool) -> None:
+    if forks_zygote:
+        Launcher.start = _ForkedZygote.launcher  # type: ignore[method-assign]
     if words[0].endswith(".py"):
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")

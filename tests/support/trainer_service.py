@@ -80,9 +80,9 @@ def arguments(folder: Path, policy: Path, stub: Stub, steps: int) -> list[str]:
     return ["grpo.yaml", *(f"{key}={value}" for key, value in overrides.items())]
 
 
-def train(folder: Path, words: list[str], **environment: str) -> ForkedCommand:
-    """`ng_train WORDS` in this folder."""
-    return ForkedCommand(["train", *words], folder, {**os.environ, **environment})
+def train(folder: Path, words: list[str], *, vllm: bool = False, **environment: str) -> ForkedCommand:
+    """`ng_train WORDS` in this folder. vllm: it starts a model server."""
+    return ForkedCommand(["train", *words], folder, {**os.environ, **environment}, vllm=vllm)
 
 
 def on_two_ranks(folder: Path, words: list[str]) -> list[ForkedCommand]:

@@ -35,7 +35,7 @@ def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
 
 
 def test_live_training_begins_with_random_weights(tmp_path: Path) -> None:
-    process = train(tmp_path, ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16"])
+    process = train(tmp_path, ["letters.yaml", "output=run", "max_steps=6", "rollouts.max_output_tokens=16"], vllm=True)
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     steps = metrics_of(tmp_path)
@@ -57,7 +57,7 @@ def test_in_bf16_every_transport_is_proved_and_apart_or_on_shared_gpus_it_learns
     steps, weights = {}, {}
     for name, more in ways.items():
         (tmp_path / name).mkdir()
-        said, _ = (process := train(tmp_path / name, [*words, *more])).communicate(timeout=600)
+        said, _ = (process := train(tmp_path / name, [*words, *more], vllm=True)).communicate(timeout=600)
         assert process.returncode == 0, said
         rows = metrics_of(tmp_path / name)
         assert [row["step"] for row in rows] == [1, 2, 3], name

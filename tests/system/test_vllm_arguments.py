@@ -7,12 +7,11 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkedCommand
 
 from ngym.errors import ConfigError
 from ngym.services.base.app import load
@@ -145,10 +144,11 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
         "tool_call_parser: vLLM has no parser 'hermess' (did you mean 'hermes'?)": {"tool_call_parser": "hermess"},
     }
     app = str(root / "models" / "vllm" / "app.py")
-    command = [sys.executable, "-c", PARSE, app, json.dumps(list(cases.values())), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-    assert result.returncode == 0, result.stderr
-    lines, unknown_parsers, refused = json.loads(result.stdout.splitlines()[-1])
+    (script := tmp_path / "parse.py").write_text(PARSE)
+    words = [str(script), app, json.dumps(list(cases.values())), str(tmp_path)]
+    said, _ = (process := ForkedCommand(words, tmp_path, os.environ, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, said
+    lines, unknown_parsers, refused = json.loads(said.splitlines()[-1])
     for expected, told in zip(cases, lines, strict=True):
         line = told if isinstance(told, str) else json.dumps(told)
         assert expected in line and "\n" not in line

@@ -16,7 +16,7 @@ from forked import ForkedCommand
 from paths import SUPPORT
 from safetensors.torch import load_file
 from steps_on_ranks import SHAPE
-from trainer_service import free_port
+from trainer_service import free_port, on_two_ranks
 from transformers import AutoTokenizer
 
 from ngym.cli.train import main
@@ -83,11 +83,10 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
 
 @pytest.fixture(scope="module")
 def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Taken]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     folder = tmp_path_factory.mktemp("together")
-    launched = [*torchrun, *words(data, folder, TOGETHER)]
-    done = subprocess.run(launched, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ranks = on_two_ranks(folder, words(data, folder, TOGETHER))
+    said = [rank.communicate(timeout=600)[0][-3000:] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
     return taken(folder, TOGETHER)
 
 

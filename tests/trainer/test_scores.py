@@ -265,7 +265,12 @@ def test_a_network_whose_layers_cannot_be_checkpointed_is_refused() -> None:
 # --- compiled layers -------------------------------------------------------------------------------------------------
 
 
+# The C++ compiler takes most of the time: it need not make scalar loops fast.
+QUICKLY_COMPILED = {"cpp.vec_isa_ok": False, "aot_inductor.debug_compile": True}
+
+
 @pytest.mark.skipif(not any(map(shutil.which, layers.COMPILERS)), reason="there is no C++ compiler")
+@torch._inductor.config.patch(QUICKLY_COMPILED)
 def test_compiled_layers_have_the_same_gradients_and_are_compiled_once_for_all_layouts(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

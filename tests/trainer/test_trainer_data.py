@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from trainer_service import train
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
@@ -309,14 +310,13 @@ def test_an_overwrite_that_does_not_begin_to_train_leaves_the_earlier_run_as_it_
         return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
     before = files(run)
-    words = ["ngym", "train", "sft.yaml", "data.path=few.jsonl", "output=run", "max_steps=1", *SMALL, "--overwrite"]
-    cannot = [sys.executable, "-m", *words, "data.max_tokens=1"]
-    ended = subprocess.run(cannot, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 2 and "no sample to train on" in ended.stderr, ended
+    words = ["sft.yaml", "data.path=few.jsonl", "output=run", "max_steps=1", *SMALL, "--overwrite"]
+    said, _ = (process := train(tmp_path, [*words, "data.max_tokens=1"])).communicate(timeout=600)
+    assert process.returncode == 2 and "no sample to train on" in said, said
     assert files(run) == before | {".held": ""}
 
-    ended = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    said, _ = (process := train(tmp_path, words)).communicate(timeout=600)
+    assert process.returncode == 0, said
     assert files(run / ".old") == before
     assert (run / "policy" / "model.safetensors").exists() and json.loads((run / "metrics.jsonl").read_text())[
         "step"
