@@ -227,6 +227,9 @@ class _Services:
         memory = GaugeMetricFamily(
             "ngym_service_resident_memory_bytes", "Resident memory of the service and its child processes", labels=names
         )
+        version = GaugeMetricFamily(
+            "ngym_service_policy_version", "The policy version that a trainer has proved there", labels=names
+        )
         sizes = resident_bytes([state.pid for state in self._states if state.pid and not state.node])
         for state in self._states:
             labels = [state.name, str(state.replica)]
@@ -234,7 +237,9 @@ class _Services:
             restarts.add_metric(labels, state.restarts)
             if state.pid in sizes and not state.node:
                 memory.add_metric(labels, sizes[state.pid])
-        yield from (ready, restarts, memory)
+            if state.version is not None:
+                version.add_metric(labels, state.version)
+        yield from (ready, restarts, memory, version)
 
 
 async def look_for_ever(

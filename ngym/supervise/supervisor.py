@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -19,10 +19,11 @@ from ngym.supervise.engine import Engine, LocalEngine, Place
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.service import READY_POLL_S, Limits, Process, State, Watched
+from ngym.supervise.service import READY_POLL_S, Limits, Process, State, Watched, called_urls
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.log_format import Redactor
 
+TRAINED_S = 30.0  # since a trainer's last word, until replicas without its weights are called
 GUEST_POLLS = 5  # without readiness, until a replica that joined is forgotten
 GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 
@@ -60,6 +61,7 @@ class Supervisor:
         self._watched: list[Watched] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._guests: set[asyncio.Task[None]] = set()
+        self._trained: dict[str, asyncio.TimerHandle] = {}
         self._hurry = asyncio.Event()
         self._head: Head | None = None
         self._head_file: HeadFile | None = None
@@ -109,7 +111,8 @@ class Supervisor:
             return found
         label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
         replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
-        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False)
+        held = name in self._trained
+        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=held)
         guest = Watched(state, self._changed, self.run_token, is_guest=True)
         self._watched.append(guest)
         self._guests.add(task := asyncio.create_task(self._accompany(guest)))
@@ -128,10 +131,43 @@ class Supervisor:
             self._watched.remove(guest)
         guest.change(status="stopped", detail="left the run", listed=False)
 
+    def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]:
+        """Record that a trainer has proved this policy version at these URLs of a model; returns the ready replicas that
+        wait for it.
+
+        They get no calls until they are named here, or until the trainer has been silent for TRAINED_S.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        stanza = self.config.stanza(name)
+        if stanza.kind != "model":
+            raise ConfigError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a model")
+        self._forget_trainer(name)
+        self._trained[name] = asyncio.get_running_loop().call_later(TRAINED_S, self._release, name)
+        replicas = [watched for watched in self._watched if watched.state.name == name]
+        for each in replicas:
+            died = isinstance(each, Process) and each.state.status not in ("ready", "not ready")
+            if each.state.url in proved and not died:
+                each.change(version=version, held=False)
+            elif each.state.version != version:
+                each.change(held=True)
+        return [each.state.url for each in replicas if each.state.held and each.state.status == "ready"]
+
+    def _forget_trainer(self, name: str) -> None:
+        if name in self._trained:
+            self._trained.pop(name).cancel()
+
+    def _release(self, name: str) -> None:
+        """The trainer has ended: every replica gets calls."""
+        self._forget_trainer(name)
+        for watched in self._watched:
+            if watched.state.name == name:
+                watched.change(version=None, held=False)
+
     def _changed(self, state: State) -> None:
         """Keep the addresses of its service current, in the list that later specs share, and report the change."""
-        states = [each for each in self.states if each.name == state.name]
-        self.urls[state.name][:] = [each.url for each in states if each.listed] or [each.url for each in states]
+        self.urls[state.name][:] = called_urls([each for each in self.states if each.name == state.name])
         self._on_event(state)
 
     async def failure(self) -> None:
@@ -162,6 +198,8 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop everything within 5 s; no process is left afterwards."""
+        for name in list(self._trained):
+            self._forget_trainer(name)
         watching = [*self._tasks, *self._guests]
         for task in watching:
             task.cancel()

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
+from ngym.supervise import supervisor
 from ngym.supervise.head_file import Reply, find_running, get, health
 from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State
@@ -447,3 +448,37 @@ async def test_a_replica_joins_a_run_and_leaves_it(project: Project) -> None:
             await guest.wait()
         await until(lambda: stack.urls["yes"] == own)
         await until(lambda: len(stack.states) == 1)
+
+
+async def test_a_trained_policy_that_starts_again_gets_no_calls_until_its_weights_are_proved(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.write({"policy": {"kind": "model", "app": "models/scripted", "replicas": 2}, "yes": gym("yes")}, yes=YES)
+    async with project.supervisor() as stack, stack.peers("test") as peers:
+        first, second = both = list(stack.urls["policy"])
+        admin = {"authorization": f"Bearer {stack.admin_token}"}
+
+        async def trained(version: int, *urls: str, name: str = "policy", opener: dict[str, str] = admin) -> Any:
+            body = json.dumps({"version": version, "urls": urls}).encode()
+            reply = await peers.send("PUT", f"{stack.head_url}/servers/{name}/weights", body, opener, PATIENCE_S)
+            return reply.json()
+
+        assert (await trained(1, opener={}))["status"] == 403
+        assert "is a gym_server, not a model" in (await trained(1, name="yes"))["detail"]
+        assert await trained(1, *both) == {"waiting": []} and stack.urls["policy"] == both
+        pid = stack.states[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: stack.states[1].restarts == 1 and stack.states[1].status == "ready")
+        assert stack.urls["policy"] == [first]
+        record = next(one for one in await peers.servers() if one["name"] == "policy")
+        assert record["versions"] == [1, None] and record["urls"] == [first]
+        assert record["detail"].startswith("policy-1 without calls until")
+        assert await trained(1) == {"waiting": [second]} and stack.urls["policy"] == [first]
+        assert await trained(1, second) == {"waiting": []} and stack.urls["policy"] == both
+        assert await trained(2, first) == {"waiting": [second]} and stack.urls["policy"] == [first]
+        metrics = (await get(f"{stack.head_url}/metrics", PATIENCE_S)).body.decode()
+        assert 'ngym_service_policy_version{replica="0",service="policy"} 2.0' in metrics
+        monkeypatch.setattr(supervisor, "TRAINED_S", 0.01)
+        await trained(3, first)
+        await until(lambda: stack.urls["policy"] == both)  # the trainer has ended
