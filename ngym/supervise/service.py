@@ -241,6 +241,7 @@ class Watched:
     ) -> None:
         self.state = state
         self.is_guest = is_guest
+        self.is_leaving = False
         self._token = token
         self.ready = asyncio.Event()
         self.ready_at: float | None = None
@@ -269,7 +270,7 @@ class Watched:
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
-                self.change(status="ready", detail="", listed=True)
+                self.change(status="ready", **({} if self.is_leaving else {"detail": "", "listed": True}))
                 self.ready.set()
             elif been_ready:
                 lost = self.without_weights() if self.restarts_unseen else {}
@@ -284,6 +285,11 @@ class Watched:
     def without_weights(self) -> dict[str, Any]:
         """The change of a replica that has lost the weights that a trainer gave it, if one did."""
         return {"version": None, "held": self.state.held or self.state.version is not None}
+
+    def leave(self) -> None:
+        """Take its address from the callers."""
+        self.is_leaving = True
+        self.change(detail="ends its calls, and stops", listed=False)
 
     def describe(self, reason: str) -> None:
         """Why it is not ready yet."""
@@ -381,7 +387,7 @@ class Process(Watched):
                 self.change(status="failed", detail=how, pid=None)
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
-            changes = {"listed": code != LOST, **self.without_weights()}
+            changes = {"listed": code != LOST and not self.is_leaving, **self.without_weights()}
             self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, **changes)
             await asyncio.sleep(pause)
 
