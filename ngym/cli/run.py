@@ -160,7 +160,7 @@ class Planned(NamedTuple):
     name: str
     kind: str
     app: Path | None
-    replicas: int
+    replicas: int | str | dict[str, int]
     host: str
     port: int | None
     urls: list[str]
@@ -215,7 +215,7 @@ def _planned(config: Config, stanza: Stanza, slices: Mapping[tuple[str, int], Se
         stanza.name,
         stanza.kind,
         app,
-        stanza.replicas,
+        stanza.model_dump(include={"replicas"})["replicas"],
         config.settings.host,
         stanza.port,
         stanza.external_urls,
@@ -231,7 +231,8 @@ def _row(each: Planned) -> tuple[str, ...]:
         return (each.name, each.kind, "", " ".join(each.urls), "external: not started here")
     app = f"{each.app}" + (f", by {each.python}" if each.python else "")
     app += f" ({resources})" if (resources := _resources(each)) else ""
-    return (each.name, each.kind, str(each.replicas), _address(each.host, each.port), app)
+    count = "{min} to {max}".format(**each.replicas) if isinstance(each.replicas, dict) else str(each.replicas)
+    return (each.name, each.kind, count, _address(each.host, each.port), app)
 
 
 def _resources(each: Planned) -> str:

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,10 @@ class Host:
     async def signal(self, number: int) -> None:
         if self._child is not None:
             self._child.signal(signal.Signals(number))
+
+    async def shut(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
     async def close(self) -> None:
         self._launcher.close()
@@ -157,6 +161,10 @@ class _OnRay:
             os.close(log)
             raise
 
+    async def shut(self) -> None:
+        with suppress(RayError):
+            await self._host.shut.remote()
+
     async def close(self) -> None:
         if self._host is not None:
             with suppress(RayError, TimeoutError):
@@ -171,8 +179,7 @@ class RayEngine:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.started = time.monotonic()
         self._say = say
-        self._group: PlacementGroup | None = None
-        self._places: list[_OnRay] = []
+        self._places: dict[_OnRay, PlacementGroup] = {}
         self._disconnects = False
 
     @classmethod
@@ -196,35 +203,77 @@ class RayEngine:
 
     async def places(self, config: Config) -> Mapping[str, list[Place]]:
         own = [stanza for stanza in config.services.values() if not stanza.external]
-        asked = [(stanza, bundle_of(stanza)) for stanza in own for _ in range(stanza.replicas)]
         for stanza in own:
             check_port(stanza)
-        self._group = await reserved([bundle for _, bundle in asked], config.settings.ready_timeout_s, self._say)
-        tls = config.settings.tls is not None
+        everywhere = [stanza for stanza in own if stanza.replicas == "per_node"]
+        counted = [stanza for stanza in own if stanza not in everywhere for _ in range(stanza.first_replicas)]
         found: dict[str, list[Place]] = {stanza.name: [] for stanza in own}
-        for index, (stanza, bundle) in enumerate(asked):
-            place = _OnRay(stanza, tls, self._creator(index, bundle))
-            self._places.append(place)
-            found[stanza.name].append(place)
+        groups = [(counted, "PACK")] if counted else []
+        groups += [([stanza] * nodes_for(stanza), "STRICT_SPREAD") for stanza in everywhere]
+        for stanzas, strategy in groups:
+            for stanza, place in zip(stanzas, await self._reserved(config, stanzas, strategy), strict=True):
+                found[stanza.name].append(place)
         await asyncio.gather(*(place.bind() for place in self._places))
         return found
 
-    def _creator(self, index: int, bundle: Mapping[str, float]) -> Callable[[], Any]:
-        actor = ray.remote(Host)
+    async def more(self, config: Config, stanza: Stanza) -> Place | None:
+        try:
+            (place,) = await self._reserved(config, [stanza], "PACK")
+        except ConfigError:
+            return None
+        await place.bind()
+        return place
 
-        def create() -> Any:
-            assert self._group is not None
-            return actor.options(scheduling_strategy=in_group(self._group, index), **of_actor(bundle)).remote()
+    async def release(self, place: Place) -> None:
+        assert isinstance(place, _OnRay)
+        await place.close()
+        _remove(self._places.pop(place))
 
-        return create
+    async def _reserved(self, config: Config, stanzas: Sequence[Stanza], strategy: str) -> list[_OnRay]:
+        """A placement group with a place for each of these stanzas."""
+        bundles = [bundle_of(stanza) for stanza in stanzas]
+        group = await reserved(bundles, config.settings.ready_timeout_s, self._say, strategy)
+        tls = config.settings.tls is not None
+        places = [
+            _OnRay(stanza, tls, _creator(group, index, bundle))
+            for index, (stanza, bundle) in enumerate(zip(stanzas, bundles, strict=True))
+        ]
+        self._places |= dict.fromkeys(places, group)
+        return places
 
     async def close(self) -> None:
         await asyncio.gather(*(place.close() for place in self._places))
-        if self._group is not None:
-            with suppress(RayError):
-                remove_placement_group(self._group)
+        for group in {group.id: group for group in self._places.values()}.values():
+            _remove(group)
         if self._disconnects:
             ray.shutdown()
+
+
+def _creator(group: PlacementGroup, index: int, bundle: Mapping[str, float]) -> Callable[[], Any]:
+    actor = ray.remote(Host)
+    return lambda: actor.options(scheduling_strategy=in_group(group, index), **of_actor(bundle)).remote()
+
+
+def _remove(group: PlacementGroup) -> None:
+    with suppress(RayError):
+        remove_placement_group(group)
+
+
+def nodes_for(stanza: Stanza) -> int:
+    """The number of nodes that have what one process of this stanza asks for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    asked = bundle_of(stanza)
+    count = sum(
+        bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in asked.items())
+        for node in ray.nodes()
+    )
+    if not count:
+        where = stanza.key_where.get("replicas", stanza.where)
+        raise ConfigError(f"{where}: replicas: per_node: no node of the Ray cluster has {_room([asked])}")
+    return count
 
 
 def connect(to: str) -> None:
@@ -244,9 +293,11 @@ def connect(to: str) -> None:
         ) from None
 
 
-async def reserved(bundles: list[dict[str, float]], within_s: float, say: Callable[[str], None]) -> PlacementGroup:
+async def reserved(
+    bundles: list[dict[str, float]], within_s: float, say: Callable[[str], None], strategy: str = "PACK"
+) -> PlacementGroup:
     """A placement group with these bundles. ConfigError if the cluster has no room for them within this time."""
-    group: PlacementGroup = placement_group(bundles, strategy="PACK")
+    group: PlacementGroup = placement_group(bundles, strategy=strategy)
     ready = asyncio.ensure_future(_awaited(group.ready()))
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(ready), SCHEDULED_S)

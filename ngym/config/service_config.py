@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ngym.config.shipped_files import app_file, shipped_file
 from ngym.config.yaml_tree import COMMAND_LINE, Tree, load_tree, parse, subtree
@@ -23,6 +23,7 @@ from ngym.telemetry.tracing import Destination
 
 SETTINGS_KEY = "ngym"
 OTEL = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+MOST_REPLICAS = 1024
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -94,6 +95,31 @@ class Resources(BaseModel):
     memory_gb: float | None = Field(default=None, gt=0, description="Main memory, in GiB.")
 
 
+class ReplicaRange(BaseModel):
+    """A number of replicas that follows the load."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    min: int = Field(default=1, ge=1, le=MOST_REPLICAS, description="Replicas at the start, and always.")
+    max: int = Field(ge=1, le=MOST_REPLICAS, description="The limit of the growth.")
+
+
+def _replicas(value: object) -> object:
+    """One message for everything that is not a number of replicas."""
+    value = int(value) if isinstance(value, str) and value.isdecimal() else value  # of an environment variable
+    match value:
+        case bool():
+            pass
+        case int() if 1 <= value <= MOST_REPLICAS:
+            return value
+        case "per_node" | ReplicaRange():
+            return value
+        case {"max": int(high), **rest} if rest.keys() <= {"min"}:
+            low = rest.get("min", 1)
+            if isinstance(low, int) and 1 <= low <= high <= MOST_REPLICAS:
+                return value
+    raise ValueError(f"Input should be a number from 1 to {MOST_REPLICAS}, per_node, or such as {{min: 1, max: 8}}")
+
+
 class Stanza(BaseModel):
     """One service of the config: the keys that ngym reads, and the service's own options, which it does not check."""
 
@@ -106,8 +132,12 @@ class Stanza(BaseModel):
     )
     url: str | None = Field(default=None, description="The address of an external service, which is not started.")
     urls: tuple[str, ...] = Field(default=(), description="The addresses of an external service with several replicas.")
-    replicas: int = Field(
-        default=1, ge=1, le=1024, description="The number of processes; a rollout's session stays with one of them."
+    replicas: Annotated[
+        Annotated[int, Field(ge=1, le=MOST_REPLICAS)] | Literal["per_node"] | ReplicaRange, BeforeValidator(_replicas)
+    ] = Field(
+        default=1,
+        description="The number of processes; a rollout's session stays with one of them. per_node: one on each node of a "
+        "cluster. {min, max}: of a model, more while calls wait.",
     )
     resources: Resources | None = Field(default=None, description="What each process needs: gpus, cpus, memory_gb.")
     pool: str | None = Field(
@@ -135,6 +165,13 @@ class Stanza(BaseModel):
     def external(self) -> bool:
         """Whether this service runs elsewhere and is not started."""
         return bool(self.url or self.urls)
+
+    @property
+    def first_replicas(self) -> int:
+        """The number of processes at the start, on one node."""
+        if isinstance(self.replicas, ReplicaRange):
+            return self.replicas.min
+        return 1 if self.replicas == "per_node" else self.replicas
 
     @property
     def external_urls(self) -> list[str]:
@@ -344,6 +381,11 @@ def _check_stanza(stanza: Stanza, part: Tree, root: Path) -> None:
             raise ConfigError(
                 f"{where}: the variable {stanza.token_env!r} is not set; it must hold the bearer token of {stanza.name!r}"
             )
+    if isinstance(stanza.replicas, ReplicaRange) and stanza.kind != "model":
+        raise ConfigError(
+            f"{part.where('replicas')}: replicas: {{min, max}} is for models; {stanza.name!r} is of the kind {stanza.kind}, give it a "
+            "number"
+        )
     if not stanza.app and not stanza.external:
         raise ConfigError(
             f"{part.default_where}: service {stanza.name!r} needs an app (a path such as gym_servers/math) or a url"

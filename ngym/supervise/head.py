@@ -30,7 +30,7 @@ from ngym.net.connection_limits import Server, server_config
 from ngym.schema import Kind
 from ngym.supervise import service_metrics
 from ngym.supervise.head_file import get
-from ngym.supervise.service import State, listen, url_of
+from ngym.supervise.service import State, called_urls, listen, url_of
 from ngym.supervise.service_metrics import resident_bytes
 from ngym.telemetry.log_format import redacted
 
@@ -51,7 +51,7 @@ REFERENCES: dict[str, tuple[str, Kind]] = {
     "model": ("model_server", "model"),
 }
 RUNNING_TIMEOUT_S = 5.0
-MAX_BODY = 4096
+MAX_BODY = 64 << 10
 # From good to bad: a service with replicas has the state of its worst replica.
 SEVERITY = ("ready", "stopped", "starting", "not ready", "restarting", "failed")
 PAGE = (Path(__file__).parent / "head_page.html").read_text(encoding="utf-8")
@@ -184,10 +184,12 @@ def servers(states: list[State]) -> list[dict[str, Any]]:
 
 def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
     worst = max(replicas, key=lambda state: SEVERITY.index(state.status))
-    urls = [state.url for state in replicas if state.listed] or [state.url for state in replicas]
+    urls = called_urls(replicas)
     address: dict[str, Any] = {"url": urls[0]} if len(replicas) == 1 else {"urls": urls}
     if any(state.node for state in replicas):
         address["nodes"] = [state.node for state in replicas]
+    if any(state.held or state.version is not None for state in replicas):
+        address["versions"] = [state.version for state in replicas]
     started = min((state.started_at for state in replicas if state.started_at), default=None)
     return {
         "name": worst.name,
@@ -197,13 +199,18 @@ def _server(replicas: list[State], sizes: Mapping[int, int]) -> dict[str, Any]:
         "pid": replicas[0].pid,
         "pids": [state.pid for state in replicas],
         "status": worst.status,
-        "detail": worst.detail,
+        "detail": worst.detail or _waiting(replicas),
         "external": worst.external,
         "started_at": started.isoformat() if started else None,
         "uptime_seconds": uptime_seconds(started),
         "restarts": sum(state.restarts for state in replicas),
         "memory_bytes": sum(sizes.get(state.pid or 0, 0) for state in replicas if not state.node) or None,
     }
+
+
+def _waiting(replicas: list[State]) -> str:
+    held = [state.label for state in replicas if state.held]
+    return f"{', '.join(held)} without calls until the trainer has pushed its weights there" if held else ""
 
 
 def uptime_seconds(started: datetime | None) -> float:
@@ -215,6 +222,10 @@ def _app(supervisor: Supervisor) -> Starlette:
 
     looks = service_metrics.Looks(supervisor.run_token)
     admin = Lock([supervisor.admin_token])
+
+    def _check_admin(request: Request, what: str) -> None:
+        if not admin.opens(request.scope["headers"]):
+            raise HTTPException(403, f"{what} needs its admin token ({ADMIN_TOKEN})")
 
     async def root(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -249,10 +260,8 @@ def _app(supervisor: Supervisor) -> Starlette:
         return JSONResponse(supervisor.urls)
 
     async def join(request: Request) -> Response:
-        if not admin.opens(
-            request.scope["headers"]
-        ):  # a policy that joins gets weights, and the token that changes them
-            raise HTTPException(403, f"joining a run needs its admin token ({ADMIN_TOKEN})")
+        # a policy that joins gets weights, and the token that changes them
+        _check_admin(request, "joining a run")
         match await _body(request):
             case {"name": str(name), "url": str(url)} if not wrong_url(url):
                 pass
@@ -263,6 +272,19 @@ def _app(supervisor: Supervisor) -> Starlette:
         except ConfigError as error:
             raise HTTPException(404, str(error)) from None
         return JSONResponse({"name": name, "url": state.url, "label": state.label}, 202)
+
+    async def trained(request: Request) -> Response:
+        _check_admin(request, "training a policy")
+        match await _body(request):
+            case {"version": int(version), "urls": list(urls)}:
+                pass
+            case _:
+                raise HTTPException(422, 'send {"version": the policy version, "urls": [where it was proved]}')
+        try:
+            waiting = supervisor.trained(request.path_params["name"], version, urls)
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from None
+        return JSONResponse({"waiting": waiting})
 
     async def show_config(request: Request) -> Response:
         return JSONResponse(shown_config(config))
@@ -301,6 +323,7 @@ def _app(supervisor: Supervisor) -> Starlette:
     }
     served = [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
     served.append(Route("/servers", join, methods=["POST"]))
+    served.append(Route("/servers/{name}/weights", trained, methods=["PUT"]))
     app = Starlette(routes=served, exception_handlers={HTTPException: _problem})
     app.router.redirect_slashes = False
     return app
@@ -350,6 +373,16 @@ def _document(is_locked: bool) -> dict[str, Any]:
         "summary": "Add a replica that runs elsewhere (`ng_serve --join`); needs the admin token",
         "requestBody": {"required": True, "content": {"application/json": {"schema": replica}}},
         "responses": {"202": {"description": "Accepted", "content": {"application/json": {"schema": _OBJECT}}}},
+    }
+    proved = {"version": {"type": "integer"}, "urls": {"type": "array", "items": {"type": "string"}}}
+    pushed = {"type": "object", "properties": proved, "required": list(proved)}
+    paths["/servers/{name}/weights"] = {
+        "put": {
+            "summary": "A trainer has proved this policy version at these URLs; answers who waits for it. Admin token",
+            "parameters": [{"in": "path", "name": "name", "required": True, "schema": {"type": "string"}}],
+            "requestBody": {"required": True, "content": {"application/json": {"schema": pushed}}},
+            "responses": {"200": {"description": "OK", "content": {"application/json": {"schema": _OBJECT}}}},
+        }
     }
     document: dict[str, Any] = {
         "openapi": "3.1.0",

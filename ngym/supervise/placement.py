@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -49,7 +49,7 @@ def processes(config: Config) -> Iterator[tuple[Stanza, int, Resources]]:
     """Every process that asks for resources: its stanza, its replica's number, and what it asks for."""
     for stanza in config.services.values():
         if stanza.resources is not None and not stanza.external:
-            for replica in range(stanza.replicas):
+            for replica in range(stanza.first_replicas):
                 yield stanza, replica, stanza.resources
 
 
@@ -74,6 +74,22 @@ def gpu_slices(config: Config, machine: Machine | None = None) -> dict[tuple[str
             slices[stanza.name, replica] = machine.gpus[begin : begin + asked.gpus]
             begin += asked.gpus
     return slices
+
+
+def spare_gpus(
+    asked: Resources, reserved: Collection[tuple[Resources, Sequence[str]]], machine: Machine
+) -> tuple[str, ...] | None:
+    """The GPUs of one more process: the last free ones. None: the machine has no room for it.
+
+    reserved: what the other processes asked for, and their GPUs.
+    """
+    taken = {gpu for _, gpus in reserved for gpu in gpus}
+    free = [gpu for gpu in machine.gpus if gpu not in taken]
+    for key, there in (("cpus", machine.cpus), ("memory_gb", machine.memory_gb)):
+        if sum(getattr(one, key) or 0 for one in (asked, *(one for one, _ in reserved))) > there:
+            return None
+    count = asked.gpus or 0
+    return tuple(free[len(free) - count :]) if count <= len(free) else None
 
 
 def _check_fits(asking: list[tuple[Stanza, int, Resources]], machine: Machine) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,7 +191,8 @@ class State:
 
     label: the name, with the replica's number when there are several. replica: 0 .. replicas - 1.
     detail: one line, such as why it is not ready. restarts: number of restarts. node: its machine, on a cluster.
-    listed: whether callers get this address.
+    listed: whether it can be called. version: the policy version that a trainer has proved there. held: a trainer has not
+    given it the current weights yet.
     """
 
     name: str
@@ -208,6 +209,14 @@ class State:
     restarts: int = 0
     node: str = ""
     listed: bool = True
+    version: int | None = None
+    held: bool = False
+
+
+def called_urls(replicas: Sequence[State]) -> list[str]:
+    """The addresses that callers get. Without a replica that can be called, these are all: a restart may be short."""
+    listed = [state for state in replicas if state.listed] or replicas
+    return [state.url for state in listed if not state.held] or [state.url for state in listed]
 
 
 @dataclass(frozen=True)
@@ -225,11 +234,14 @@ class Watched:
     token: authorizes the requests. is_guest: it joined a run that started without it, and is listed while it is ready.
     """
 
+    restarts_unseen = True  # a URL that does not answer may be that of a process that starts again
+
     def __init__(
         self, state: State, tell: Callable[[State], None], token: str | None = None, is_guest: bool = False
     ) -> None:
         self.state = state
         self.is_guest = is_guest
+        self.is_leaving = False
         self._token = token
         self.ready = asyncio.Event()
         self.ready_at: float | None = None
@@ -258,15 +270,26 @@ class Watched:
                 if not been_ready:
                     self.ready_at = time.monotonic()
                 been_ready = True
-                self.change(status="ready", detail="", listed=True)
+                self.change(status="ready", **({} if self.is_leaving else {"detail": "", "listed": True}))
                 self.ready.set()
             elif been_ready:
-                self.change(status="not ready", detail=found.reason, listed=self.state.listed and not self.is_guest)
+                lost = self.without_weights() if self.restarts_unseen else {}
+                listed = self.state.listed and not self.is_guest
+                self.change(status="not ready", detail=found.reason, listed=listed, **lost)
             else:
                 self.describe(found.reason)
                 if time.monotonic() > deadline:
                     raise TimeoutError(found.reason)
             await asyncio.sleep(READY_POLL_S if been_ready or self.state.external else STARTING_POLL_S)
+
+    def without_weights(self) -> dict[str, Any]:
+        """The change of a replica that has lost the weights that a trainer gave it, if one did."""
+        return {"version": None, "held": self.state.held or self.state.version is not None}
+
+    def leave(self) -> None:
+        """Take its address from the callers."""
+        self.is_leaving = True
+        self.change(detail="ends its calls, and stops", listed=False)
 
     def describe(self, reason: str) -> None:
         """Why it is not ready yet."""
@@ -304,6 +327,8 @@ class Deaths:
 
 class Process(Watched):
     """A service process that we run: `run` restarts it until it is cancelled or the service is given up."""
+
+    restarts_unseen = False
 
     def __init__(
         self,
@@ -362,8 +387,8 @@ class Process(Watched):
                 self.change(status="failed", detail=how, pid=None)
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
-            here = code != LOST
-            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, listed=here)
+            changes = {"listed": code != LOST and not self.is_leaving, **self.without_weights()}
+            self.change(status="restarting", detail=f"{how}; again in {pause:.1f} s", pid=None, **changes)
             await asyncio.sleep(pause)
 
     async def _own_python(self) -> Path | None:

@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from ngym.supervise.head_file import get
+from ngym.supervise.scaling import Load
 from ngym.supervise.service import State
 
 PROC = Path("/proc")
@@ -30,6 +31,7 @@ PROBES = frozenset(
 EVERY_S = 5.0
 TIMEOUT_S = 2.0
 AGAIN_S = 1.0
+OF_LOAD = ("ngym_requests_in_flight", "ngym_calls_waiting", "vllm:num_requests_waiting")
 WANTED = ("ngym_requests_total", "ngym_errors_total")  # an engine's page has thousands of lines
 
 
@@ -234,6 +236,9 @@ class _Services:
         memory = GaugeMetricFamily(
             "ngym_service_resident_memory_bytes", "Resident memory of the service and its child processes", labels=names
         )
+        version = GaugeMetricFamily(
+            "ngym_service_policy_version", "The policy version that a trainer has proved there", labels=names
+        )
         sizes = resident_bytes([state.pid for state in self._states if state.pid and not state.node])
         for state in self._states:
             labels = [state.name, str(state.replica)]
@@ -241,7 +246,9 @@ class _Services:
             restarts.add_metric(labels, state.restarts)
             if state.pid in sizes and not state.node:
                 memory.add_metric(labels, sizes[state.pid])
-        yield from (ready, restarts, memory)
+            if state.version is not None:
+                version.add_metric(labels, state.version)
+        yield from (ready, restarts, memory, version)
 
 
 async def look_for_ever(
@@ -277,6 +284,15 @@ async def scrapes(servers: Sequence[Mapping[str, Any]], token: str | None, timeo
         if told := [scrape for scrape in replicas if scrape is not None]:
             found[server["name"]] = together(told)
     return found
+
+
+async def load_of(urls: Sequence[str], changing: int, token: str | None) -> Load | None:
+    """The load of these replicas of a model; None if one does not answer. changing: further replicas."""
+    found = await asyncio.gather(*(scrape(url, token, TIMEOUT_S, OF_LOAD) for url in urls))
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    return Load(len(urls), changing, sum(each.waiting or 0 for each in known), sum(each.in_flight for each in known))
 
 
 class Looks:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from ngym.config.service_config import Config, Stanza, missing_models, secrets_of
+from ngym.config.service_config import Config, ReplicaRange, Stanza, missing_models, secrets_of
 from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
-from ngym.peers import Peers
+from ngym.peers import FOLLOW_S, Peers
 from ngym.supervise.engine import Engine, LocalEngine, Place
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
-from ngym.supervise.service import READY_POLL_S, Limits, Process, State, Watched
+from ngym.supervise.scaling import Load, follow_load
+from ngym.supervise.service import READY_POLL_S, Limits, Process, State, Watched, called_urls
+from ngym.supervise.service_metrics import load_of
 from ngym.supervise.venvs import venv_of
 from ngym.telemetry.log_format import Redactor
 
+TRAINED_S = 30.0  # since a trainer's last word, until replicas without its weights are called
+QUIET_LOOKS = 2  # without a call, FOLLOW_S apart, until a replica that leaves is stopped
 GUEST_POLLS = 5  # without readiness, until a replica that joined is forgotten
 GRACE_S = 3.5  # of the 5 s limit for the whole shutdown; a service's own grace period for requests in flight is 3 s
 
@@ -60,6 +66,8 @@ class Supervisor:
         self._watched: list[Watched] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._guests: set[asyncio.Task[None]] = set()
+        self._grown: dict[Process, tuple[Place, asyncio.Task[None]]] = {}
+        self._trained: dict[str, asyncio.TimerHandle] = {}
         self._hurry = asyncio.Event()
         self._head: Head | None = None
         self._head_file: HeadFile | None = None
@@ -109,7 +117,8 @@ class Supervisor:
             return found
         label, node = f"{name}@{urlsplit(url).netloc}", urlsplit(url).hostname or ""
         replica = 1 + max((state.replica for state in self.states if state.name == name), default=-1)
-        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False)
+        held = name in self._trained
+        state = State(name, stanza.kind, stanza.app, label, replica, url, node=node, listed=False, held=held)
         guest = Watched(state, self._changed, self.run_token, is_guest=True)
         self._watched.append(guest)
         self._guests.add(task := asyncio.create_task(self._accompany(guest)))
@@ -128,10 +137,105 @@ class Supervisor:
             self._watched.remove(guest)
         guest.change(status="stopped", detail="left the run", listed=False)
 
+    def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]:
+        """Record that a trainer has proved this policy version at these URLs of a model; returns the ready replicas that
+        wait for it.
+
+        They get no calls until they are named here, or until the trainer has been silent for TRAINED_S.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        stanza = self.config.stanza(name)
+        if stanza.kind != "model":
+            raise ConfigError(f"{stanza.where}: {name!r} is a {stanza.kind}, not a model")
+        self._forget_trainer(name)
+        self._trained[name] = asyncio.get_running_loop().call_later(TRAINED_S, self._release, name)
+        replicas = [watched for watched in self._watched if watched.state.name == name]
+        for each in replicas:
+            died = isinstance(each, Process) and each.state.status not in ("ready", "not ready")
+            if each.state.url in proved and not died:
+                each.change(version=version, held=False)
+            elif each.state.version != version:
+                each.change(held=True)
+        return [each.state.url for each in replicas if each.state.held and each.state.status == "ready"]
+
+    def _forget_trainer(self, name: str) -> None:
+        if name in self._trained:
+            self._trained.pop(name).cancel()
+
+    def _release(self, name: str) -> None:
+        """The trainer has ended: every replica gets calls."""
+        self._forget_trainer(name)
+        for watched in self._watched:
+            if watched.state.name == name:
+                watched.change(version=None, held=False)
+
+    async def _scale(self, stanza: Stanza, bounds: ReplicaRange) -> None:
+        """Follow the load of a model."""
+
+        def replicas() -> list[Process]:
+            return [each for each in self._watched if isinstance(each, Process) and each.state.name == stanza.name]
+
+        async def look() -> Load | None:
+            ours = replicas()
+            ready = [each.state.url for each in ours if each.state.status == "ready" and each.state.listed]
+            return await load_of(ready, len(ours) - len(ready), self.run_token)
+
+        async def change(by: int) -> None:
+            if by > 0:
+                await self._grow(stanza)
+            else:
+                await self._shrink(next(each for each in reversed(replicas()) if each in self._grown))
+
+        await follow_load(bounds, look, change)
+
+    async def _grow(self, stanza: Stanza) -> None:
+        assert self._engine is not None
+        place = await self._engine.more(self.config, stanza)
+        if place is None:
+            first = next(state for state in self.states if state.name == stanza.name)
+            self._on_event(replace(first, detail="calls wait, and there is no room for another replica"))
+            return
+        used = {state.replica for state in self.states if state.name == stanza.name}
+        index = next(number for number in itertools.count() if number not in used)
+        state = State(
+            stanza.name,
+            stanza.kind,
+            stanza.app,
+            f"{stanza.name}-{index}",
+            index,
+            place.url,
+            node=place.node,
+            listed=False,
+            held=stanza.name in self._trained,
+        )
+        process = self._process(stanza, state, place, optional=True)  # the run can go on without it
+        self._watched.append(process)
+        self._grown[process] = (place, asyncio.create_task(process.run()))
+
+    async def _shrink(self, process: Process) -> None:
+        """Let its calls end, then stop it. Callers that still have its address are refused, and call another."""
+        assert self._engine is not None
+        process.leave()
+        quiet = 0
+        while quiet < QUIET_LOOKS and process.state.status == "ready":
+            await asyncio.sleep(FOLLOW_S)
+            load = await load_of([process.state.url], 0, self.run_token)
+            quiet = quiet + 1 if load is not None and not load.running else 0
+        place, task = self._grown[process]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await place.shut()
+        await process.stop(GRACE_S, self._hurry)
+        del self._grown[process]
+        self._watched.remove(process)
+        self._changed(process.state)
+        await self._engine.release(place)
+
     def _changed(self, state: State) -> None:
         """Keep the addresses of its service current, in the list that later specs share, and report the change."""
-        states = [each for each in self.states if each.name == state.name]
-        self.urls[state.name][:] = [each.url for each in states if each.listed] or [each.url for each in states]
+        self.urls[state.name][:] = called_urls([each for each in self.states if each.name == state.name])
         self._on_event(state)
 
     async def failure(self) -> None:
@@ -162,7 +266,9 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop everything within 5 s; no process is left afterwards."""
-        watching = [*self._tasks, *self._guests]
+        for name in list(self._trained):
+            self._forget_trainer(name)
+        watching = [*self._tasks, *self._guests, *(task for _, task in self._grown.values())]
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
@@ -193,6 +299,9 @@ class Supervisor:
         for watched in self._watched:
             run = watched.run() if isinstance(watched, Process) else watched.watch()
             self._tasks.append(asyncio.create_task(run))
+        for stanza in config.services.values():
+            if isinstance(stanza.replicas, ReplicaRange) and not stanza.external:
+                self._tasks.append(asyncio.create_task(self._scale(stanza, stanza.replicas)))
 
     def _running(self) -> Running:
         tls = self.config.settings.tls
@@ -204,26 +313,27 @@ class Supervisor:
         states = [self._state(stanza, index) for index in range(len(stanza.external_urls))]
         return [Watched(state, self._changed, token) for state in states]
 
-    def _processes(self, stanza: Stanza, places: Sequence[Place]) -> list[Watched]:
+    def _processes(self, stanza: Stanza, places: Sequence[Place]) -> list[Process]:
+        return [
+            self._process(stanza, self._state(stanza, index, place.node), place, stanza.optional)
+            for index, place in enumerate(places)
+        ]
+
+    def _process(self, stanza: Stanza, state: State, place: Place, optional: bool) -> Process:
         assert self._head_file is not None
         settings = self.config.settings
         timeout = settings.model_ready_timeout_s if stanza.kind == "model" else settings.ready_timeout_s
-        processes: list[Watched] = []
         redact = Redactor([*secrets_of(self.config), self.admin_token, self.run_token or ""])
-        for index, place in enumerate(places):
-            state = self._state(stanza, index, place.node)
-            tokens = (self.admin_token, self.run_token)
-            spec = service_spec(self.config, stanza, self.urls, self.head_url, index, *tokens)
-            limits = Limits(timeout, settings.max_restarts)
-            log = self._head_file.logs / f"{state.label}.log"
-            venv = venv_of(self.config, stanza)
-            optional = stanza.optional
-            processes.append(Process(state, self._changed, place, spec, log, limits, redact, venv, optional))
-        return processes
+        tokens = (self.admin_token, self.run_token)
+        spec = service_spec(self.config, stanza, self.urls, self.head_url, state.replica, *tokens)
+        limits = Limits(timeout, settings.max_restarts)
+        log = self._head_file.logs / f"{state.label}.log"
+        return Process(state, self._changed, place, spec, log, limits, redact, venv_of(self.config, stanza), optional)
 
     def _state(self, stanza: Stanza, index: int, node: str = "") -> State:
         urls = self.urls[stanza.name]
-        label = f"{stanza.name}-{index}" if len(urls) > 1 else stanza.name
+        several = len(urls) > 1 or isinstance(stanza.replicas, ReplicaRange)
+        label = f"{stanza.name}-{index}" if several else stanza.name
         return State(stanza.name, stanza.kind, stanza.app, label, index, urls[index], stanza.external, node=node)
 
     async def _all_ready(self) -> None:

@@ -130,6 +130,20 @@ async def test_services_get_nodes_and_gpus_move_when_a_node_dies_and_leave_nothi
     assert all(state.status == "stopped" for state in stack.states)
 
 
+async def test_each_node_has_a_replica_and_one_more_gets_room_and_gives_it_back(run: Run, nodes: Nodes) -> None:
+    async with run.supervisor(replicas="per_node", pool="workers", resources={"cpus": 0.5}) as stack:
+        assert sorted(str(urlsplit(state.url).hostname) for state in stack.states) == sorted(nodes.workers)
+        engine, stanza = stack._engine, stack.config.services["sees"]
+        assert engine is not None
+        before = ray.available_resources()
+        place = await engine.more(stack.config, stanza)
+        assert place is not None and str(urlsplit(place.url).hostname) in nodes.workers
+        await until(lambda: ray.available_resources()["CPU"] == before["CPU"] - 0.5)
+        await place.shut()
+        await engine.release(place)
+        await until(lambda: ray.available_resources() == before)
+
+
 async def test_what_the_cluster_has_no_room_for_is_refused(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"gpu: 9 asked, \d free of 4$") as refused:
         await run.supervisor(resources={"gpus": 9}).__aenter__()

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
+from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, get, health
 from ngym.supervise.launcher import LauncherGone
 from ngym.supervise.service import STEADY_S, Deaths, ServiceFailed, State
@@ -447,3 +448,80 @@ async def test_a_replica_joins_a_run_and_leaves_it(project: Project) -> None:
             await guest.wait()
         await until(lambda: stack.urls["yes"] == own)
         await until(lambda: len(stack.states) == 1)
+
+
+async def test_a_trained_policy_that_starts_again_gets_no_calls_until_its_weights_are_proved(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.write({"policy": {"kind": "model", "app": "models/scripted", "replicas": 2}, "yes": gym("yes")}, yes=YES)
+    async with project.supervisor() as stack, stack.peers("test") as peers:
+        first, second = both = list(stack.urls["policy"])
+        admin = {"authorization": f"Bearer {stack.admin_token}"}
+
+        async def trained(version: int, *urls: str, name: str = "policy", opener: dict[str, str] = admin) -> Any:
+            body = json.dumps({"version": version, "urls": urls}).encode()
+            reply = await peers.send("PUT", f"{stack.head_url}/servers/{name}/weights", body, opener, PATIENCE_S)
+            return reply.json()
+
+        assert (await trained(1, opener={}))["status"] == 403
+        assert "is a gym_server, not a model" in (await trained(1, name="yes"))["detail"]
+        assert await trained(1, *both) == {"waiting": []} and stack.urls["policy"] == both
+        pid = stack.states[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: stack.states[1].restarts == 1 and stack.states[1].status == "ready")
+        assert stack.urls["policy"] == [first]
+        record = next(one for one in await peers.servers() if one["name"] == "policy")
+        assert record["versions"] == [1, None] and record["urls"] == [first]
+        assert record["detail"].startswith("policy-1 without calls until")
+        assert await trained(1) == {"waiting": [second]} and stack.urls["policy"] == [first]
+        assert await trained(1, second) == {"waiting": []} and stack.urls["policy"] == both
+        assert await trained(2, first) == {"waiting": [second]} and stack.urls["policy"] == [first]
+        metrics = (await get(f"{stack.head_url}/metrics", PATIENCE_S)).body.decode()
+        assert 'ngym_service_policy_version{replica="0",service="policy"} 2.0' in metrics
+        monkeypatch.setattr(supervisor, "TRAINED_S", 0.01)
+        await trained(3, first)
+        await until(lambda: stack.urls["policy"] == both)  # the trainer has ended
+
+
+async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losing_one(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, value in (
+        (scaling, "LOOK_S", 0.05),
+        (scaling, "GROW_AFTER_S", 0),
+        (scaling, "SHRINK_AFTER_S", 0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(supervisor, "FOLLOW_S", 0.1)
+    options = {"max_in_flight": 1, "latency_s": 0.1, "replicas": {"min": 1, "max": 2}}
+    project.write({"policy": {"kind": "model", "app": "models/scripted", **options}})
+    async with project.supervisor() as stack, stack.peers("test") as peers:
+        first = list(stack.urls["policy"])
+        done = asyncio.Event()
+
+        async def calls() -> int:
+            count = 0
+            while not done.is_set():
+                answer = await peers["policy"].post("/v1/responses", {"input": "hello"})
+                assert answer["status"] == "completed"
+                count += 1
+            return count
+
+        async with asyncio.TaskGroup() as callers:
+            several = [callers.create_task(calls()) for _ in range(4)]
+            await until(lambda: len(stack.urls["policy"]) == 2)
+            assert [state.label for state in stack.states] == ["policy-0", "policy-1"]
+            await peers.refresh()
+            done.set()
+        assert all(task.result() for task in several)
+        done.clear()
+        grown = stack.states[1]
+        async with asyncio.TaskGroup() as callers:
+            alone = callers.create_task(calls())  # one call at a time: idle for two replicas
+            await until(lambda: len(stack.states) == 1)
+            done.set()
+        assert alone.result() and stack.urls["policy"] == first
+        assert grown.pid is not None and not psutil.pid_exists(grown.pid)
+        assert project.statuses("policy-1") == ["starting", "ready", "stopped"]
+        assert {event.detail for event in project.events if event.label == "policy-1"} >= {"ends its calls, and stops"}

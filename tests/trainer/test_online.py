@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +149,63 @@ def test_a_push_follows_replicas_that_join_and_leave(policy: Path, only_rank: No
         publisher.publish(lambda version: None)
         pusher.finish()
         assert stays._version == joins._version == publisher.version
+
+
+def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
+    policy: Path, only_rank: None, tmp_path: Path
+) -> None:
+    options = recipe.ModelOptions(path=str(policy))
+    tokenizer = model.load_tokenizer(options)
+    launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
+    optimizing = recipe.OptimizerOptions(lr=1e-3)
+    learner = engine.Engine(model.load_policy(options, tokenizer, 0), launch, recipe.EngineOptions(), optimizing)
+    said: list[str] = []
+    with ExitStack() as stack:
+        stays, joins, later, wrong = [stack.enter_context(serving(Stub(policy))) for _ in range(4)]
+        arguments(tmp_path, policy, stays, 1)
+        later._version = 7  # of another run
+        wrong._logprobs = lambda ids: [0.0] * (len(ids) - 1)  # type: ignore[method-assign]
+        connect = partial(services.started, tmp_path / "services.yaml", ["agent"], "policy", [], said.append)
+        with services.Services(connect) as there:
+            membership = services.Membership(there, "policy", said.append)
+            called = partial(there.addresses, "policy")
+            pusher = push.Pusher(called, there.reached.token)
+            publisher = publish.Publisher(
+                learner, pusher, publish.probe_ids(tokenizer), learner.weights, membership=membership
+            )
+            announced: list[int] = []
+            publisher.publish(announced.append)
+            for waiting in (joins, later, wrong):
+                there.call(join(there.reached, waiting.url))
+                there.call(noticed(membership))
+                assert membership.waiting() == [waiting.url] and waiting.url not in called()
+                publisher.publish(announced.append)
+                publisher.publish(announced.append)  # nothing is left to do
+            assert called() == [stays.url, joins.url]
+            assert stays.pushes == joins.pushes == announced == [1] and later.pushes == []
+            learner.steps += 1
+            publisher.publish(announced.append)
+            assert called() == [stays.url, joins.url, later.url]
+            assert stays.pushes == joins.pushes == wrong.pushes == announced == [1, 8] and later.pushes == [8]
+            pusher.finish()
+    assert f"policy {joins.url} joined with version 1" in said and f"policy {later.url} joined with version 8" in said
+    refusals = [line for line in said if "gets no calls" in line]
+    assert [line.split()[1] for line in refusals] == [later.url, wrong.url, wrong.url]
+    assert "it serves version 7 of other weights" in refusals[0] and "not the weights that were trained" in refusals[1]
+
+
+async def join(reached: services.Reached, url: str) -> None:
+    body = json.dumps({"name": "policy", "url": url}).encode()
+    opener = {"authorization": f"Bearer {reached.token}"}
+    reply = await reached.peers.send("POST", f"{reached.peers.head_url}/servers", body, opener, 30)
+    assert reply.status == 202
+
+
+async def noticed(membership: services.Membership) -> None:
+    seen = asyncio.Event()
+    watch = asyncio.create_task(membership.watch(seen.set))
+    await seen.wait()
+    watch.cancel()
 
 
 def test_the_saved_policy_is_the_one_that_is_served(finished: tuple[Path, str, Stub]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ngym.config.service_config import Config, load_config
+from ngym.config.service_config import Config, Resources, load_config
 from ngym.errors import ConfigError
-from ngym.supervise.placement import Machine, gpu_slices, this_machine, visible_gpus
+from ngym.supervise.placement import Machine, gpu_slices, spare_gpus, this_machine, visible_gpus
 
 
 def config(folder: Path, **services: dict) -> Config:
@@ -75,3 +75,38 @@ def test_else_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert visible_gpus({}) == ("0", "1")
     tool.write_text("#!/bin/sh\necho no driver; exit 9\n")
     assert visible_gpus({}) == ()
+
+
+def test_one_more_replica_gets_the_last_free_gpus_if_the_machine_has_room():
+    machine, two = Machine(tuple("0123"), 8, 16), Resources(gpus=2, cpus=3)
+    assert spare_gpus(two, [(two, ("2", "3"))], machine) == ("0", "1")
+    assert spare_gpus(two, [(two, ("1", "3"))], machine) == ("0", "2")
+    assert spare_gpus(two, [(Resources(gpus=3), ("1", "2", "3"))], machine) is None
+    assert spare_gpus(two, [(Resources(cpus=6), ())], machine) is None
+    assert spare_gpus(Resources(cpus=2), [(Resources(cpus=6), ())], machine) == ()
+
+
+def test_a_range_of_replicas_starts_with_the_least_and_per_node_with_one(tmp_path: Path):
+    wanted = config(
+        tmp_path,
+        policy={"replicas": {"min": 2, "max": 9}, "resources": {"gpus": 1}},
+        judge={"replicas": "per_node", "resources": {"gpus": 1}},
+    )
+    slices = gpu_slices(wanted, Machine(tuple("0123"), 8, 16))
+    assert slices == {("policy", 0): ("1",), ("policy", 1): ("2",), ("judge", 0): ("3",)}
+
+
+@pytest.mark.parametrize(
+    "replicas", [0, 1025, True, "each", {"min": 2}, {"min": 3, "max": 2}, {"max": 2, "mim": 1}, []]
+)
+def test_what_is_no_number_of_replicas_is_one_line(tmp_path: Path, replicas: object):
+    with pytest.raises(
+        ConfigError, match=r"^\S+c.yaml:\d+: replicas: .*per_node, or such as {min: 1, max: 8}"
+    ) as error:
+        config(tmp_path, policy={"replicas": replicas})
+    assert "\n" not in str(error.value)
+
+
+def test_a_range_is_for_models(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"is for models; 'env' is of the kind gym_server, give it a number$"):
+        config(tmp_path, env={"kind": "gym_server", "replicas": {"min": 1, "max": 2}})

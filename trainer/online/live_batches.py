@@ -7,6 +7,7 @@ Every rank iterates; rank 0 has the services and the stream, and shares their re
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,7 @@ class Live:
         self._evaluation: Evaluation | None = None
         self._tasks = TaskSource(recipe.live, recipe.seed) if services else None
         self._stream: Stream | None = None
+        self._following: asyncio.Task[None] | None = None
         self._at_hand = 0
 
     def open(self, state: Json | None) -> int:
@@ -86,7 +88,7 @@ class Live:
     def close(self) -> None:
         """Close the stream; everything it collected is then on the disk."""
         if self._services is not None and self._stream is not None:
-            self._services.call(self._stream.close())
+            self._services.call(self._closed(self._stream))
 
     def batches(self, done: int, evaluation: Evaluation | None) -> Iterator[Batch]:
         """One batch for each step after the first `done`; the weights after the last one are pushed too."""
@@ -139,7 +141,14 @@ class Live:
         )
         at_hand = await stream.open(state["stream"] if state else None)
         self._stream = stream
+        if (membership := self._publisher.membership) is not None:
+            self._following = asyncio.create_task(membership.watch(stream.replica_waits), name="replicas that join")
         return at_hand
+
+    async def _closed(self, stream: Stream) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        await stream.close()
 
     def _publish(self, step: int, last: bool = False) -> float:
         """Push the current weights and evaluate if due; returns the seconds of the push."""
@@ -167,7 +176,7 @@ class Live:
             shared = self._engine.share(_read(taken, self._temperature) if taken else None)
             if shared is not None:
                 return shared
-            self._push(step)  # a server came back with other weights
+            self._push(step)  # a server came back with other weights, or joins
             self._call(Stream.published, step)
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:

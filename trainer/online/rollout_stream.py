@@ -276,6 +276,7 @@ class Stream:
         self._again: deque[Group] = deque()  # groups that need one more attempt after the next push
         self._learned: dict[int, int] = {}  # policy version -> number of trained batches
         self._due: asyncio.Queue[PlannedRollout] = asyncio.Queue()
+        self._joining = False
         self._changed = asyncio.Event()
         self._served = asyncio.Event()
 
@@ -320,6 +321,7 @@ class Stream:
     def published(self, version: int, step: int) -> None:
         """The services serve this version."""
         self._learned[version] = self._step = step
+        self._joining = False
         while self._again:
             group = self._again.popleft()
             group.running -= 1  # was counted for the next attempt
@@ -327,13 +329,19 @@ class Stream:
         self._admit()
         self._served.set()
 
+    def replica_waits(self) -> None:
+        """A replica waits for the weights."""
+        self._joining = True
+        self._changed.set()
+
     async def take(self) -> Taken | None:
-        """The groups of the next batch; None if a service serves other weights, which must be pushed again first.
+        """The groups of the next batch; None if a service serves other weights, which must be pushed again first, or
+        waits for them.
 
         Raises:
             UsageError, ServiceGone, DiskFull, WriteFailed: the collection cannot continue.
         """
-        while not self._again:
+        while not (self._again or self._joining):
             self._spool.check()
             for judging in self._judging:
                 if judging.done():

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
+import orjson
 import yaml
 
+from ngym.client import CONNECT_TIMEOUT_S
 from ngym.collect.session import discover
 from ngym.config.service_config import Config, Stanza, load_config, tracing_of
 from ngym.did_you_mean import did_you_mean
@@ -36,6 +39,7 @@ from ..recipe.recipe import Recipe
 
 Result = TypeVar("Result")
 NEW_POLICY_WITHIN_S = 600
+RENEW_S = 1.0
 OWNER = "ng_train"
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
@@ -133,6 +137,66 @@ class Services:
                 await asyncio.Event().wait()  # until __exit__ cancels
         finally:
             self._known.set()
+
+
+class Membership:
+    """The replicas of the policy that wait for weights, as the head knows them. While the trainer renews its claim, the
+    head gives no calls to replicas that have not been proved.
+
+    Args:
+        policy: its service's name.
+        say: for replicas that have joined, or cannot.
+    """
+
+    def __init__(self, services: Services, policy: str, say: Callable[[str], None]) -> None:
+        self._services = services
+        self._policy = policy
+        self._path = f"/servers/{quote(policy, safe='')}/weights"
+        self._say = say
+        self._version: int | None = None
+        self._waiting: list[str] = []
+        self._tried: set[str] = set()  # without success, for this version
+        self._said: set[str] = set()
+
+    def waiting(self, learned: bool = False) -> list[str]:
+        """The replicas that are ready and have not been tried with the current version. learned: it is about to change."""
+        return [url for url in self._waiting if learned or url not in self._tried]
+
+    def proved(self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]) -> None:
+        """Tell the head that these replicas serve this version. joined: some of them are new. problems: the reasons of
+        those that do not serve it; they wait for the next version.
+        """
+        if version != self._version:
+            self._tried.clear()
+        self._version = version
+        self._tried |= set(problems)
+        admitted = [url for url in joined if url not in problems]
+        self._services.call(self._tell([*urls, *admitted]))
+        lines = [f"{self._policy} {url} joined with version {version}" for url in admitted]
+        for line in (*lines, *(f"{self._policy} {url} gets no calls: {why}" for url, why in problems.items())):
+            if line not in self._said:
+                self._said.add(line)
+                self._say(line)
+
+    async def watch(self, notice: Callable[[], None]) -> None:
+        """Renew the claim until cancelled; call `notice` while replicas wait."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            if self._version is not None:
+                await self._tell([])
+                if self.waiting():
+                    notice()
+
+    async def _tell(self, urls: Sequence[str]) -> None:
+        """A head that does not answer is asked again at the next renewal."""
+        reached = self._services.reached
+        opener = {"authorization": f"Bearer {reached.token}"}
+        body = orjson.dumps({"version": self._version, "urls": urls})
+        with suppress(OSError, ValueError, KeyError):
+            reply = await reached.peers.send(
+                "PUT", f"{reached.peers.head_url}{self._path}", body, opener, CONNECT_TIMEOUT_S
+            )
+            self._waiting = orjson.loads(reply.body)["waiting"]
 
 
 def serving_options(recipe: Recipe) -> list[str]:

@@ -10,7 +10,7 @@ it again changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,8 @@ from .push import AdapterShape, Proof, Pusher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..online.services import Membership
 
 
 PROMPT = "Tom has 37 coins and buys 58 more. How many coins does Tom have?"
@@ -75,6 +77,7 @@ class Publisher:
         pusher: on rank 0; None elsewhere.
         probe: the token ids of a fixed prompt, for the proof after each push.
         pushed: the tensors that the pusher's transport sends: engine.weights, or engine.adapter.
+        membership: the replicas that join, on rank 0 of a run that has a head and GPUs of its own.
         colocated: for a trainer that shares its GPUs with the servers.
     """
 
@@ -85,8 +88,10 @@ class Publisher:
         probe: list[int],
         pushed: Callable[[], dict[str, Tensor]],
         colocated: Colocated | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self.version = 0
+        self.membership = membership
         self._colocated = colocated
         self._engine = engine
         self._pusher = pusher
@@ -97,34 +102,60 @@ class Publisher:
     def publish(self, announce: Callable[[int], None]) -> None:
         """Make the services sample with the engine's weights. Servers that already serve them keep them. If a server
         came back with others, they are pushed again, under a new version if another replica still serves this one.
+        Replicas that join get them, too, and a proof, before they get calls.
 
         announce: called with the version before the push, because servers use it before the push has ended.
 
         Raises:
             PushFailed: the servers cannot serve them.
         """
-        served = self._engine.share(self._pusher.versions() if self._pusher else [0])
         learned = self._pushed_steps != self._engine.steps
-        if not learned and set(served) == {self.version}:
+        served, joining = self._engine.share(self._look(learned))
+        current = not learned and set(served) == {self.version}
+        if current:
+            joining = self._without_later(joining)
+        elif learned or max(served) >= self.version:
+            self.version = max(*served, *joining.values(), self.version) + 1
+        if current and not joining:
             self._have_them_sample()
             return
-        if learned or max(served) >= self.version:
-            self.version = max(*served, self.version) + 1
-        announce(self.version)
-        if self._colocated:
-            self._colocated.push()
+        if not current:
+            announce(self.version)
+            if self._colocated:
+                self._colocated.push()
         packed = pack([self._probe], self._engine.device)
         with torch.no_grad():
             logprobs = self._engine.logprobs(packed, temperature=1.0).tolist()
         proof = Proof(self._probe.segments[0].token_ids, logprobs, self._engine.dtype)
         weights = self._pushed()
-        if self._pusher:
+        if self._pusher and not current:
             with tracing.span("push weights", "client") as span:
                 span.set("ngym.policy_version", self.version)
                 self._pusher.push(self.version, weights, proof, self._colocated.sample if self._colocated else None)
-        else:
+        elif not current:
             self._have_them_sample()
         self._pushed_steps = self._engine.steps
+        if self._pusher and self.membership:
+            problems = self._pusher.admit(list(joining), self.version, weights, proof)
+            self.membership.proved(self.version, self._pusher.urls, list(joining), problems)
+
+    def _look(self, learned: bool) -> tuple[list[int], dict[str, int]]:
+        """The versions of the replicas that get calls, and those of the ones that join."""
+        if self._pusher is None:
+            return [0], {}
+        waiting = self.membership.waiting(learned) if self.membership else []
+        return self._pusher.versions(), self._pusher.joining(waiting)
+
+    def _without_later(self, joining: Mapping[str, int]) -> dict[str, int]:
+        """Only the replicas that can take the current version; the others wait for one above theirs."""
+        later = {
+            url: f"it serves version {version} of other weights, and waits for a later one"
+            for url, version in joining.items()
+            if version > self.version
+        }
+        if later and self._pusher and self.membership:
+            self.membership.proved(self.version, self._pusher.urls, [], later)
+        return {url: version for url, version in joining.items() if url not in later}
 
     def train(self) -> None:
         """Prepare the engine for more than pushing; on shared GPUs, sampling stops here."""

@@ -46,6 +46,7 @@ Mode = Literal["keep", "wait", "abort"]
 CONNECT_S = 30.0
 Result = TypeVar("Result")
 PAUSE_S = 1.0
+JOIN_S = 60.0  # of each call to a replica that joins: the run waits for it
 MOST_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
@@ -434,19 +435,57 @@ class Pusher:
         asked: set[Replica] = set()
 
         def pushed() -> float:
-            self._stage_and_commit(version, tensors, asked)
+            self._stage_and_commit(self._replicas, version, tensors, asked)
             return self.prove(proof, version)
 
         if before_proof is None:
             difference = self._until_it_works(pushed)
         else:
-            self._until_it_works(lambda: self._stage_and_commit(version, tensors, asked))
+            self._until_it_works(lambda: self._stage_and_commit(self._replicas, version, tensors, asked))
             before_proof()
             try:
                 difference = self.prove(proof, version)
             except Passing as error:
                 raise PushFailed(str(error)) from error
         return Pushed(version, sum(one.nbytes for one in tensors.values()), time.monotonic() - began, difference)
+
+    @property
+    def urls(self) -> list[str]:
+        """The replicas of the last push."""
+        return [replica.url for replica in self._replicas]
+
+    def joining(self, urls: Sequence[str]) -> dict[str, int]:
+        """The policy version of each of these servers; 0 where `admit` will say what is wrong."""
+        versions = dict.fromkeys(urls, 0)
+        for url in urls:
+            with self._joins(url) as replica, contextlib.suppress(NgymError):
+                versions[url] = int(replica.weights()["policy_version"])
+        return versions
+
+    def admit(self, urls: Sequence[str], version: int, weights: Mapping[str, Tensor], proof: Proof) -> dict[str, str]:
+        """Push to these servers only, which no caller knows yet; the others keep what they serve.
+
+        Returns the reason for each one that does not serve these weights now.
+        """
+        tensors = checkpoint(weights)
+        problems = {}
+        for url in urls:
+            with self._joins(url) as replica:
+                try:
+                    if replica.weights()["policy_version"] != version:
+                        self._stage_and_commit([replica], version, tensors, set())
+                    _check({replica: replica.prove(proof)}, proof, version)
+                except NgymError as error:
+                    problems[url] = str(error)
+        return problems
+
+    @contextlib.contextmanager
+    def _joins(self, url: str) -> Iterator[Replica]:
+        replica = Replica(url, self._token, min(JOIN_S, self._patience_s))
+        try:
+            yield replica
+        finally:
+            replica.close()
 
     def prove(self, proof: Proof, version: int | None = None) -> float:
         """The mean difference between the servers' and the trainer's logprobs, of the worst server.
@@ -456,23 +495,7 @@ class Pusher:
                 is served.
         """
         answers = self._until_it_works(lambda: self._on_all(self._replicas, lambda replica: replica.prove(proof)))
-        differences = []
-        for replica, answer in zip(self._replicas, answers, strict=True):
-            served, precisions = answer["policy_version"], (answer["dtype"], proof.dtype)
-            tolerance = max(TOLERANCES[precision] for precision in precisions)
-            if version is not None and served != version:
-                kind = Passing if served < version else PushFailed  # it died after its commit and restarted
-                raise kind(f"{replica.url}: serves version {served} after a push of {version}; push again")
-            pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
-            difference = fmean(abs(engine - trainer) for engine, trainer in pairs)
-            if not difference <= tolerance:
-                raise PushFailed(
-                    f"{replica.url}: serves version {served}, whose logprobs differ from the trainer's by "
-                    f"{difference:.2g} on average ({answer['dtype']} there and {proof.dtype} here explain {tolerance}): "
-                    "these are not the weights that were trained"
-                )
-            differences.append(difference)
-        return max(differences)
+        return _check(dict(zip(self._replicas, answers, strict=True)), proof, version)
 
     def finish(self) -> None:
         """End pushing. A push that was interrupted, as by Ctrl-C, does not wait for servers."""
@@ -484,14 +507,16 @@ class Pusher:
             replica.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _stage_and_commit(self, version: int, tensors: Mapping[str, Tensor], asked: set[Replica]) -> None:
+    def _stage_and_commit(
+        self, replicas: Sequence[Replica], version: int, tensors: Mapping[str, Tensor], asked: set[Replica]
+    ) -> None:
         """One attempt. asked: the replicas that got the commit request, in this attempt or an earlier one.
 
         A replica that has committed is skipped: its answer may have been lost, or another replica has failed meanwhile.
         """
         if self._transfer is not None:
             check_finite(tensors)  # with the other transports the servers check
-        waiting = [one for one in self._replicas if one not in asked or one.weights()["policy_version"] != version]
+        waiting = [one for one in replicas if one not in asked or one.weights()["policy_version"] != version]
         try:
             transfer = self._transfer is not None
             self._on_all(waiting, lambda replica: replica.begin(version, tensors, self._adapter, transfer))
@@ -543,6 +568,27 @@ class Pusher:
                     raise PushFailed(f"{error} (tried for {self._patience_s:.0f} s)") from error
             time.sleep(PAUSE_S)
             self._follow()
+
+
+def _check(answers: Mapping[Replica, Json], proof: Proof, version: int | None) -> float:
+    """The largest mean difference of these proofs. Raises as `Pusher.prove`."""
+    differences = []
+    for replica, answer in answers.items():
+        served, precisions = answer["policy_version"], (answer["dtype"], proof.dtype)
+        tolerance = max(TOLERANCES[precision] for precision in precisions)
+        if version is not None and served != version:
+            kind = Passing if served < version else PushFailed  # it died after its commit and restarted
+            raise kind(f"{replica.url}: serves version {served} after a push of {version}; push again")
+        pairs = zip(answer["logprobs"], proof.logprobs, strict=True)
+        difference = fmean(abs(engine - trainer) for engine, trainer in pairs)
+        if not difference <= tolerance:
+            raise PushFailed(
+                f"{replica.url}: serves version {served}, whose logprobs differ from the trainer's by "
+                f"{difference:.2g} on average ({answer['dtype']} there and {proof.dtype} here explain {tolerance}): "
+                "these are not the weights that were trained"
+            )
+        differences.append(difference)
+    return max(differences)
 
 
 def check_transport(transport: str) -> None:
