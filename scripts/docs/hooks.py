@@ -1,4 +1,6 @@
-"""MkDocs hooks: add the reference pages, draw formulas as MathML, and correct links that leave docs/."""
+"""MkDocs hooks: add the reference pages, draw formulas as MathML, correct links that leave docs/, load no foreign
+script.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^(```|~~~)")
 BRANCH = "main"
 
+# The offline plugin lets every page load this script from another server; ours does the same.
+FOREIGN_SEARCH = "https://unpkg.com/iframe-worker/shim"
+SEARCH = "javascripts/search_from_disk.js"
+
 _made: list[Specimen] = []  # one run serves every build of `mkdocs serve`
 
 
@@ -35,6 +41,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in pages(_made[0]).items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    return output.replace(FOREIGN_SEARCH, "../" * page.url.count("/") + SEARCH)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    return output_content.replace(FOREIGN_SEARCH, f"/{SEARCH}")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

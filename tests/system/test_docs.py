@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import click
 import pytest
 import yaml
+from browsing import Page
 from documents import ROOT, anchors, links, pages, readmes
 
 from ngym.cli.shell.main import COMMANDS
@@ -42,6 +43,13 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page(reference: di
     nav = set(_entries(yaml.safe_load(written[written.index("\nnav:") :])["nav"]))
     files = {str(page.relative_to(ROOT / "docs")) for page in pages() if page.is_relative_to(ROOT / "docs")}
     assert nav == files | reference.keys()
+
+
+def test_a_site_on_the_disk_is_searched_without_another_server(site: Path, page: Page) -> None:
+    assert not [file for file in site.rglob("*.html") if re.search(r'<script[^>]*src="https?:', file.read_text())]
+    page.goto((site / "reference" / "config.html").as_uri())
+    page.get_by_role("textbox", name="Search").fill("exactly once")
+    page.locator(".md-search-result__item").first.wait_for(state="attached")
 
 
 def test_links_within_the_project_lead_somewhere(reference: dict[str, str]) -> None:

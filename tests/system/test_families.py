@@ -232,7 +232,7 @@ def test_gpt_oss_takes_new_experts_and_sinks(tmp_path: Path, root: Path) -> None
 @pytest.fixture(scope="module")
 def parsers_of(root: Path) -> Callable[[str, str], tuple[str | None, str | None]]:
     module = load(root / "models" / "vllm" / "app.py")
-    return importlib.import_module(f"{module.__name__}.serving.families").parsers_of
+    return importlib.import_module(f"{module.__name__}.serving.arguments").parsers_of
 
 
 BEGINS = "{% if add_generation_prompt %}"
