@@ -22,8 +22,7 @@ from lessons.problem import Lesson, Problem
 
 from ngym.cli.shell.walkthrough import Walk
 from ngym.config.shipped_files import RECIPES, shipped
-from ngym.files.atomic import write_whole
-from ngym.files.jsonl import read
+from ngym.files.jsonl import read, write_rows
 from ngym.schema import Json
 
 LESSONS = ("safety", "translation", "blackjack", "tic_tac_toe")
@@ -78,8 +77,7 @@ def write(lesson: Lesson, folder: Path, seed: int) -> None:
     tasks["demonstrations"] = [
         {"messages": problem.shown(rng), "tools": lesson.tools} for problem in islice(others(), lesson.demonstrations)
     ]
-    for name, rows in tasks.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    write_rows(folder, tasks)
 
 
 def supervised(folder: Path, seed: int) -> list[str]:

@@ -11,7 +11,7 @@ import glob
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ import orjson
 
 from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
+from ngym.files.atomic import write_whole
 from ngym.files.hub import local_copy
 from ngym.net.json_limits import MAX_DEPTH, is_deep
 from ngym.schema import Json
@@ -248,3 +249,13 @@ def _reason(error: orjson.JSONDecodeError) -> str:
 def _begin(text: bytes) -> str:
     shown = text[:60].decode("utf-8", "replace")
     return repr(shown + "..." if len(text) > 60 else shown)
+
+
+def write_rows(folder: Path, parts: Mapping[str, Iterable[Json]]) -> None:
+    """Write each part's rows to `NAME.jsonl` in the folder, atomically. parts: name -> rows.
+
+    Raises:
+        WriteFailed: a file cannot be written.
+    """
+    for name, rows in parts.items():
+        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))

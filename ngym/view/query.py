@@ -326,7 +326,7 @@ class Search:
         return self._texts[text]
 
     def _look(self, texts: Sequence[_Text], rows: Sequence[int]) -> int:
-        """Into the first of these rows for a moment; at how many?"""
+        """Read the first of these rows, for `moment_s` at most, and note the texts in them; returns how many were read."""
         deadline = time.monotonic() + self._moment_s
         done = 0
         while done < len(rows):

@@ -9,9 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -78,8 +76,7 @@ def distinct(count: int) -> list[dict[str, Any]]:
 def main() -> None:
     rows = distinct(TRAIN + VALIDATION)
     files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -336,8 +336,7 @@ def main(folder: Path) -> None:
     rng.shuffle(rows)
     gold = [case for task in rows[:GOLD] for case in cases(task)]
     files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    for name, part in files.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, files)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -136,8 +134,7 @@ def main(folder: Path) -> None:
         winnable = itertools.islice((seed for seed in drawn if winning(game, seed)), GOLD)
         parts["gold"] += [case for seed in winnable for case in cases(game, seed)]
     rng.shuffle(parts["train"])
-    for name, part in parts.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, parts)
 
 
 if __name__ == "__main__":

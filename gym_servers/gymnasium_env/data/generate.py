@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
-import orjson
 
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 TRAIN, VALIDATION = 20, 5  # seeds of each environment
@@ -108,8 +107,7 @@ def main(folder: Path) -> None:
         parts["validation"] += [row(name, seed) for seed in range(10_000, 10_000 + VALIDATION)]
         parts["train"] += [row(name, seed) for seed in range(1, 1 + TRAIN)]
         parts["example"].append(row(name, 10_000))
-    for name, part in parts.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, parts)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from ngym.config.shipped_files import app_file
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -468,8 +466,7 @@ def main() -> None:
     made = list(rows.values())
     rng.shuffle(made)
     files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

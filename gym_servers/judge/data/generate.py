@@ -9,9 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -86,8 +84,7 @@ def main() -> None:
         rows.setdefault(row["question"], row)
     made = list(rows.values())
     files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

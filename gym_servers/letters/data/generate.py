@@ -11,9 +11,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -74,8 +72,7 @@ def write_tokenizer(folder: Path) -> None:
 def main() -> None:
     rows = distinct(TRAIN + VALIDATION)
     files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
     write_tokenizer(HERE / "tokenizer")
 
 

@@ -15,6 +15,7 @@ import orjson
 
 from ngym.config.shipped_files import app_file
 from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -70,8 +71,7 @@ def main() -> None:
     rng = random.Random(SEED)
     rows = [task(rng, KINDS[i % len(KINDS)], rng.randint(2, 12), inline=False) for i in range(TRAIN + VALIDATION)]
     files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

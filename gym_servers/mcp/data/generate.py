@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SHOP = HERE.parent / "example_server.py"
@@ -91,8 +91,7 @@ def main(folder: Path) -> None:
     drawn = list(rows.values())
     gold = [case for place, one in enumerate(drawn[:GOLD]) for case in cases(one, is_first=place == 0)]
     files = {"validation": drawn[:VALIDATION], "train": drawn[VALIDATION:], "example": drawn[:EXAMPLES], "gold": gold}
-    for name, part in files.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, files)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -181,8 +179,7 @@ def main() -> None:
     while len(rows) < TRAIN + VALIDATION:
         rows.append(task(rng, names))
     files = {"train": rows[VALIDATION:], "validation": rows[:VALIDATION], "example": rows[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

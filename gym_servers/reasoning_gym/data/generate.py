@@ -19,10 +19,9 @@ from typing import Any
 if os.environ.get("PYTHONHASHSEED") != "0":  # some tasks depend on the order of sets
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
 
-import orjson
 from reasoning_gym.factory import DATASETS
 
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -86,8 +85,7 @@ def main(folder: Path, per_dataset: int) -> None:
         "example": [row(name, VALIDATION) for name in EXAMPLES],
         "gold": gold + [wrong(right) for right in gold[::SHOWN_EVERY]],
     }
-    for name, part in parts.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, parts)
 
 
 if __name__ == "__main__":

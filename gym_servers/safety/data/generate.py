@@ -11,9 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -256,8 +254,7 @@ def main() -> None:
         train += [row for text, row in unseen.items() if text not in held][:more]
     rng.shuffle(train)
     rng.shuffle(validation)
-    for name, part in {"train": train, "validation": validation, "example": validation[:EXAMPLES]}.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, {"train": train, "validation": validation, "example": validation[:EXAMPLES]})
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -183,8 +181,7 @@ def distinct(count: int) -> list[dict[str, Any]]:
 def main() -> None:
     made = distinct(TRAIN + VALIDATION)
     files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -229,8 +227,7 @@ def main() -> None:
         rows.setdefault(row["responses_create_params"]["input"], row)
     made = list(rows.values())
     files = {"train": made[VALIDATION:], "validation": made[:VALIDATION], "example": made[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

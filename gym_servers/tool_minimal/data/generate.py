@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -166,8 +164,7 @@ def main(folder: Path) -> None:
     rows = [row(*pair) for pair in drawn]
     gold = [case for (question, _), task in zip(drawn[:GOLD], rows, strict=False) for case in cases(question, task)]
     files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    for name, part in files.items():
-        write_whole(folder / f"{name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, files)
 
 
 if __name__ == "__main__":

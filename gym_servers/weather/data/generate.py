@@ -10,9 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -107,8 +105,7 @@ def main() -> None:
     rng.shuffle(validation)
     rng.shuffle(train)
     files = {"train": train[:TRAIN], "validation": validation[:VALIDATION], "example": validation[:EXAMPLES]}
-    for name, part in files.items():
-        write_whole(HERE / f"{name}.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in part))
+    write_rows(HERE, files)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
-from ngym.files.atomic import write_whole
+from ngym.files.jsonl import write_rows
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -273,8 +271,7 @@ def main(folder: Path) -> None:
     rng.shuffle(rows)
     gold = [case for task in rows[:GOLD] for case in cases(task)]
     files = {"validation": rows[:VALIDATION], "train": rows[VALIDATION:], "example": rows[:EXAMPLES], "gold": gold}
-    for part_name, part in files.items():
-        write_whole(folder / f"{part_name}.jsonl", b"".join(orjson.dumps(line) + b"\n" for line in part))
+    write_rows(folder, files)
 
 
 if __name__ == "__main__":
