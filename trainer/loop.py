@@ -214,7 +214,7 @@ class LiveSource:
 
     def __init__(self, parts: Parts, services: Services | None, say: Say) -> None:
         from .online.live_batches import Live
-        from .online.services import Membership
+        from .online.services import HeadMembership
         from .weights.publisher import Colocated, Publisher, probe_ids, pusher_of
         from .weights.push import check_transport
 
@@ -235,7 +235,7 @@ class LiveSource:
         colocated = Colocated(learner, self._pusher) if options.colocated else None
         membership = None
         if services is not None and colocated is None and services.reached.peers.head_url is not None:
-            membership = Membership(services, options.policy, say)
+            membership = HeadMembership(services, options.policy, say)
         publisher = Publisher(learner, self._pusher, probe_ids(tokenizer), pushed, colocated, membership)
         self._live = Live(recipe, algorithm, learner, publisher, services)
         self._say = say

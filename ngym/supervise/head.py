@@ -6,13 +6,13 @@ import asyncio
 import json
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
 import yaml
@@ -36,8 +36,6 @@ from ngym.telemetry.log_format import redacted
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from ngym.supervise.supervisor import Supervisor
 
 
 TYPES: dict[Kind, str] = {
@@ -126,10 +124,31 @@ def _instance(state: State, uptime_seconds: float) -> dict[str, Any]:
     }
 
 
+class Run(Protocol):
+    """A run, as the head shows and changes it; `Supervisor` is one."""
+
+    config: Config
+    urls: dict[str, list[str]]
+    admin_token: str
+    run_token: str | None
+
+    @property
+    def head_url(self) -> str: ...
+
+    @property
+    def states(self) -> list[State]: ...
+
+    def log_tail(self, label: str) -> tuple[Path, list[str]] | None: ...
+
+    def join(self, name: str, url: str) -> State: ...
+
+    def trained(self, name: str, version: int, proved: Collection[str]) -> list[str]: ...
+
+
 class Head:
     """Serves the supervisor's state. Binds its socket at once; if the default port is taken, it uses a free one."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Run) -> None:
         settings = supervisor.config.settings.head
         remedy = "stop that program or set ngym.head.port to another one (0: any free port)"
         try:
@@ -217,7 +236,7 @@ def uptime_seconds(started: datetime | None) -> float:
     return round((datetime.now(UTC) - started).total_seconds(), 1) if started else 0.0
 
 
-def _app(supervisor: Supervisor) -> Starlette:
+def _app(supervisor: Run) -> Starlette:
     config = supervisor.config
 
     looks = service_metrics.Looks(supervisor.run_token)

@@ -167,7 +167,7 @@ def test_a_replica_that_joins_gets_the_weights_and_a_proof_before_any_call(
         wrong._logprobs = lambda ids: [0.0] * (len(ids) - 1)  # type: ignore[method-assign]
         connect = partial(services.started, tmp_path / "services.yaml", ["agent"], "policy", [], said.append)
         with services.Services(connect) as there:
-            membership = services.Membership(there, "policy", said.append)
+            membership = services.HeadMembership(there, "policy", said.append)
             called = partial(there.addresses, "policy")
             pusher = push.Pusher(called, there.reached.token)
             publisher = publish.Publisher(
@@ -201,7 +201,7 @@ async def join(reached: services.Reached, url: str) -> None:
     assert reply.status == 202
 
 
-async def noticed(membership: services.Membership) -> None:
+async def noticed(membership: services.HeadMembership) -> None:
     seen = asyncio.Event()
     watch = asyncio.create_task(membership.watch(seen.set))
     await seen.wait()

@@ -139,7 +139,7 @@ class Services:
             self._known.set()
 
 
-class Membership:
+class HeadMembership:
     """The replicas of the policy that wait for weights, as the head knows them. While the trainer renews its claim, the
     head gives no calls to replicas that have not been proved.
 

@@ -13,17 +13,19 @@ Does not import torch, so that `--dry-run` stays fast. docs/algorithms.md and do
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import AfterValidator
 
 from ngym.config.import_path import Choice, imported_class, imported_function
+from ngym.errors import NgymError
 from ngym.schema import Json
 
-if TYPE_CHECKING:
-    from ..weights.push import File, OnAll, Replica
+Mode = Literal["keep", "wait", "abort"]  # of the generations in flight at a commit
+Server = TypeVar("Server")
+Result = TypeVar("Result")
 
 
 class AdvantageEstimator(Protocol):
@@ -38,6 +40,39 @@ class AdvantageEstimator(Protocol):
             rewards_B: of the scored rollouts; failed ones and those without a reward are left out.
             groups_B: each rollout's group; attempts at the same task have equal values.
         """
+
+
+class PushFailed(NgymError):
+    """Some servers do not serve these weights; the message says which and why."""
+
+
+class Passing(NgymError):
+    """A server cannot be reached, is not ready, or is busy: a retry may work."""
+
+
+class File(NamedTuple):
+    """A file of a weight push: the bytes of a safetensors file. sha256: in hexadecimal."""
+
+    content: bytes
+    sha256: str
+
+
+class PolicyServer(Protocol):
+    """A policy server during a push."""
+
+    url: str
+
+    def send(self, content: bytes, sha256: str) -> None:
+        """Send the bytes of a file."""
+
+    def name(self, file: str, sha256: str) -> None:
+        """Name a file, relative to the server's `weights_root`."""
+
+
+class OnAll(Protocol):
+    """Calls a function with each replica, concurrently; raises an error only after all have answered."""
+
+    def __call__(self, replicas: Sequence[Server], call: Callable[[Server], Result]) -> list[Result]: ...
 
 
 class PushTransport(ABC):
@@ -57,11 +92,11 @@ class PushTransport(ABC):
         self.folder = folder
 
     @abstractmethod
-    def send(self, file: File, replicas: Sequence[Replica], on_all: OnAll) -> None:
+    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: OnAll) -> None:
         """Bring one file to every replica, then hand it over with `replica.send` or `replica.name`.
 
         The servers check the digest, and nothing changes there before all files have arrived. Raise
-        `ngym.trainer.weights.push.PushFailed` to end the run, or `Passing` to repeat the push.
+        `PushFailed` to end the run, or `Passing` to repeat the push.
 
         Args:
             file: `content`, the bytes of a safetensors file, and `sha256`.

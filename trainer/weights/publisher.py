@@ -11,7 +11,7 @@ it again changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from .push import AdapterShape, Proof, Pusher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ..online.services import Membership
 
 
 PROMPT = "Tom has 37 coins and buys 58 more. How many coins does Tom have?"
@@ -68,6 +66,19 @@ class Colocated:
         wait_for_all()
         if self._pusher:
             self._pusher.wake("weights", "kv_cache")
+
+
+class Membership(Protocol):
+    """The replicas of the policy that join and wait for weights."""
+
+    def waiting(self, learned: bool = False) -> list[str]:
+        """The ready ones that have not been tried with the current version. learned: it is about to change."""
+
+    def proved(self, version: int, urls: Sequence[str], joined: Sequence[str], problems: Mapping[str, str]) -> None:
+        """Tell the callers' map which replicas serve this version. problems: the reasons of those that do not."""
+
+    async def watch(self, notice: Callable[[], None]) -> None:
+        """Call `notice` while replicas wait, until cancelled."""
 
 
 class Publisher:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
@@ -33,7 +33,7 @@ from ngym.config.import_path import imported_class
 from ngym.errors import NgymError, UsageError
 from ngym.net.tls import client_context
 
-from ..recipe.extensions import PushTransport
+from ..recipe.extensions import File, Mode, OnAll, Passing, PolicyServer, PushFailed, PushTransport
 
 if TYPE_CHECKING:
     from .transfer import Transfer
@@ -42,22 +42,15 @@ if TYPE_CHECKING:
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 FILE_BYTES = 16 << 20  # of tensors; above 32 MiB malloc uses fresh pages for each file, which is three times slower
 Json = dict[str, Any]
-Mode = Literal["keep", "wait", "abort"]
 CONNECT_S = 30.0
 Result = TypeVar("Result")
+Server = TypeVar("Server")
 PAUSE_S = 1.0
 JOIN_S = 60.0  # of each call to a replica that joins: the run waits for it
 MOST_AT_ONCE = 64
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 FROM_GPU = ("nccl", "ipc")
-
-
-class File(NamedTuple):
-    """sha256: in hexadecimal."""
-
-    content: bytes
-    sha256: str
 
 
 def checkpoint(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -102,14 +95,6 @@ def files(tensors: Mapping[str, Tensor], limit: int = FILE_BYTES) -> Iterator[Fi
 def _file(tensors: dict[str, Tensor]) -> File:
     content = save(tensors)
     return File(content, hashlib.sha256(content).hexdigest())
-
-
-class PushFailed(NgymError):
-    """Some servers do not serve these weights; the message says which and why."""
-
-
-class Passing(NgymError):
-    """A server cannot be reached, is not ready, or is busy: a retry may work."""
 
 
 class Proof(NamedTuple):
@@ -265,12 +250,6 @@ class Replica:
             self._asking.discard(connection)
 
 
-class OnAll(Protocol):
-    """Calls each replica concurrently; raises an error only after all have answered."""
-
-    def __call__(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]: ...
-
-
 def _problem(answer: bytes) -> Json:
     """A problem document; any other answer becomes its detail."""
     with contextlib.suppress(orjson.JSONDecodeError):
@@ -283,7 +262,7 @@ def _problem(answer: bytes) -> Json:
 class HttpTransport(PushTransport):
     """Sends the bytes to each server."""
 
-    def send(self, file: File, replicas: Sequence[Replica], on_all: OnAll) -> None:
+    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: OnAll) -> None:
         on_all(replicas, lambda replica: replica.send(file.content, file.sha256))
 
 
@@ -301,7 +280,7 @@ class FilesystemTransport(PushTransport):
 
     server_transport = "filesystem"
 
-    def send(self, file: File, replicas: Sequence[Replica], on_all: OnAll) -> None:
+    def send(self, file: File, replicas: Sequence[PolicyServer], on_all: OnAll) -> None:
         assert self.folder is not None
         path = self.folder / f"{secrets.token_hex(8)}.safetensors"
         try:
@@ -550,7 +529,7 @@ class Pusher:
             upcoming = self._threads.submit(next, made, None)
             yield file
 
-    def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Result]) -> list[Result]:
+    def _on_all(self, replicas: Sequence[Server], call: Callable[[Server], Result]) -> list[Result]:
         """Call each replica concurrently; raises an error only after all have answered."""
         futures = [self._threads.submit(call, replica) for replica in replicas]
         errors = [error for future in futures if (error := future.exception()) is not None]

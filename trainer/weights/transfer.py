@@ -15,7 +15,7 @@ import pickle  # noqa: TID251  (written, never loaded)
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -26,9 +26,10 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from ngym.errors import NgymError
+from ngym.schema import Json
 
 from ..engine.distributed import in_daemon_thread
-from .push import Json, Mode, OnAll, PushFailed, Replica
+from ..recipe.extensions import Mode, OnAll, PushFailed
 
 GRACE_S = 10.0
 BUFFER_BYTES = 256 << 20
@@ -59,6 +60,22 @@ class Weights(WeightSource):  # type: ignore[misc]  # mypy does not read vLLM
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         return ((name, tensor.to(device)) for name, tensor in self.tensors.items())
+
+
+class Replica(Protocol):
+    """One server, during a push; see weights.push."""
+
+    url: str
+
+    def weights(self) -> Json: ...
+
+    def connect(self, info: Json) -> str: ...
+
+    def start(self, mode: Mode) -> None: ...
+
+    def update(self, info: Json) -> None: ...
+
+    def commit(self, mode: Mode) -> None: ...
 
 
 class Servers:
