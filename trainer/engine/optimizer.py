@@ -44,6 +44,7 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     """
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     head = getattr(network, "get_output_embeddings", lambda: None)()
+    head = getattr(network, "score", None) if head is None else head  # of a reward model
     if head is not None:
         embeddings.add(id(head.weight))
     matrices: list[nn.Parameter] = []

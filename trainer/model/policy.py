@@ -1,4 +1,4 @@
-"""The policy: its network, adapters and compiled layers; and a critic on a copy of its decoder.
+"""The policy: its network, adapters and compiled layers; a critic on a copy of its decoder; and reward models.
 
 The critic starts with a scalar head of zeros, so a new critic returns 0. It shares no weight with the policy, and its
 loss does not change the policy.
@@ -225,21 +225,16 @@ class CriticNetwork(nn.Module):
         return values_N if group is None else group.told(values_N, packed)
 
 
-class Policy(nn.Module):
-    """A causal language model that returns logprobs and other requested values of the trained tokens.
+class Trained(nn.Module):
+    """A network under training: a policy or a reward model.
 
-    temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
-    in models that have one (Granite, Cohere). critic: None if values are not needed. logits_bytes: memory limit of its
-    float32 logits. group: the ranks that compute each micro-batch together; None: this rank alone.
+    critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
+    this rank alone.
     """
 
-    def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
+    def __init__(self, network: PreTrainedModel) -> None:
         super().__init__()
         self.network = network
-        self.temperature = temperature
-        self.scale = logit_scale(network)
-        self.scorer = Scorer()
-        self.logits_bytes = LOGITS_BYTES
         self.critic: CriticNetwork | None = None
         self.group: Group | None = None
 
@@ -247,6 +242,48 @@ class Policy(nn.Module):
     def context(self) -> int:
         """The maximum length of a sequence in tokens."""
         return int(self.network.config.max_position_embeddings)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens in its vocabulary."""
+        size: int = self.network.config.get_text_config().vocab_size
+        return size
+
+    def check_shared(self, key: str, ranks: int, *sizes: str) -> None:
+        """Raise ConfigError, with this key of the recipe, if that many ranks cannot share a size of the network."""
+        described = self.network.config.get_text_config()
+        for name in sizes:
+            if getattr(described, name) % ranks:
+                what = f"{name} = {getattr(described, name)} of {described.model_type}"
+                raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
+
+
+class RewardModel(Trained):
+    """A decoder with a scalar head, as transformers' AutoModelForSequenceClassification with one label.
+
+    Its outputs are `values_N`: the score after the token before each trained place. The place of a whole conversation
+    is one past its last token.
+    """
+
+    def forward(self, packed: Packed, asks: Asks, temperature: float | None = None) -> Scores:
+        """The score at each trained place, float32."""
+        values_N: Tensor = self.network.score(states(self.network.get_decoder(), packed, self.group)).squeeze(1).float()
+        return Scores(torch.empty(0), values_N=values_N if self.group is None else self.group.told(values_N, packed))
+
+
+class Policy(Trained):
+    """A causal language model that returns logprobs and other requested values of the trained tokens.
+
+    temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
+    in models that have one (Granite, Cohere). logits_bytes: memory limit of its float32 logits.
+    """
+
+    def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
+        super().__init__(network)
+        self.temperature = temperature
+        self.scale = logit_scale(network)
+        self.scorer = Scorer()
+        self.logits_bytes = LOGITS_BYTES
 
     def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
         """The outputs for each trained token, given the tokens before it in its sequence."""
@@ -270,20 +307,6 @@ class Policy(nn.Module):
             assert self.critic is not None, "there is no critic to ask for values"
             scores = scores._replace(values_N=self.critic(packed, self.group))
         return scores
-
-    def check_shared(self, key: str, ranks: int, *sizes: str) -> None:
-        """Raise ConfigError, with this key of the recipe, if that many ranks cannot share a size of the network."""
-        described = self.network.config.get_text_config()
-        for name in sizes:
-            if getattr(described, name) % ranks:
-                what = f"{name} = {getattr(described, name)} of {described.model_type}"
-                raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens in its vocabulary."""
-        size: int = self.network.config.get_text_config().vocab_size
-        return size
 
     def logprobs(self, packed: Packed) -> Tensor:
         """Log p of each trained token, [N]."""
@@ -365,8 +388,48 @@ def load_policy(
     Raises:
         ConfigError: it cannot be loaded.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+
+    network = _network(AutoModelForCausalLM, options, tokenizer, seed)
+    if options.lora is not None:
+        add_adapter(network, options.lora)
+    return Policy(network, temperature)
+
+
+def load_reward_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> RewardModel:
+    """The network of the recipe with a scalar head; `seed` initializes the head, unless the folder has one.
+
+    Raises:
+        ConfigError: it cannot be loaded, or transformers has no sequence classification for it.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    network = _network(AutoModelForSequenceClassification, options, tokenizer, seed, num_labels=1)
+    if not isinstance(getattr(network, "score", None), nn.Linear):
+        raise ConfigError(
+            f"model.path: {type(network).__name__} does not score the last token of a text; choose a decoder model"
+        )
+    network.config.get_text_config().pad_token_id = _pad_id(tokenizer)
+    if options.lora is not None:
+        add_adapter(network, options.lora)
+        network.score.requires_grad_(True)
+    return RewardModel(network)
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The pad token's id; None if conversations end with it, because transformers scores the last other token."""
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = str(tokenizer.apply_chat_template(said, tokenize=False))
+    last = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+    pad: int | None = tokenizer.pad_token_id
+    return None if pad == last else pad
+
+
+def _network(
+    kind: Any, options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int, **config: Any
+) -> PreTrainedModel:
+    """kind: an AutoModel class. config: keys of the model's config that differ from its folder's."""
+    from safetensors import SafetensorError
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import logging
 
@@ -374,18 +437,18 @@ def load_policy(
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
     torch.manual_seed(seed)
     how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+    network: PreTrainedModel
     if options.from_scratch is not None:
-        return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how), temperature)
+        network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
+        return network
     try:
-        network = AutoModelForCausalLM.from_pretrained(str(options.path), **how, **SAFE)
+        network = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
-    if options.lora is not None:
-        add_adapter(network, options.lora)
-    return Policy(network, temperature)
+    return network
 
 
-def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase) -> object:
+def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:
     from transformers import Qwen3Config
 
     fields = shape.model_dump(exclude={"rope_theta"})
@@ -397,6 +460,7 @@ def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase) -> object:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
+        **config,
     )
 
 

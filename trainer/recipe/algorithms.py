@@ -10,6 +10,7 @@
 | simpo | 2405.14734 | mean log p without a reference, beta 2, target margin 1 |
 | orpo | 2403.07691 | odds ratio without a reference, plus the likelihood of the chosen side |
 | kto | 2402.01306 | single answers with a label |
+| reward_model | 2203.02155 | a scalar head, on pairs (Bradley-Terry) or labels (cross-entropy) |
 | grpo | 2402.03300 | advantage group_std; its aggregation is DAPO's (token), and it has no reference |
 | dr_grpo | 2503.20783 | group_mean, aggregation fixed (needs loss.fixed_length) |
 | dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
@@ -58,6 +59,7 @@ from .objective import (
     Refusal,
     SftAggregation,
     SftWeight,
+    Supervision,
     TargetMargin,
     Teacher,
     Weighted,
@@ -178,6 +180,29 @@ class KtoOptions(AlgorithmOptions):
     beta: float = Field(default=0.1, gt=0, description="Factor of an answer's gain: the pull to the reference.")
     desirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label true.")
     undesirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label false.")
+
+
+class RewardModelOptions(AlgorithmOptions):
+    """A reward model (arXiv 2203.02155): a scalar head that scores answers, learned from pairs or labels."""
+
+    implementation = "reward_model"
+    name: Literal["reward_model"] = "reward_model"
+    supervision: Supervision = Field(
+        default="pairs",
+        description="What the rows have: chosen and rejected answers, a label for an answer, or one for each of its turns.",
+    )
+    margin_coef: NotNegative = Field(
+        default=0.0,
+        description="Factor of a pair's own `margin`, by which the chosen score should be higher; 1 as in TRL.",
+    )
+    center_coef: NotNegative = Field(
+        default=0.0, description="Weight of the squared sum of a pair's scores: keeps scores near 0."
+    )
+
+    def refusals(self) -> list[Refusal]:
+        coefs = {"margin_coef": self.margin_coef, "center_coef": self.center_coef}
+        reason = f"labels have no pairs, which it belongs to; set 0, or supervision pairs, not {self.supervision}"
+        return [Refusal(key, reason) for key, coef in coefs.items() if coef and self.supervision != "pairs"]
 
 
 class SoftOverlong(Record):
@@ -358,6 +383,7 @@ BuiltIn = (
     | SimpoOptions
     | OrpoOptions
     | KtoOptions
+    | RewardModelOptions
     | GrpoOptions
     | DrGrpoOptions
     | DapoOptions

@@ -271,6 +271,9 @@ SftAggregation = Annotated[
 ]
 
 
+Supervision = Literal["pairs", "outcomes", "steps"]
+
+
 class Preference(_Record):
     """DPO and its variants."""
 

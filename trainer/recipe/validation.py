@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .algorithms import PolicyGradientOptions
+from .algorithms import PolicyGradientOptions, RewardModelOptions
 from .objective import UNCOMPARED, Refusal
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
 def refusals(recipe: Recipe) -> list[Refusal]:
     """All invalid combinations of a recipe."""
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    return [*found, *_of_teacher(recipe), *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
+    parts = (_of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
+    return [*found, *(refusal for part in parts for refusal in part(recipe))]
 
 
 def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
@@ -150,6 +151,11 @@ def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
         yield Refusal("model.lora.dropout", reason)
     if recipe.engine.tensor_parallel > 1:
         yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
+
+
+def _of_heads(recipe: Recipe) -> Iterator[Refusal]:
+    if isinstance(recipe.algorithm, RewardModelOptions) and recipe.engine.tensor_parallel > 1:
+        yield Refusal("engine.tensor_parallel", "the head of a reward model is not cut; set it to 1")
 
 
 def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
