@@ -19,10 +19,12 @@ from paths import DATA
 from torch import Tensor
 
 from ngym.trainer.losses import policy_loss, preference_loss, reward_loss
+from ngym.trainer.model import divergence
 from ngym.trainer.recipe import algorithms, objective
 
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
 PAIRS = json.loads((DATA / "peer_preferences.json").read_text("utf-8"))
+DIVERGENCES = json.loads((DATA / "peer_divergences.json").read_text("utf-8"))
 REWARDS = json.loads((DATA / "peer_rewards.json").read_text("utf-8"))
 
 
@@ -224,6 +226,21 @@ def test_the_loss_of_reward_models_and_its_gradient_are_trls_to_1e_6(batch: Any,
         assert ours == pytest.approx(theirs, abs=1e-6)
     for name, value in case["metrics"].items():
         assert loss.metrics[name].total / loss.metrics[name].count == pytest.approx(value, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in DIVERGENCES["batches"] for case in batch["cases"]],
+    ids=lambda value: f"beta {value['beta']}" if "beta" in value else f"{len(value['student'])} tokens",
+)
+def test_divergences_from_a_teacher_and_their_gradients_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    student_NV = torch.tensor(batch["student"], dtype=torch.float64, requires_grad=True)
+    teacher_NV = torch.tensor(batch["teacher"], dtype=torch.float64).log_softmax(-1)
+    loss = divergence.divergence(student_NV.log_softmax(-1), teacher_NV, None, case["beta"]).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
+    assert student_NV.grad is not None
+    torch.testing.assert_close(student_NV.grad, torch.tensor(case["grad"], dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_the_loss_of_labels_is_binary_cross_entropy() -> None:

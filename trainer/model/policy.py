@@ -40,6 +40,7 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
+from .divergence import DivergenceScorer
 from .packing import Group, Packed, pack
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ class Policy(Trained):
         self.temperature = temperature
         self.scale = logit_scale(network)
         self.scorer = Scorer()
+        self.divergence = DivergenceScorer()
         self.logits_bytes = LOGITS_BYTES
 
     def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
@@ -290,11 +292,14 @@ class Policy(Trained):
         scores = Scores(torch.empty(0))
         if asks.logprobs:
             token_ids_N = packed.token_ids_T[packed.trained_N]
+            hidden_NH = states(self.network.get_decoder(), packed, self.group)
+            head = self.network.get_output_embeddings()
+            divided = (self.temperature if temperature is None else temperature) / self.scale
             scores = self.scorer(
-                states(self.network.get_decoder(), packed, self.group),
+                hidden_NH,
                 token_ids_N if self.group is None else token_ids_N[self.group.mine(packed)],
-                head=self.network.get_output_embeddings(),
-                temperature=(self.temperature if temperature is None else temperature) / self.scale,
+                head=head,
+                temperature=divided,
                 entropy=asks.entropy,
                 logits_bytes=self.logits_bytes,
                 collision=asks.collision,
@@ -303,6 +308,16 @@ class Policy(Trained):
                 told = partial(self.group.told, packed=packed)
                 others = (None if each is None else told(each) for each in scores[1:])
                 scores = Scores(told(scores.logprobs_N), *others)
+            if asks.divergence is not None:  # refused with a group
+                divergence_N = self.divergence(
+                    hidden_NH,
+                    asks.divergence.teacher(packed),
+                    head=head,
+                    temperature=divided,
+                    beta=asks.divergence.beta,
+                    logits_bytes=self.logits_bytes,
+                )
+                scores = scores._replace(divergence_N=divergence_N)
         if asks.values:
             assert self.critic is not None, "there is no critic to ask for values"
             scores = scores._replace(values_N=self.critic(packed, self.group))
@@ -312,6 +327,26 @@ class Policy(Trained):
         """Log p of each trained token, [N]."""
         scores: Scores = self(packed)
         return scores.logprobs_N
+
+    @torch.no_grad()
+    def distributions(self, packed: Packed) -> Whole:
+        """The whole distribution of each trained token, without a gradient."""
+        head = self.network.get_output_embeddings()
+        return Whole(states(self.network.get_decoder(), packed), head, self.temperature / self.scale)
+
+
+class Whole(NamedTuple):
+    """Distributions over the whole vocabulary, computed when asked for."""
+
+    hidden_NH: Tensor
+    head: nn.Module
+    temperature: float
+
+    @torch.no_grad()
+    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Logprobs of these tokens, float32 [C, V]; the None is for token ids."""
+        logits_CV: Tensor = self.head(self.hidden_NH[start:end]).float() / self.temperature
+        return logits_CV.log_softmax(-1), None
 
 
 @torch.no_grad()

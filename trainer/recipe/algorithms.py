@@ -22,7 +22,8 @@
 | reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
 | gdpo | 2601.05242 | each component of the reward normalized separately |
 | ppo | 1707.06347 | GAE with a critic |
-| distillation | 2306.13649 | reverse KL to a teacher on each sampled token |
+| distillation | 2306.13649 | reverse KL to a teacher on each sampled token; or a divergence of whole distributions |
+| online_dpo | 2402.04792 | DPO on the best and the worst rollout of each live group |
 
 `name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is a custom algorithm: a subclass of one of these
 classes. Does not import torch.
@@ -267,7 +268,7 @@ class PolicyGradientOptions(AlgorithmOptions):
         if self.shaping.skip_equal_groups:
             reason = "a teacher's scores are a learning signal in groups of equal rewards, too; set it to false"
             yield Refusal("shaping.skip_equal_groups", reason)
-        if self.loss.ratio != "token":
+        if self.loss.ratio != "token" and teacher.beta is None:
             reason = "a teacher makes advantages differ within a rollout; use ratio token"
             yield Refusal("loss.ratio", reason)
         if teacher.url is not None and self.temperature != 1:
@@ -365,6 +366,24 @@ class DistillationOptions(PolicyGradientOptions):
         return super().refusals() + (missing if self.teacher is None else [])
 
 
+class OnlineDpoOptions(PolicyGradientOptions):
+    """Online DPO (arXiv 2402.04792): pairs of the best and the worst rollout of each group, live."""
+
+    implementation = "online_dpo"
+    name: Literal["online_dpo"] = "online_dpo"
+    preference: Preference = Preference()
+
+    def refusals(self) -> list[Refusal]:
+        found = [Refusal(f"preference.{key}", reason) for key, reason in preference_refusals(self.preference)]
+        unused = ("advantage", "loss", "kl", "correction", "critic", "teacher", "shaping", "max_mismatch")
+        default = type(self)()
+        return found + [
+            Refusal(key, "online_dpo learns from pairs and does not use it; remove it")
+            for key in unused
+            if getattr(self, key) != getattr(default, key)
+        ]
+
+
 class PpoOptions(PolicyGradientOptions):
     """Proximal policy optimisation (arXiv 1707.06347, eq. 7) with GAE (arXiv 1506.02438, eq. 16) and a critic."""
 
@@ -396,6 +415,7 @@ BuiltIn = (
     | GdpoOptions
     | PpoOptions
     | DistillationOptions
+    | OnlineDpoOptions
 )
 ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
 

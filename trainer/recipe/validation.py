@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .algorithms import PolicyGradientOptions, RewardModelOptions
+from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions
 from .objective import UNCOMPARED, Refusal
 
 if TYPE_CHECKING:
@@ -129,7 +129,12 @@ def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
-    if recipe.live is None or not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
+    if not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
+        return
+    if recipe.algorithm.teacher.beta is not None and recipe.engine.together > 1:
+        key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
+        yield Refusal(key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null")
+    if recipe.live is None:
         return
     if recipe.live.dynamic_sampling > 1:
         reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
@@ -173,3 +178,12 @@ def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
     if isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coef > 0 and recipe.model.lora is None:
         reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
         yield Refusal("algorithm.kl.coef", reason)
+    if (
+        isinstance(algorithm, OnlineDpoOptions)
+        and not algorithm.preference.reference_free
+        and recipe.model.lora is None
+    ):
+        reason = (
+            "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set true"
+        )
+        yield Refusal("algorithm.preference.reference_free", reason)
