@@ -477,10 +477,29 @@ def _network(
         network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
         return network
     try:
+        _check_whole(str(options.path))
         network = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
     return network
+
+
+def _check_whole(name: str) -> None:
+    """Raise ConfigError if the weights of this folder or model are quantized, as for QLoRA. transformers turns those of
+    gpt-oss into whole ones.
+    """
+    from transformers import AutoConfig
+
+    quantization = getattr(AutoConfig.from_pretrained(name, trust_remote_code=False), "quantization_config", None)
+    if quantization is None:
+        return
+    told = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = told.get("quant_method", "an unknown method")
+    if method != "mxfp4":
+        raise ConfigError(
+            f"model.path: the weights of {name} are quantized ({method}), and ng_train trains whole ones or adapters on "
+            "them (no QLoRA); name the model that it was made from, and set model.lora and engine.precision=bf16"
+        )
 
 
 def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:

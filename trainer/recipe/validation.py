@@ -93,9 +93,9 @@ def _micro_batches(recipe: Recipe, tokens: float, longest: int, launch: Launch) 
 
 def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
     schedule, optimizer = recipe.schedule, recipe.optimizer
-    rates = f"adamw {optimizer.lr:.3g}"
+    rates = f"{optimizer.name} {optimizer.lr:.3g}"
     if optimizer.name == "muon":
-        rates = f"muon {optimizer.muon_lr:.3g} for matrices, {rates} for the rest"
+        rates = f"muon {optimizer.muon_lr:.3g} for matrices, adamw {optimizer.lr:.3g} for the rest"
     warm = schedule.warmup(steps)
     up = f", up to it in {warm:,} steps" if warm else ""
     after = "constant" if schedule.name == "constant" else f"{schedule.name}, down to {schedule.final:.3g} of it"
