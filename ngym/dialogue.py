@@ -88,21 +88,28 @@ class Template:
         history = self._rendered(messages[: seen.place + 1], request)
         return splice(rendered, history, ids, self.ends) or rendered
 
+    def whole(self, request: Json) -> list[int]:
+        """The ids of the conversation of a checked Chat request, without a generation prompt.
+
+        Raises:
+            BadRequest: as `prompt`.
+        """
+        messages = [_said(message, index) for index, message in enumerate(request["messages"])]
+        return self._rendered(messages, request, prompt=False)
+
     def in_thought(self, prompt: list[int]) -> bool:
         """Whether the template has opened a reasoning block at the prompt's end."""
         tail = self.tokenizer.decode(prompt[-THOUGHT_TAIL:], skip_special_tokens=False).rstrip()
         return tail.endswith("<think>")
 
-    def _rendered(self, messages: list[Json], request: Json) -> list[int]:
+    def _rendered(self, messages: list[Json], request: Json, *, prompt: bool = True) -> list[int]:
         effort = request.get("reasoning_effort")
         kwargs = {} if effort is None else {"reasoning_effort": effort}
         kwargs |= {"enable_thinking": False} if effort == "none" else {}
         kwargs |= request.get("chat_template_kwargs") or {}
-        tools = request.get("tools") or None
+        kwargs = {"tools": request.get("tools") or None, "add_generation_prompt": prompt} | kwargs
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False, **kwargs
-            )
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # jinja raises errors of any type
             raise BadRequest(f"the model's chat template refuses the conversation: {error}") from error
         return self.tokenizer.encode(text, add_special_tokens=False)

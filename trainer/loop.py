@@ -106,7 +106,7 @@ def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], b
             sums[name][0] += counted * mean.total
             sums[name][1] += counted * mean.count
     update = engine.step(factor)
-    return Step(_means(engine, sums), update)
+    return Step(step_loss.derived(_means(engine, sums), bins=False), update)
 
 
 def _means(engine: Engine, sums: dict[str, list[float]]) -> dict[str, float]:

@@ -38,7 +38,7 @@ from .output_files import (
     set_aside,
 )
 from .recipe import validation
-from .recipe.algorithms import PolicyGradientOptions
+from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import Launch, ModelOptions, Recipe, as_yaml, read_launch, read_recipe
 from .recipe.rl import RolloutOptions
 from .reporting import sinks
@@ -141,7 +141,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .engine.distributed import joined, wait_for_all
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
-        from .model.policy import CriticNetwork, load_policy, load_tokenizer
+        from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
         from .reporting.metrics import Metrics
 
         stack.enter_context(joined(launch))
@@ -152,7 +152,11 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         wait_for_all()
 
         tokenizer = load_tokenizer(recipe.model)
-        policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
+        policy: Trained
+        if isinstance(recipe.algorithm, RewardModelOptions):
+            policy = load_reward_model(recipe.model, tokenizer, recipe.seed)
+        else:
+            policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
         if isinstance(recipe.algorithm, PolicyGradientOptions):
             if recipe.algorithm.critic is not None:
                 policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
@@ -215,7 +219,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             saver.tidy()
         saver.check()
         learner.save(recipe.output / POLICY, tokenizer)
-        if recipe.model.lora is not None:
+        if recipe.model.lora is not None and not isinstance(recipe.algorithm, RewardModelOptions):
             learner.save_adapter(recipe.output / ADAPTER, recipe.model.lora, recipe.model.path)
         if shown:
             _draw(metrics, recipe.output / CURVE)

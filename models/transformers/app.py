@@ -1,22 +1,39 @@
-"""transformers: a Hugging Face model in this process, one answer at a time: for tests, laptops and debugging."""
+"""transformers: a Hugging Face model in this process, one answer at a time: for tests, laptops and debugging.
+
+A folder for sequence classification, such as a reward model, has the route `/classify` of vLLM instead of answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ngym import ModelCall, ServiceContext, model_server
 from ngym.config.service_config import model_problem
+from ngym.convert import check_chat_request
 from ngym.dialogue import Dialogue, Template, turn_ends
-from ngym.errors import ConfigError
+from ngym.errors import BadRequest, ConfigError
+from ngym.services.base.app import JsonResponse, add_route
+from ngym.services.base.dispatch import ROW_BYTES
+from ngym.services.base.request_bodies import json_body, validated
+from ngym.services.models.api_dialects import openai_refusal
+from ngym.services.models.request_handler import refusals
 from ngym.services.models.server import ModelOptions
+
+if TYPE_CHECKING:
+    from .engine import Classifier
 
 Json = dict[str, Any]
 
@@ -35,24 +52,39 @@ class Options(ModelOptions):
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """A model for sequence classification. served: its name in answers."""
+
+    template: Template
+    classifier: Classifier
+    served: str
+
+
 @asynccontextmanager
-async def dialogue(context: ServiceContext) -> AsyncIterator[Dialogue]:
+async def loaded(context: ServiceContext) -> AsyncIterator[Dialogue | Scoring]:
     """Load the model, before the service is ready. Raises ConfigError if it cannot be loaded."""
     options: Options = context.options
     folder = _find(options.model, context.root, context.name)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from .engine import Engine  # torch and transformers take seconds to import
+    from .engine import Classifier, Engine, classifies  # torch and transformers take seconds to import
+
+    def load() -> Engine | Classifier:
+        return Classifier(folder, options) if classifies(folder, options) else Engine(folder, options)
 
     try:
-        engine = await asyncio.to_thread(Engine, folder, options)
+        engine = await asyncio.to_thread(load)
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split())[:300]
         raise ConfigError(f"service {context.name!r}: model {options.model!r} cannot be loaded: {told}") from None
-    template = Template(engine.tokenizer, turn_ends(engine.tokenizer, engine.ends))
     served = options.served_name or context.name
     app.state.context = replace(context, options=options.model_copy(update={"model": served}))
     try:
-        yield Dialogue(template, engine.generate, served, engine.context)
+        if isinstance(engine, Classifier):
+            yield Scoring(Template(engine.tokenizer, turn_ends(engine.tokenizer, None)), engine, served)
+        else:
+            template = Template(engine.tokenizer, turn_ends(engine.tokenizer, engine.ends))
+            yield Dialogue(template, engine.generate, served, engine.context)
     finally:
         engine.close()
 
@@ -64,23 +96,74 @@ def _find(name: str, root: Path, service: str) -> str:
     return str(folder) if folder.is_dir() else name
 
 
+def _dialogue(state: Dialogue | Scoring) -> Dialogue:
+    if isinstance(state, Scoring):
+        raise BadRequest(
+            "this model is one for sequence classification: it scores texts (POST /classify), and says none"
+        )
+    return state
+
+
 async def respond(request: Json, call: ModelCall) -> Json:
-    dialogue: Dialogue = call.state
-    return await dialogue.completion(request, call.seen)
+    return await _dialogue(call.state).completion(request, call.seen)
 
 
 async def stream(request: Json, call: ModelCall) -> AsyncIterator[Json]:
-    dialogue: Dialogue = call.state
-    async with aclosing(dialogue.chunks(request, call.seen)) as chunks:
+    async with aclosing(_dialogue(call.state).chunks(request, call.seen)) as chunks:
         async for chunk in chunks:
             yield chunk
 
 
 async def count_tokens(request: Json, call: ModelCall) -> int:
-    dialogue: Dialogue = call.state
-    return await dialogue.count(request)
+    return await _dialogue(call.state).count(request)
+
+
+class Classification(BaseModel):
+    """vLLM's request: a conversation, which the chat template renders without a generation prompt."""
+
+    model: str | None = None
+    messages: list[Json] = Field(min_length=1)
+    chat_template_kwargs: Json = Field(default_factory=dict, description="`tools` among them.")
+    use_activation: bool | None = Field(default=None, description="false: the logits; else probabilities.")
+
+
+async def classify(request: Request) -> Response:
+    """vLLM's answer: for each label its probability (sigmoid for one label) or its logit."""
+    state: Dialogue | Scoring = request.app.state.model_state
+    with refusals(openai_refusal):
+        if not isinstance(state, Scoring):
+            raise BadRequest("this model generates text; /classify needs a folder for sequence classification")
+        asked: Classification = validated(Classification, await json_body(request), "a classification")
+        conversation = check_chat_request({"messages": asked.messages})
+        ids = state.template.whole(conversation | {"chat_template_kwargs": asked.chat_template_kwargs})
+        limit = state.classifier.context
+        if len(ids) > limit:
+            raise BadRequest(f"the conversation has {len(ids):,} tokens; this model's context is {limit:,}")
+        logits = await state.classifier.logits(ids)
+    values = logits if asked.use_activation is False else _probabilities(logits)
+    label = state.classifier.labels.get(max(range(len(logits)), key=logits.__getitem__))
+    scored = {"index": 0, "label": label, "probs": values, "num_classes": len(values)}
+    usage = {"prompt_tokens": len(ids), "total_tokens": len(ids), "completion_tokens": 0}
+    told = {"id": f"classify-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+    return JsonResponse({**told, "model": state.served, "data": [scored], "usage": usage})
+
+
+def _probabilities(logits: list[float]) -> list[float]:
+    if len(logits) == 1:
+        return [0.5 * (1 + math.tanh(logits[0] / 2))]
+    weights = [math.exp(logit - max(logits)) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
 
 
 app = model_server(
-    respond=respond, stream=stream, count_tokens=count_tokens, api="chat", options=Options, lifespan=dialogue
+    respond=respond, stream=stream, count_tokens=count_tokens, api="chat", options=Options, lifespan=loaded
+)
+add_route(
+    app,
+    "POST",
+    "/classify",
+    classify,
+    summary="The score of a conversation, from a model for sequence classification",
+    body=Classification.model_json_schema(),
+    most_bytes=ROW_BYTES,
 )

@@ -1,4 +1,5 @@
-"""Sampling with a Hugging Face model, token by token, in one thread next to the event loop, first come, first served.
+"""Sampling with a Hugging Face model, token by token, in one thread next to the event loop, first come, first served;
+and scores of a model for sequence classification, such as a reward model.
 
 A log-probability is that of the sampling distribution, after temperature, top-k, top-p and min-p. Greedy tokens have
 that of the model's own distribution.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from ngym.dialogue import Finish, Sampled, Sampling
@@ -27,6 +28,57 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
 
 
+def classifies(folder: str, options: Options) -> bool:
+    """Whether the model is one for sequence classification.
+
+    Raises:
+        OSError, ValueError: it has no config that transformers knows.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def _loaded(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]:
+    """The tokenizer, the model and its context length. kind: an AutoModel class."""
+    torch.set_num_threads(options.threads)
+    logging.disable_progress_bar()
+    code = {"trust_remote_code": options.trust_remote_code}
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
+    data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
+    model = kind.from_pretrained(folder, **data, **code)
+    if tokenizer.chat_template is None:
+        raise ValueError("its tokenizer has no chat template; take an instruct model")
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
+    return tokenizer, model.to(options.device).eval(), min(options.context or own, own)
+
+
+class Classifier:
+    """A loaded model for sequence classification; a reward model has one label.
+
+    Raises:
+        OSError, ValueError: the model cannot be loaded.
+    """
+
+    def __init__(self, folder: str, options: Options) -> None:
+        self.tokenizer, self._model, self.context = _loaded(AutoModelForSequenceClassification, folder, options)
+        self.labels: dict[int, str] = self._model.config.id2label
+        self._device = options.device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
+
+    def close(self) -> None:
+        """End the thread after the current text."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def logits(self, ids: list[int]) -> list[float]:
+        """One for each label."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._logits, ids)
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int]) -> list[float]:
+        logits: list[float] = self._model(input_ids=torch.tensor([ids], device=self._device)).logits[0].tolist()
+        return logits
+
+
 class Engine:
     """A loaded model.
 
@@ -35,17 +87,8 @@ class Engine:
     """
 
     def __init__(self, folder: str, options: Options) -> None:
-        torch.set_num_threads(options.threads)
-        logging.disable_progress_bar()
-        code = {"trust_remote_code": options.trust_remote_code}
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, **code)
-        data = {"dtype": getattr(torch, options.dtype), "use_safetensors": True}  # never opens a pickle
-        model = AutoModelForCausalLM.from_pretrained(folder, **data, **code)
-        self._model = model.to(options.device).eval()
-        if self.tokenizer.chat_template is None:
-            raise ValueError("its tokenizer has no chat template; take an instruct model")
-        own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
-        self.context: int = min(options.context or own, own)
+        self.tokenizer, self._model, self.context = _loaded(AutoModelForCausalLM, folder, options)
+        model = self._model
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
         known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
         self._ends = frozenset(end for end in known if end is not None)

@@ -10,7 +10,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import repeat
 from math import comb
-from statistics import fmean
+from statistics import StatisticsError, fmean
+from statistics import correlation as pearson
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -210,6 +211,14 @@ def means_by(rows: Iterable[Json], name: str, value: str = "reward") -> dict[str
         if isinstance(row.get(value), int | float):
             found[value_of(row, name)].append(row[value])
     return {f"{key}/mean/{value}": fmean(values) for key, values in sorted(found.items())}
+
+
+def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Pearson's correlation; None if one of the two does not vary."""
+    try:
+        return pearson(xs, ys)
+    except StatisticsError:
+        return None
 
 
 def label_scores(

@@ -23,7 +23,7 @@ from ngym.trainer.algorithms import Setup, policy_gradient, teacher
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.engine.engine import score
-from ngym.trainer.model import packing
+from ngym.trainer.model import divergence, packing
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import algorithms, objective, recipe
 
@@ -111,7 +111,7 @@ def test_the_exact_reverse_kl_falls(
     algorithm = policy_gradient.PolicyGradient(options, 1, None, scored)
     prompts = [[random.Random(n).randrange(20, 1000) for _ in range(4)] for n in range(4)]
     every_token = [said(prompt, token, -1.0) for prompt in prompts for token in range(1024)]
-    of_teacher = score(every_token, scored, learner, 8192)
+    of_teacher = score(every_token, scored.logprobs, learner, 8192)
     teacher_PV = torch.tensor(of_teacher).reshape(4, 1024)
     kls = []
     generator = torch.Generator().manual_seed(0)
@@ -156,10 +156,11 @@ def served(
                 calls.append(len(ids))
                 with torch.no_grad():
                     log_p = network(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-                said = [
-                    None,
-                    *({str(ids[at]): {"logprob": float(log_p[at - 1, ids[at]])}} for at in range(1, len(ids))),
-                ]
+                top_k = asked["sampling_params"]["prompt_logprobs"]
+                said: list[Any] = [None]
+                for at in range(1, len(ids)):
+                    likeliest = log_p[at - 1].topk(top_k).indices.tolist()
+                    said.append({str(n): {"logprob": float(log_p[at - 1, n])} for n in {ids[at], *likeliest}})
                 answer = {"choices": [], "prompt_logprobs": change(said, ids)}
             body = json.dumps(answer).encode()
             self.send_response(200)
@@ -188,8 +189,106 @@ def test_a_server_scores_as_the_checkpoint_that_it_serves(setup: Setup, master: 
     with served(master) as (url, calls):
         remote = teacher.opened(setup, objective.Teacher(url=url), 1.0)
         before = len(calls)
-        torch.testing.assert_close(remote(packed), local(packed), atol=1e-4, rtol=0)
-        assert len(calls) == before + 3  # a call for each segment
+        for _ in range(2):  # the second time, the answers are kept
+            torch.testing.assert_close(remote.logprobs(packed), local.logprobs(packed), atol=1e-4, rtol=0)
+            assert len(calls) == before + 3  # a call for each segment
+
+
+ROLLOUTS = (((4, 9),), ((3, 5), (7, 8)), ((6, 11),))
+
+
+def reference_divergence(ours: torch.Tensor, theirs: torch.Tensor, beta: float) -> torch.Tensor:
+    """From probabilities, [N, V] -> [N]."""
+    p, q = theirs.softmax(-1), ours.softmax(-1)
+    if beta in (0.0, 1.0):
+        p, q = (p, q) if beta == 0 else (q, p)
+        return (p * (p / q).log()).sum(-1)
+    m = beta * p + (1 - beta) * q
+    return beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
+
+
+def logits_of(network: Any, segments: Any) -> torch.Tensor:
+    """Of the trained tokens, one segment after the other."""
+    found = []
+    for segment in segments:
+        logits = network(input_ids=torch.tensor([segment.token_ids])).logits[0]
+        found += [logits[at - 1] for start, end in segment.spans for at in range(start, end)]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("chunk", [1 << 30, 4 * 1024 * 2])
+def test_a_divergence_and_its_gradient_are_those_of_whole_distributions(
+    setup: Setup, student: Path, master: Path, tokenizer: PreTrainedTokenizerBase, beta: float, chunk: int
+) -> None:
+    policy = model.load_policy(recipe.ModelOptions(path=str(student)), tokenizer, 0).eval()
+    policy.logits_bytes = chunk  # all tokens at once, or two
+    options = algorithms.DistillationOptions.model_validate(
+        {"teacher": {"path": str(master), "beta": beta, "coef": 0.5}, "loss": {"anchor": "sampler"}}
+    )
+    assert options.teacher is not None
+    algorithm = policy_gradient.PolicyGradient(options, 1, None, teacher.opened(setup, options.teacher, 1.0))
+    batch: Any = algorithm.prepare([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)],
+                                   setup.engine, 8192)  # fmt: skip
+    assert all(value == 0 for sample in batch for segment in sample.segments for value in segment.advantages)
+    packed = packing.pack(batch, setup.engine.device)
+    step = algorithm.step_loss(batch)
+    loss = step.loss(policy(packed, algorithm.asks), packed)
+    (loss.sum / step.divisor).backward()
+    found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    assert loss.metrics["teacher_divergence"].count == step.divisor == 13
+
+    network = AutoModelForCausalLM.from_pretrained(student)
+    with torch.no_grad():
+        theirs = logits_of(AutoModelForCausalLM.from_pretrained(master), packed.segments)
+    expected = reference_divergence(logits_of(network, packed.segments), theirs, beta).sum()
+    (0.5 * expected / 13).backward()
+    assert loss.metrics["teacher_divergence"].total == pytest.approx(expected.item(), rel=1e-4)
+    assert loss.metrics["loss"].total == pytest.approx(0.5 * expected.item(), rel=1e-4)
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(found[f"network.{name}"], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_a_server_is_compared_on_its_likeliest_tokens_and_all_others_together(setup: Setup, master: Path) -> None:
+    packed = packing.pack([rollout(1.0, str(at), list(each)) for at, each in enumerate(ROLLOUTS)], setup.engine.device)
+    network = AutoModelForCausalLM.from_pretrained(master)
+    with served(master) as (url, _):
+        remote = teacher.opened(setup, objective.Teacher(url=url, beta=0.5, top_k=5), 1.0)
+        logprobs_NK, token_ids_NK = remote.distributions(packed).rows(0, 13)
+    with torch.no_grad():
+        expected = logits_of(network, packed.segments).log_softmax(-1).topk(5)
+    torch.testing.assert_close(logprobs_NK, expected.values, atol=1e-4, rtol=0)
+    assert token_ids_NK is not None and torch.equal(token_ids_NK, expected.indices)
+
+
+def test_the_divergence_on_the_likeliest_tokens_is_that_of_merged_outcomes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64).unbind()
+    values, ids = theirs.log_softmax(-1).topk(3)
+    padded = torch.cat((values, torch.full((6, 2), -torch.inf)), 1), torch.cat((ids, torch.zeros(6, 2).long()), 1)
+    for beta in (0.0, 0.4, 1.0):
+        ours.grad = None
+        found = divergence.divergence(ours.requires_grad_().log_softmax(-1), *padded, beta)
+        merged = []
+        for logits in (ours, theirs):
+            p = logits.softmax(-1).gather(1, ids)
+            merged.append(torch.cat((p, 1 - p.sum(-1, keepdim=True)), 1).log())
+        torch.testing.assert_close(found, reference_divergence(*merged, beta))
+        whole = divergence.divergence(ours.log_softmax(-1), theirs.log_softmax(-1), None, beta)
+        assert bool((found <= whole).all())
+        found.sum().backward()
+        assert bool(ours.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("source", ["path", "url"])
+def test_a_live_run_lowers_a_divergence(student: Path, master: Path, tmp_path: Path, source: str) -> None:
+    with serving(Stub(student, equal_share=8)) as stub, served(master) as (url, _):
+        words = [*arguments(tmp_path, student, stub, 4), "evaluation=null", "algorithm.name=distillation"]
+        words += [f"algorithm.teacher.{source}={url if source == 'url' else master}", "algorithm.teacher.beta=0.5"]
+        said, _ = (process := train(tmp_path, [*words, "rollouts.updates_per_step=2"])).communicate(timeout=600)
+        assert process.returncode == 0, said
+    found = [row["teacher_divergence"] for row in metrics_of(tmp_path) if "teacher_divergence" in row]
+    assert len(found) == 4 and max(found[1:]) < 0.98 * found[0]
 
 
 @pytest.mark.parametrize("source", ["path", "url"])
@@ -258,7 +357,7 @@ def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
     scored = teacher.opened(setup, objective.Teacher(path=str(master)), 1.0)
     long = samples.Sample((samples.Segment([20] * 300, [(1, 300)]),))
     with pytest.raises(UsageError, match="its context is 256 tokens, and a rollout has 300"):
-        scored(packing.pack([long], setup.engine.device))
+        scored.logprobs(packing.pack([long], setup.engine.device))
 
 
 @pytest.mark.parametrize(
@@ -273,6 +372,7 @@ def test_teachers_that_cannot_be_reached_or_have_another_tokenizer_are_refused(
         ),
         (["algorithm.teacher.path=null", "algorithm.teacher.url=http://x", "algorithm.temperature=0.7"], "temperature"),
         (["rollouts.dynamic_sampling=2"], "rollouts.dynamic_sampling: it replaces groups"),
+        (["algorithm.teacher.beta=0.5", "engine.sequence_parallel=2"], "engine.sequence_parallel: whole distributions"),
         (["algorithm.teacher.reward_coef=1"], "rollouts.group_size: group_mean compares"),
     ],
 )

@@ -44,7 +44,8 @@ def learner(root: Path, stage: int, precision: str = "fp32", name: str = "adamw"
     tokenizer = AutoTokenizer.from_pretrained(root / "data" / "tiny_policy" / "tokenizer")
     shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
     options = recipe.EngineOptions(zero_stage=stage, precision=precision)
-    optimizing = recipe.OptimizerOptions(lr=1e-2, name=name, weight_decay=0.1)
+    momentum = {"momentum": 0.9} if name == "sgd" else {}
+    optimizing = recipe.OptimizerOptions(lr=1e-2, name=name, weight_decay=0.1, **momentum)
     launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     return engine.Engine(model.load_policy(shape, tokenizer, 0), launch, options, optimizing)
 
@@ -61,7 +62,15 @@ def losses(learner: Any, first: int, last: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "name"),
-    [(0, "fp32", "adamw"), (0, "fp32", "muon"), (1, "fp32", "adamw"), (3, "fp32", "adamw"), (2, "bf16", "adamw")],
+    [
+        (0, "fp32", "adamw"),
+        (0, "fp32", "muon"),
+        (0, "fp32", "sgd"),
+        (1, "fp32", "adam"),
+        (1, "fp32", "adamw"),
+        (3, "fp32", "adamw"),
+        (2, "bf16", "adamw"),
+    ],
 )
 def test_what_was_saved_goes_on_exactly_also_under_another_zero_stage(
     root: Path, tmp_path: Path, only_rank: None, stage: int, precision: str, name: str

@@ -16,6 +16,7 @@ from trainer_service import on_two_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
+from ngym.errors import ConfigError
 from ngym.trainer import loop
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import offline
@@ -148,6 +149,29 @@ def test_weight_decay_spares_norms_and_muon_takes_the_matrices_only(tokenizer: P
     assert len(matrices["params"]) == 14 and len(tables["params"]) == 1 and vectors["weight_decay"] == 0
     assert all(parameter.dim() == 1 for parameter in vectors["params"])
     assert sum(len(group["params"]) for group in built.param_groups) == len(list(policy.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("AdamW", "AdamW"), ("adamw_torch", "AdamW"), ("Adam", "Adam"), ("SGD", "SGD"), ("Muon", "Muon")],
+)
+def test_an_optimizer_has_the_names_of_torch_and_transformers(
+    tokenizer: PreTrainedTokenizerBase, name: str, kind: str
+) -> None:
+    shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    network = model.load_policy(shape, tokenizer, 0).network
+    options = recipe.OptimizerOptions.model_validate({"name": name, "lr": 1e-3, "weight_decay": 0.1})
+    assert type(optimizer.build(network, options)).__name__ == kind
+
+
+def test_quantized_weights_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    shape = recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer")
+    model.load_policy(shape, tokenizer, 0).network.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"are quantized \(bitsandbytes\), and ng_train trains whole ones"):
+        model.load_policy(recipe.ModelOptions(path=str(tmp_path)), tokenizer, 0)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 from paths import DATA
 from torch import Tensor
 
-from ngym.trainer.losses import policy_loss, preference_loss
+from ngym.trainer.losses import policy_loss, preference_loss, reward_loss
+from ngym.trainer.model import divergence
 from ngym.trainer.recipe import algorithms, objective
 
 PEERS = json.loads((DATA / "peer_losses.json").read_text("utf-8"))
 PAIRS = json.loads((DATA / "peer_preferences.json").read_text("utf-8"))
+DIVERGENCES = json.loads((DATA / "peer_divergences.json").read_text("utf-8"))
+REWARDS = json.loads((DATA / "peer_rewards.json").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,48 @@ def test_preference_losses_and_gradients_are_those_of_other_libraries(case: dict
     for name, value in case["metrics"].items():
         mean = loss.metrics[name]
         assert mean.total / mean.count == pytest.approx(value, abs=2e-6), name
+
+
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in REWARDS["batches"] for case in batch["cases"]],
+    ids=lambda value: str(value["options"]) if "options" in value else f"{len(value['scores'])} pairs",
+)
+def test_the_loss_of_reward_models_and_its_gradient_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    scores_R = torch.tensor(batch["scores"], dtype=torch.float64).flatten().requires_grad_()
+    pairs, options = len(batch["margins"]), algorithms.RewardModelOptions(**case["options"])
+    loss = reward_loss.pair_loss(options, scores_R, torch.tensor(batch["margins"], dtype=torch.float64))
+    (loss.sum / pairs).backward()
+    assert loss.sum.item() / pairs == pytest.approx(case["loss"], abs=1e-6)
+    assert scores_R.grad is not None
+    for ours, theirs in zip(scores_R.grad.reshape(pairs, 2).tolist(), case["grad"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    for name, value in case["metrics"].items():
+        assert loss.metrics[name].total / loss.metrics[name].count == pytest.approx(value, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("batch", "case"),
+    [(batch, case) for batch in DIVERGENCES["batches"] for case in batch["cases"]],
+    ids=lambda value: f"beta {value['beta']}" if "beta" in value else f"{len(value['student'])} tokens",
+)
+def test_divergences_from_a_teacher_and_their_gradients_are_trls_to_1e_6(batch: Any, case: dict[str, Any]) -> None:
+    student_NV = torch.tensor(batch["student"], dtype=torch.float64, requires_grad=True)
+    teacher_NV = torch.tensor(batch["teacher"], dtype=torch.float64).log_softmax(-1)
+    loss = divergence.divergence(student_NV.log_softmax(-1), teacher_NV, None, case["beta"]).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
+    assert student_NV.grad is not None
+    torch.testing.assert_close(student_NV.grad, torch.tensor(case["grad"], dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_the_loss_of_labels_is_binary_cross_entropy() -> None:
+    scores_N = torch.tensor([0.3, -2.0, 40.0, -40.0], dtype=torch.float64, requires_grad=True)
+    labels_N = torch.tensor([True, True, False, False])
+    loss = reward_loss.label_loss(scores_N, labels_N)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(scores_N, labels_N.double(), reduction="sum")
+    assert loss.sum.item() == pytest.approx(bce.item(), abs=1e-9)
+    assert loss.metrics["rewards/accuracies"].total == 2
 
 
 @pytest.mark.parametrize(

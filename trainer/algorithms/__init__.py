@@ -32,15 +32,26 @@ class Setup(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
+class Derived(Protocol):
+    def __call__(self, means: dict[str, float], *, bins: bool) -> dict[str, float]: ...
+
+
+def as_measured(means: dict[str, float], *, bins: bool) -> dict[str, float]:
+    """The means themselves."""
+    return means
+
+
 class StepLoss(NamedTuple):
     """The loss of one optimizer step.
 
     divisor: for the sum over all micro-batches: the trained tokens, sequences or pairs.
     loss: summed over a micro-batch of the step's samples.
+    derived: the metrics to report from the means of those of `loss`; bins: also distributions, for held-out samples.
     """
 
     divisor: float
     loss: Callable[[Scores, Packed], Loss]
+    derived: Derived = as_measured
 
 
 class Algorithm(Protocol):

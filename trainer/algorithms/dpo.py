@@ -28,6 +28,7 @@ from ..losses.preference_loss import preference_loss
 from ..model.chunked_logprobs import Asks, Scores
 from ..model.packing import Packed
 from ..recipe.algorithms import PreferenceOptions
+from ..recipe.objective import Preference
 from . import Setup, StepLoss
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class PairSample(Sample):
 
 
 class Dpo:
-    def __init__(self, options: PreferenceOptions) -> None:
+    def __init__(self, options: Preference) -> None:
         self._options = options
 
     @property
@@ -71,7 +72,7 @@ class Dpo:
         if self._options.reference_free:
             return [replace(pair, reference=(0.0, 0.0)) for pair in pairs]
         scores = score(pairs, engine.logprobs, engine, budget)
-        return [_with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
+        return [with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
         pairs = cast(Sequence[PairSample], samples)
@@ -112,8 +113,8 @@ def _sample(pair: Pair) -> PairSample:
     return PairSample((*chosen, *rejected))
 
 
-def _with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample:
-    """logprobs: by segment, by trained token."""
+def with_reference(pair: PairSample, logprobs: list[list[float]]) -> PairSample:
+    """The pair with the reference's log p of both sides. logprobs: by segment, by trained token."""
     sides = zip(cast(Sequence[Side], pair.segments), logprobs, strict=True)
     sums = [(side.chosen, math.fsum(each)) for side, each in sides]
     chosen, rejected = (math.fsum(value for side, value in sums if side is wanted) for wanted in (True, False))

@@ -31,11 +31,12 @@ from ..losses.advantages import (
 from ..losses.gae import Moments, explained_variance, gae, returns_to_go, token_rewards, whiten
 from ..losses.policy_loss import Loss, Mean, Rows, Tokens, Values, kl_estimate, policy_loss, value_loss, weigh
 from ..model.chunked_logprobs import Asks, Scores
+from ..model.divergence import Asked
 from ..model.policy import load_policy
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.objective import Teacher
 from . import Setup, StepLoss
-from .teacher import opened
+from .teacher import OpenTeacher, opened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,10 +52,14 @@ def credited(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> lis
 
 
 def _taught(options: Teacher, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with the teacher's part of their advantages: of each token, minus a sample of the reverse KL."""
+    """The rollouts with the teacher's part of their advantages: of each token, minus a sample of the reverse KL. A
+    divergence of whole distributions has no part in them.
+    """
 
     def of_segment(segment: Said) -> list[float]:
         assert segment.teacher is not None and segment.advantages is not None
+        if options.beta is not None:
+            return [options.reward_coef * advantage for advantage in segment.advantages]
         parts = zip(segment.advantages, segment.teacher, segment.old or segment.sampler, strict=True)
         return [options.reward_coef * advantage + options.coef * (teacher - said) for advantage, teacher, said in parts]
 
@@ -128,18 +133,22 @@ def _by_segment(rollouts: Sequence[Rollout], values_N: Tensor) -> list[list[list
 
 def create(setup: Setup) -> PolicyGradient:
     """The policy gradient of a recipe, with a reference policy if its KL needs one."""
-    recipe, engine, tokenizer = setup
+    recipe = setup.recipe
     options = recipe.algorithm
     assert isinstance(options, PolicyGradientOptions)
-    reference: Callable[[Packed], Tensor] | None = None
-    if options.kl.coef > 0 and recipe.model.lora is not None:
-        reference = engine.base_logprobs
-    elif options.kl.coef > 0:
-        first = load_policy(recipe.model, tokenizer, recipe.seed, options.temperature).to(engine.device)
-        reference = first.eval().requires_grad_(False).logprobs
+    reference = initial_policy(setup, options.temperature) if options.kl.coef > 0 else None
     teacher = None if options.teacher is None else opened(setup, options.teacher, options.temperature)
     updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
     return PolicyGradient(options, updates, reference, teacher)
+
+
+def initial_policy(setup: Setup, temperature: float) -> Callable[[Packed], Tensor]:
+    """Logprobs [N] of a micro-batch under the policy at the start of the run: without its adapter, or a second network."""
+    recipe, engine, tokenizer = setup
+    if recipe.model.lora is not None:
+        return engine.base_logprobs
+    first = load_policy(recipe.model, tokenizer, recipe.seed, temperature).to(engine.device)
+    return first.eval().requires_grad_(False).logprobs
 
 
 class Counted(NamedTuple):
@@ -156,7 +165,7 @@ class PolicyGradient:
         updates: optimizer steps on one batch of rollouts, if known. At the first one, the trainer's logprobs are the
         current ones.
         reference: logprobs [N] of a micro-batch under the reference policy of the KL; needed only with kl.coef above 0.
-        teacher: the same under the teacher, if the options have one.
+        teacher: if the options have one.
     """
 
     def __init__(
@@ -164,7 +173,7 @@ class PolicyGradient:
         options: PolicyGradientOptions,
         updates: int | None,
         reference: Callable[[Packed], Tensor] | None,
-        teacher: Callable[[Packed], Tensor] | None = None,
+        teacher: OpenTeacher | None = None,
     ) -> None:
         self._options = options
         self._objective = options.objective
@@ -174,7 +183,11 @@ class PolicyGradient:
 
     @property
     def asks(self) -> Asks:
-        return Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
+        asked = Asks(entropy=self._objective.loss.entropy_coef > 0, values=self._objective.critic is not None)
+        options = self._options.teacher
+        if options is None or options.beta is None or self._teacher is None:
+            return asked
+        return asked._replace(divergence=Asked(options.beta, self._teacher.distributions))
 
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
@@ -191,7 +204,7 @@ class PolicyGradient:
         if self._reference is not None:
             asked["reference"] = self._reference
         if self._teacher is not None:
-            asked["teacher"] = self._teacher
+            asked["teacher"] = self._teacher.logprobs
         if self.asks.values:
             asked["values"] = engine.values
         for name, of_packed in asked.items():
@@ -242,7 +255,19 @@ class PolicyGradient:
             kl = Mean(float((said_N - teacher_N).sum()), float(len(teacher_N)))
             # without a count, the sum of all micro-batches is logged
             of_policy.metrics.update({"teacher_kl": kl, "teacher_tokens": Mean(micro.tokens, 0.0)})
+        if scores.divergence_N is not None:
+            of_policy = self._with_divergence(of_policy, scores.divergence_N, micro)
         return of_policy if self._objective.critic is None else self._with_critic(of_policy, scores, micro, explained)
+
+    def _with_divergence(self, of_policy: Loss, divergence_N: Tensor, micro: _MicroBatch) -> Loss:
+        """The loss with the teacher's divergence, averaged over tokens as the policy's own loss is."""
+        options = self._options.teacher
+        assert options is not None
+        total = options.coef * (micro.rows.spread(micro.weight_R) * divergence_N).sum()
+        mean = Mean(float(divergence_N.detach().sum()), float(len(divergence_N)))
+        both = of_policy.metrics["loss"].total + float(total.detach())
+        metrics = {**of_policy.metrics, "loss": Mean(both, micro.share), "teacher_divergence": mean}
+        return Loss(of_policy.sum + total, metrics)
 
     def _with_critic(self, of_policy: Loss, scores: Scores, micro: _MicroBatch, explained: float) -> Loss:
         old_N, returns_N, critic = micro.said("values"), micro.said("returns"), self._objective.critic

@@ -1,7 +1,8 @@
 """The teacher of on-policy distillation: its log-probabilities of the tokens that the policy sampled.
 
     teacher = opened(setup, options)      # a local checkpoint, or any server with vLLM's /inference/v1/generate
-    teacher(packed)                       # [N], without a gradient
+    teacher.logprobs(packed)              # [N], without a gradient
+    teacher.distributions(packed)         # of whole distributions: all tokens of a checkpoint, a server's likeliest
 
 `opened` validates it: its token ids mean the same, its answers do not change, and value i belongs to token i. The last
 is tested with a known text whose last token is then exchanged: the value of that token changes, and no other.
@@ -10,9 +11,11 @@ is tested with a known text whose last token is then exchanged: the value of tha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NoReturn
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -25,8 +28,9 @@ from ngym.net.tls import client_context
 
 from ..data.samples import Sample, Segment
 from ..engine.engine import Engine
+from ..model.divergence import Distributions, TopK
 from ..model.packing import Packed, pack
-from ..model.policy import load_policy, load_tokenizer
+from ..model.policy import Policy, load_policy, load_tokenizer
 from ..recipe.objective import Teacher
 from ..recipe.recipe import ModelOptions
 from . import Setup
@@ -39,10 +43,20 @@ KNOWN_TEXT = "Tom has 37 coins and buys 58 more, so he has 95 coins. The cat sat
 TOLERANCE = 0.2
 CALLS = 32  # at the same time
 TIMEOUT_S = 600.0
-Scored = Callable[[Packed], Tensor]
+KEPT = 4096  # answers for segments that are scored again
 
 
-def opened(setup: Setup, options: Teacher, temperature: float) -> Scored:
+class OpenTeacher(Protocol):
+    """A validated teacher."""
+
+    def logprobs(self, packed: Packed) -> Tensor:
+        """Its log-probabilities of the trained tokens, [N], without a gradient."""
+
+    def distributions(self, packed: Packed) -> Distributions:
+        """Its distributions of them."""
+
+
+def opened(setup: Setup, options: Teacher, temperature: float) -> OpenTeacher:
     """The validated teacher. Every rank calls it.
 
     Raises:
@@ -50,19 +64,21 @@ def opened(setup: Setup, options: Teacher, temperature: float) -> Scored:
     """
     _, engine, tokenizer = setup
     if options.path is not None:
-        key, scored = f"algorithm.teacher.path: {options.path}", _local(options.path, setup, temperature)
+        key = f"algorithm.teacher.path: {options.path}"
+        teacher: OpenTeacher = _local(options.path, setup, temperature, whole=options.beta is not None)
     else:
         assert options.url is not None
         key = f"algorithm.teacher.url: {options.url}"
-        scored = Server(options.url, options.model, os.environ.get(options.api_key_env or ""))
+        top_k = 0 if options.beta is None else options.top_k
+        teacher = Server(options.url, options.model, os.environ.get(options.api_key_env or ""), top_k)
     # the other ranks wait for the result of rank 0
-    if found := engine.share(_problem(scored, tokenizer, engine) if engine.rank == 0 else None):
+    if found := engine.share(_problem(teacher, tokenizer, engine) if engine.rank == 0 else None):
         raise ConfigError(f"{key}: {found}")
-    return scored
+    return teacher
 
 
-def _local(path: str, setup: Setup, temperature: float) -> Scored:
-    """A frozen network from a folder, whole on every rank."""
+def _local(path: str, setup: Setup, temperature: float, *, whole: bool) -> OpenTeacher:
+    """A frozen network from a folder, whole on every rank. whole: its distributions are needed."""
     recipe, engine, tokenizer = setup
     options, key = ModelOptions(path=path), f"algorithm.teacher.path: {path}"
     try:
@@ -76,52 +92,97 @@ def _local(path: str, setup: Setup, temperature: float) -> Scored:
         _refuse(key, f"another tokenizer than the policy's: its token {other!r} has another id or none")
     if policy.vocabulary < len(tokenizer):
         _refuse(key, f"its network has {policy.vocabulary:,} tokens, the policy's tokenizer {len(tokenizer):,}")
-    frozen = policy.eval().requires_grad_(False)
+    if whole and policy.vocabulary != engine.policy.vocabulary:
+        reason = f"its network has {policy.vocabulary:,} tokens, the policy's {engine.policy.vocabulary:,}"
+        _refuse(key, f"{reason}; with teacher.beta both must have as many")
+    return Checkpoint(policy.eval().requires_grad_(False), key)
 
-    def scored(packed: Packed) -> Tensor:
+
+class Checkpoint:
+    """A frozen network. key: of the recipe, with its folder, for messages."""
+
+    def __init__(self, policy: Policy, key: str) -> None:
+        self._policy = policy
+        self._key = key
+
+    @torch.no_grad()
+    def logprobs(self, packed: Packed) -> Tensor:
+        return self._fitting(packed).logprobs(packed)
+
+    def distributions(self, packed: Packed) -> Distributions:
+        return self._fitting(packed).distributions(packed)
+
+    def _fitting(self, packed: Packed) -> Policy:
         longest = max(len(segment.token_ids) for segment in packed.segments)
-        if longest > frozen.context:
-            raise UsageError(f"{key}: its context is {frozen.context:,} tokens, and a rollout has {longest:,}")
-        with torch.no_grad():
-            return frozen.logprobs(packed)
-
-    return scored
+        if longest > self._policy.context:
+            reason = f"its context is {self._policy.context:,} tokens, and a rollout has {longest:,}"
+            raise UsageError(f"{self._key}: {reason}")
+        return self._policy
 
 
 class Server:
     """A server that returns the logprobs of a prompt, such as models/vllm or vLLM itself.
 
-    model: the name that requests carry, if any.
+    Answers are kept by the digest of the segment, so the second update on a batch asks for nothing.
+
+    model: the name that requests carry, if any. top_k: how many of the likeliest tokens to ask for.
     """
 
-    def __init__(self, url: str, model: str | None, key: str | None) -> None:
+    def __init__(self, url: str, model: str | None, key: str | None, top_k: int = 0) -> None:
         self._url = url.rstrip("/")
         self._model = {} if model is None else {"model": model}
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._pool = ThreadPoolExecutor(CALLS, "teacher")
+        self._top_k = top_k
+        self._kept: OrderedDict[bytes, list[Any]] = OrderedDict()
 
-    def __call__(self, packed: Packed) -> Tensor:
-        found = self._pool.map(self._of_segment, packed.segments)
-        return torch.tensor([value for of_segment in found for value in of_segment], device=packed.token_ids_T.device)
+    def logprobs(self, packed: Packed) -> Tensor:
+        said = [place[0] for of_segment in self._places(packed) for place in of_segment]
+        return torch.tensor(said, device=packed.token_ids_T.device)
+
+    def distributions(self, packed: Packed) -> Distributions:
+        device = packed.token_ids_T.device
+        places = [place for of_segment in self._places(packed) for place in of_segment]
+        logprobs_NK = torch.full((len(places), self._top_k), -torch.inf, device=device)
+        token_ids_NK = torch.zeros((len(places), self._top_k), dtype=torch.int64, device=device)
+        for row, (_, ids, logprobs) in enumerate(places):
+            logprobs_NK[row, : len(ids)] = torch.tensor(logprobs, device=device)
+            token_ids_NK[row, : len(ids)] = torch.tensor(ids, device=device)
+        return TopK(logprobs_NK, token_ids_NK)
 
     def tokens(self, text: str) -> list[int]:
         """The server's own token ids of a text."""
         answer = self._post("/tokenize", {"prompt": text, "add_special_tokens": False})
         return list(answer["tokens"])
 
-    def _of_segment(self, segment: Segment) -> list[float]:
+    def ask_again(self) -> None:
+        """Forget the answers that were kept."""
+        self._kept.clear()
+
+    def _places(self, packed: Packed) -> list[list[Place]]:
+        """Of each segment, its trained places."""
+        digests = [_digest(segment) for segment in packed.segments]
+        new = {digest: one for digest, one in zip(digests, packed.segments, strict=True) if digest not in self._kept}
+        told = dict(zip(new, self._pool.map(self._of_segment, new.values()), strict=True))
+        found = [told[digest] if digest in told else self._kept[digest] for digest in digests]
+        self._kept.update(told)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    def _of_segment(self, segment: Segment) -> list[Place]:
         ids = segment.token_ids
-        asked = {"token_ids": ids, "sampling_params": {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}}
-        said = self._post("/inference/v1/generate", asked).get("prompt_logprobs")
+        params = {"prompt_logprobs": self._top_k, "max_tokens": 1, "temperature": 1.0}
+        said = self._post("/inference/v1/generate", {"token_ids": ids, "sampling_params": params}).get(
+            "prompt_logprobs"
+        )
         if not isinstance(said, list) or len(said) != len(ids):
             count = len(said) if isinstance(said, list) else "no"
             raise UsageError(
                 f"algorithm.teacher.url: {self._url} returned {count} prompt_logprobs for {len(ids)} tokens"
             )
         try:
-            return [
-                float(said[at][str(ids[at])]["logprob"]) for start, end in segment.spans for at in range(start, end)
-            ]
+            return [_place(said[at], ids[at], self._top_k) for start, end in segment.spans for at in range(start, end)]
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__} {error}"
             raise UsageError(f"the teacher's prompt_logprobs are without the prompt's own tokens ({reason})") from error
@@ -140,14 +201,38 @@ class Server:
         return said
 
 
-def _problem(scored: Scored, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> str | None:
+def _digest(segment: Segment) -> bytes:
+    return blake2b(orjson.dumps([segment.token_ids, segment.spans]), digest_size=16).digest()
+
+
+class Place(NamedTuple):
+    """A token of a prompt: its own logprob, and the likeliest tokens there with theirs."""
+
+    logprob: float
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def _place(said: dict[str, Any], token_id: int, top_k: int) -> Place:
+    """From a server's answer. The token itself is in it, also if it is not one of the likeliest.
+
+    Raises:
+        KeyError, TypeError, ValueError: it has another form.
+    """
+    own = float(said[str(token_id)]["logprob"])
+    each = ((int(name), float(one["logprob"])) for name, one in said.items())
+    likeliest = sorted(each, key=lambda pair: -pair[1])[:top_k]
+    return Place(own, [one for one, _ in likeliest], [logprob for _, logprob in likeliest])
+
+
+def _problem(teacher: OpenTeacher, tokenizer: PreTrainedTokenizerBase, engine: Engine) -> str | None:
     """Why the teacher cannot be used, or None."""
     ids = tokenizer(KNOWN_TEXT, add_special_tokens=False)["input_ids"]
     exchanged = [*ids[:-1], ids[0] if ids[0] != ids[-1] else ids[1]]
     try:
-        if isinstance(scored, Server) and scored.tokens(KNOWN_TEXT) != ids:
+        if isinstance(teacher, Server) and teacher.tokens(KNOWN_TEXT) != ids:
             return "another tokenizer than the policy's: a known text has other token ids there"
-        first, again, other = (_of_ids(scored, each, engine) for each in (ids, ids, exchanged))
+        first, again, other = (_of_ids(teacher, each, engine) for each in (ids, ids, exchanged))
     except UsageError as error:
         return str(error)
     if not all(value <= 1e-3 for value in first):  # also for nan
@@ -159,9 +244,11 @@ def _problem(scored: Scored, tokenizer: PreTrainedTokenizerBase, engine: Engine)
     return None
 
 
-def _of_ids(scored: Scored, ids: Sequence[int], engine: Engine) -> list[float]:
+def _of_ids(teacher: OpenTeacher, ids: Sequence[int], engine: Engine) -> list[float]:
+    if isinstance(teacher, Server):
+        teacher.ask_again()
     packed = pack([Sample((Segment(list(ids), [(1, len(ids))]),))], engine.device)
-    return [float(value) for value in scored(packed)]
+    return [float(value) for value in teacher.logprobs(packed)]
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:

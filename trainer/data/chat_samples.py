@@ -13,6 +13,7 @@ that prints them with `tojson` would quote the string again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ from ngym.errors import UsageError
 from ngym.export.conversation import arguments
 from ngym.files import jsonl
 
+from ..recipe.objective import Supervision
 from .samples import Sample, Segment
 
 if TYPE_CHECKING:
@@ -45,6 +47,21 @@ class Pair(NamedTuple):
 
     chosen: Sample
     rejected: Sample
+
+
+class Judged(NamedTuple):
+    """A whole conversation for a reward model, as the chat template renders it. length: tokens after the prompt."""
+
+    token_ids: list[int]
+    length: int
+    label: bool
+
+
+class JudgedRow(NamedTuple):
+    """A pair (chosen, rejected), an answer, or the steps of one. margin: None if the row has no number there."""
+
+    answers: tuple[Judged, ...]
+    margin: float | None = None
 
 
 class Labeled(NamedTuple):
@@ -109,6 +126,57 @@ def read_labeled(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Labeled
     samples = _tokenize(conversations, tokenizer)
     half = len(rows)
     return [Labeled(*each) for each in zip(samples[:half], samples[half:], (row["label"] for row in rows), strict=True)]
+
+
+def read_judged(path: Path, tokenizer: PreTrainedTokenizerBase, supervision: Supervision) -> list[JudgedRow]:
+    """The rows of a JSONL file for a reward model.
+
+    Raises:
+        UsageError: a line does not have the format of `supervision`, or the chat template cannot render it.
+    """
+    problem = {"pairs": _pair_problem, "outcomes": _labeled_problem, "steps": _steps_problem}[supervision]
+    texts: list[list[tuple[str, str, bool]]] = []  # of each row: its prompts, whole conversations and labels
+    margins: list[float | None] = []
+
+    def check(row: dict[str, Any]) -> str | None:
+        if (found := problem(row)) is not None:
+            return found
+        try:
+            texts.append([(*_judged_texts(row, messages, tokenizer), label) for messages, label in _answers(row)])
+        except _Unrenderable as error:
+            return str(error)
+        margin = row.get("margin")
+        margins.append(float(margin) if isinstance(margin, int | float) and math.isfinite(margin) else None)
+        if supervision == "pairs" and texts[-1][0][1] == texts[-1][1][1]:
+            return "chosen and rejected are equal, so there is no learning signal; drop the row"
+        return None
+
+    for _ in jsonl.checked(path, check):
+        pass
+    ids_of = _ids_of({text for row in texts for answer in row for text in answer[:2]}, tokenizer)
+    judged = [
+        [Judged(ids_of[w], max(0, len(ids_of[w]) - len(ids_of[p])), label) for p, w, label in row] for row in texts
+    ]
+    return [JudgedRow(tuple(answers), margin) for answers, margin in zip(judged, margins, strict=True)]
+
+
+def _answers(row: dict[str, Any]) -> Iterator[tuple[list[Any], bool]]:
+    """The messages after the prompt that are scored, with their labels."""
+    if "chosen" in row:
+        yield row["chosen"], True
+        yield row["rejected"], False
+    elif "labels" in row:
+        turns = (end for end, message in enumerate(row["completion"], 1) if message["role"] == "assistant")
+        for end, label in zip(turns, row["labels"], strict=True):
+            yield row["completion"][:end], label
+    else:
+        yield row["completion"], row["label"]
+
+
+def _judged_texts(row: dict[str, Any], said: list[Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The prompt, and the conversation up to the end of what was said."""
+    prompt, tools = row["prompt"], row.get("tools")
+    return _rendered(prompt, tools, tokenizer, prompt=True), _rendered(prompt + said, tools, tokenizer, prompt=False)
 
 
 def _completed(row: dict[str, Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase) -> Conversation:
@@ -176,6 +244,16 @@ def _labeled_problem(row: dict[str, Any]) -> str | None:
     return found
 
 
+def _steps_problem(row: dict[str, Any]) -> str | None:
+    found = _answers_problem(row, "conversation with labeled steps", ("completion",))
+    if found is not None:
+        return found
+    labels, turns = row.get("labels"), sum(message["role"] == "assistant" for message in row["completion"])
+    if not isinstance(labels, list) or len(labels) != turns or not all(isinstance(label, bool) for label in labels):
+        return f"the labels are {labels!r:.60}; it needs true or false for each of the {turns} assistant messages"
+    return None
+
+
 def _answers_problem(row: dict[str, Any], what: str, answers: tuple[str, ...]) -> str | None:
     for key in ("prompt", *answers):
         if not _are_messages(row.get(key)):
@@ -200,31 +278,13 @@ def _segments(
     messages: list[dict[str, Any]], first: int, tools: Any, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[Piece]]:
     """The segments that hold the assistant turns from message `first` on."""
-    from jinja2 import TemplateError
-
-    def render(messages: list[dict[str, Any]], prompt: bool) -> str:
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
-                )
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise _Unrenderable(f"the chat template refuses it: {error}") from error
-
-    messages = [
-        {**message, "tool_calls": [_call(call) for call in calls]}
-        if isinstance(calls := message.get("tool_calls"), list)
-        else message
-        for message in messages
-    ]
     segment: list[Piece] = []
     so_far = ""
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        prompt = render(messages[:index], prompt=True)
-        whole = render(messages[: index + 1], prompt=False)
+        prompt = _rendered(messages[:index], tools, tokenizer, prompt=True)
+        whole = _rendered(messages[: index + 1], tools, tokenizer, prompt=False)
         if not whole.startswith(prompt):
             raise _Unrenderable(
                 f"message {index}: the chat template does not begin the turn with its own generation prompt"
@@ -242,6 +302,24 @@ def _segments(
     yield segment
 
 
+def _rendered(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase, *, prompt: bool) -> str:
+    """prompt: with the generation prompt of the next turn."""
+    from jinja2 import TemplateError
+
+    messages = [
+        {**message, "tool_calls": [_call(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt)
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise _Unrenderable(f"the chat template refuses it: {error}") from error
+
+
 def _call(call: Any) -> Any:
     """Accepts OpenAI's form, and the one without the `function` around it."""
     if not isinstance(call, dict):
@@ -253,12 +331,13 @@ def _call(call: Any) -> Any:
 
 
 def _tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    texts = {piece.text for segments in conversations for pieces in segments for piece in pieces}
-    if not texts:
-        return []
-    order = sorted(texts)
-    ids_of = dict(zip(order, tokenizer(order, add_special_tokens=False)["input_ids"], strict=True))
+    ids_of = _ids_of({piece.text for segments in conversations for pieces in segments for piece in pieces}, tokenizer)
     return [Sample(tuple(_segment(pieces, ids_of) for pieces in segments)) for segments in conversations]
+
+
+def _ids_of(texts: set[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    order = sorted(texts)
+    return dict(zip(order, tokenizer(order, add_special_tokens=False)["input_ids"], strict=True)) if order else {}
 
 
 def _segment(pieces: list[Piece], ids_of: dict[str, list[int]]) -> Segment:

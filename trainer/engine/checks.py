@@ -37,6 +37,7 @@ from ngym.files.atomic import write_whole
 
 from ..data.samples import Batch, Sample
 from ..model.packing import Packed, pack
+from ..model.policy import RewardModel
 from .engine import Engine
 
 OWN_RATIO = 1e-3
@@ -170,7 +171,7 @@ class Guard:
         Raises:
             NotFinite: the last steps were skipped, or a tensor is not finite or so large that its norm overflows
                 float32, or the policy's logprobs are not finite, or exactly uniform: an overflow within the network
-                ends in zeros.
+                ends in zeros. A reward model: its scores are not finite, or all 0.
         """
         if self.skipping:
             raise NotFinite(
@@ -186,10 +187,12 @@ class Guard:
             return
         packed = pack(engine.micro_batches(self._trained, budget)[0] or self._trained[:1], engine.device)
         with torch.no_grad():
-            logprobs_N = engine.logprobs(packed)
-        wrong = _wrong(logprobs_N, engine.policy.vocabulary)
+            if isinstance(engine.policy, RewardModel):
+                what, wrong = "the scores", _wrong_scores(engine.values(packed))
+            else:
+                what, wrong = "the policy's logprobs", _wrong(engine.logprobs(packed), engine.policy.vocabulary)
         if problem := next(filter(None, engine.everyones(wrong)), ""):
-            raise NotFinite(f"the policy's logprobs after step {engine.steps} are {problem}, {NOT_SAVED}")
+            raise NotFinite(f"{what} after step {engine.steps} are {problem}, {NOT_SAVED}")
 
     def _dump(self, step: int, samples: Sequence[Sample]) -> str:
         if self._folder is None:
@@ -235,6 +238,13 @@ def _why(values: Mapping[str, float]) -> str:
             "signal. Use harder or easier tasks, a larger rollouts.group_size or a reward with more than two values"
         )
     return "no rollout is left to learn from"
+
+
+def _wrong_scores(scores_N: Tensor) -> str:
+    """What is wrong with the scores of a reward model; "" if nothing is."""
+    if not bool(scores_N.isfinite().all()):
+        return "not finite"
+    return "" if bool(scores_N.any()) else "all exactly 0"
 
 
 def _wrong(logprobs_N: Tensor, vocabulary: int) -> str:

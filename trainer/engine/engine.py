@@ -34,7 +34,7 @@ from ..model.chunked_logprobs import Asks, Scores
 from ..model.packing import Packed, pack, plan
 from ..model.policy import (
     Made,
-    Policy,
+    Trained,
     adapter_off,
     adapter_tensors,
     checkpoint_layers,
@@ -147,9 +147,9 @@ class Update(NamedTuple):
 
 
 class Engine:
-    """A policy under training, on one rank of several."""
+    """A policy or reward model under training, on one rank of several."""
 
-    def __init__(self, policy: Policy, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions) -> None:
+    def __init__(self, policy: Trained, launch: Launch, options: EngineOptions, optimizing: OptimizerOptions) -> None:
         deepspeed = imported()
         deepspeed.init_distributed(verbose=False)
         self.policy = policy
@@ -214,7 +214,7 @@ class Engine:
         return scores.logprobs_N
 
     def values(self, packed: Packed) -> Tensor:
-        """The critic's values of the trained tokens, [N]."""
+        """The critic's values of the trained tokens, or the scores of a reward model, [N]."""
         values_N = self.scores(packed, Asks(logprobs=False, values=True)).values_N
         assert values_N is not None
         return values_N

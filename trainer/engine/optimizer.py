@@ -1,4 +1,4 @@
-"""The optimizers (AdamW, or Muon for matrices and AdamW for the rest) and the learning-rate schedule of a run.
+"""The optimizers (AdamW, Adam, SGD, or Muon for matrices and AdamW for the rest) and the learning-rate schedule of a run.
 
 In checkpoints, each trainable weight has its float32 master value and the optimizer's tensors (AdamW: exp_avg, exp_avg_sq), all in the
 weight's own shape. The format does not depend on the ZeRO stage, the number of ranks or the precision that wrote it, so
@@ -37,13 +37,14 @@ STEP = "step"
 FILE_BYTES = 2 << 30
 
 
-def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork | None = None) -> torch.optim.AdamW:
+def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork | None = None) -> torch.optim.Optimizer:
     """The optimizer over all trainable weights; each group keeps its own full learning rate as `base_lr`.
 
-    critic: its weights always use AdamW.
+    critic: its weights never use Muon.
     """
     embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     head = getattr(network, "get_output_embeddings", lambda: None)()
+    head = getattr(network, "score", None) if head is None else head  # of a reward model
     if head is not None:
         embeddings.add(id(head.weight))
     matrices: list[nn.Parameter] = []
@@ -67,14 +68,19 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
         groups.append({"params": wide, "lr": lr, "muon": False})
         groups.append({"params": narrow, "lr": lr, "muon": False, "weight_decay": 0.0})
     groups = [{**group, "base_lr": group["lr"]} for group in groups if group["params"]]
-    adamw: dict[str, Any] = {
+    if options.name == "sgd":
+        momentum, decay = options.momentum, options.weight_decay
+        return torch.optim.SGD(groups, lr=options.lr, momentum=momentum, weight_decay=decay)
+    adam: dict[str, Any] = {
         "lr": options.lr,
         "betas": options.betas,
         "eps": options.eps,
         "weight_decay": options.weight_decay,
         "fused": True,  # twelve times as fast on a CPU, where the offloaded step runs
     }
-    return Muon(groups, momentum=options.muon_momentum, **adamw) if muon else torch.optim.AdamW(groups, **adamw)
+    if muon:
+        return Muon(groups, momentum=options.muon_momentum, **adam)
+    return torch.optim.Adam(groups, **adam) if options.name == "adam" else torch.optim.AdamW(groups, **adam)
 
 
 def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
@@ -360,7 +366,7 @@ def _make_room(
     for shard in next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)):
         tensors = {kind: torch.zeros_like(shard) for kind in kinds}
         # DeepSpeed's own Adam for the CPU counts with a plain number
-        whole = isinstance(base, torch.optim.AdamW)
+        whole = isinstance(base, torch.optim.Adam)  # AdamW, too
         base.state[shard] = {STEP: torch.tensor(count, device=shard.device) if whole else int(count), **tensors}
     _link(engine)
 

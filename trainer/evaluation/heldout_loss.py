@@ -1,7 +1,8 @@
 """Evaluation on a held-out file: the algorithm's own loss and metrics on it, without a training step.
 
 val/loss              as in training; for sft the mean of -log p over all tokens, with val/perplexity = exp of it
-val/rewards/...       for dpo: accuracies, margins ... against the starting policy
+val/rewards/...       for dpo: accuracies, margins ... against the starting policy; for reward_model: of its scores
+val/calibration/...   for reward_model: accuracy and confidence by bins of confidence
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class HeldOutData:
                 self._add(self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
         names = sorted(sums)  # the same on every rank
         totals = self._engine.add_up([*(sums[name] for name in names), *(counts[name] for name in names)])
-        return {name: totals[place] / totals[len(names) + place] for place, name in enumerate(names)}
+        means = {name: totals[place] / max(totals[len(names) + place], 1.0) for place, name in enumerate(names)}
+        return self._algorithm.step_loss(self._samples[:1]).derived(means, bins=True)
 
     def _add(self, samples: Sequence[Sample], sums: dict[str, float], counts: dict[str, float]) -> None:
         engine, algorithm = self._engine, self._algorithm

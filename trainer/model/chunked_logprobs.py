@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import divergence
 from .packing import Packed
 from .sequence_parallel import SequenceParallelGroup
 
@@ -46,7 +47,7 @@ def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | No
 
 class Asks(NamedTuple):
     """The outputs to compute. Each costs time: entropy and collision a pass over the logits, values one through the
-    critic.
+    critic, a divergence one through a teacher and two over the logits.
 
     logprobs: False if only values are needed.
     """
@@ -55,6 +56,7 @@ class Asks(NamedTuple):
     entropy: bool = False
     values: bool = False
     collision: bool = False
+    divergence: divergence.Asked | None = None
 
 
 class Scores(NamedTuple):
@@ -62,13 +64,14 @@ class Scores(NamedTuple):
 
     logprobs_N: log p of each token given the tokens before it ([0] if not requested). entropy_N: of the whole
     distribution that it was sampled from. values_N: the critic's value of the state in which it was chosen.
-    collision_N: log of the sum of p squared over the vocabulary, without a gradient.
+    collision_N: log of the sum of p squared over the vocabulary, without a gradient. divergence_N: from the teacher.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
     collision_N: Tensor | None = None
     values_N: Tensor | None = None
+    divergence_N: Tensor | None = None
 
 
 class Scorer(nn.Module):

@@ -1,4 +1,4 @@
-"""The policy: its network, adapters and compiled layers; and a critic on a copy of its decoder.
+"""The policy: its network, adapters and compiled layers; a critic on a copy of its decoder; and reward models.
 
 The critic starts with a scalar head of zeros, so a new critic returns 0. It shares no weight with the policy, and its
 loss does not change the policy.
@@ -40,6 +40,7 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import LoraOptions, ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import LOGITS_BYTES, Asks, Scorer, Scores, states
+from .divergence import DivergenceScorer
 from .packing import Packed, pack
 from .sequence_parallel import SequenceParallelGroup
 
@@ -226,21 +227,16 @@ class CriticNetwork(nn.Module):
         return values_N if group is None else group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
 
 
-class Policy(nn.Module):
-    """A causal language model that returns logprobs and other requested values of the trained tokens.
+class Trained(nn.Module):
+    """A network under training: a policy or a reward model.
 
-    temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
-    in models that have one (Granite, Cohere). critic: None if values are not needed. logits_bytes: memory limit of its
-    float32 logits. group: the ranks that compute each micro-batch together; None: this rank alone.
+    critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
+    this rank alone.
     """
 
-    def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
+    def __init__(self, network: PreTrainedModel) -> None:
         super().__init__()
         self.network = network
-        self.temperature = temperature
-        self.scale = logit_scale(network)
-        self.scorer = Scorer()
-        self.logits_bytes = LOGITS_BYTES
         self.critic: CriticNetwork | None = None
         self.group: SequenceParallelGroup | None = None
 
@@ -249,30 +245,11 @@ class Policy(nn.Module):
         """The maximum length of a sequence in tokens."""
         return int(self.network.config.max_position_embeddings)
 
-    def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
-        """The outputs for each trained token, given the tokens before it in its sequence."""
-        scores = Scores(torch.empty(0))
-        if asks.logprobs:
-            token_ids_N = packed.token_ids_T[packed.trained_N]
-            scores = self.scorer(
-                states(self.network.get_decoder(), packed, self.group),
-                token_ids_N
-                if self.group is None
-                else token_ids_N[self.group.mine(packed.trained_N, len(packed.token_ids_T))],
-                head=self.network.get_output_embeddings(),
-                temperature=(self.temperature if temperature is None else temperature) / self.scale,
-                entropy=asks.entropy,
-                logits_bytes=self.logits_bytes,
-                collision=asks.collision,
-            )
-            if self.group is not None:
-                gather = partial(self.group.gather, trained_N=packed.trained_N, tokens=len(packed.token_ids_T))
-                others = (None if each is None else gather(each) for each in scores[1:])
-                scores = Scores(gather(scores.logprobs_N), *others)
-        if asks.values:
-            assert self.critic is not None, "there is no critic to ask for values"
-            scores = scores._replace(values_N=self.critic(packed, self.group))
-        return scores
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens in its vocabulary."""
+        size: int = self.network.config.get_text_config().vocab_size
+        return size
 
     def check_shared(self, key: str, ranks: int, *sizes: str) -> None:
         """Raise ConfigError, with this key of the recipe, if that many ranks cannot share a size of the network."""
@@ -282,16 +259,99 @@ class Policy(nn.Module):
                 what = f"{name} = {getattr(described, name)} of {described.model_type}"
                 raise ConfigError(f"{key}: {ranks} ranks cannot share {what}; set it to a divisor of that")
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens in its vocabulary."""
-        size: int = self.network.config.get_text_config().vocab_size
-        return size
+
+class RewardModel(Trained):
+    """A decoder with a scalar head, as transformers' AutoModelForSequenceClassification with one label.
+
+    Its outputs are `values_N`: the score after the token before each trained place. The place of a whole conversation
+    is one past its last token.
+    """
+
+    def forward(self, packed: Packed, asks: Asks, temperature: float | None = None) -> Scores:
+        """The score at each trained place, float32."""
+        values_N: Tensor = self.network.score(states(self.network.get_decoder(), packed, self.group)).squeeze(1).float()
+        if self.group is not None:
+            values_N = self.group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
+        return Scores(torch.empty(0), values_N=values_N)
+
+
+class Policy(Trained):
+    """A causal language model that returns logprobs and other requested values of the trained tokens.
+
+    temperature: divides the logits, as when its rollouts were sampled. scale: factor of the head's outputs before that,
+    in models that have one (Granite, Cohere). logits_bytes: memory limit of its float32 logits.
+    """
+
+    def __init__(self, network: PreTrainedModel, temperature: float = 1.0) -> None:
+        super().__init__(network)
+        self.temperature = temperature
+        self.scale = logit_scale(network)
+        self.scorer = Scorer()
+        self.divergence = DivergenceScorer()
+        self.logits_bytes = LOGITS_BYTES
+
+    def forward(self, packed: Packed, asks: Asks = JUST_LOGPROBS, temperature: float | None = None) -> Scores:
+        """The outputs for each trained token, given the tokens before it in its sequence."""
+        scores = Scores(torch.empty(0))
+        if asks.logprobs:
+            token_ids_N = packed.token_ids_T[packed.trained_N]
+            hidden_NH = states(self.network.get_decoder(), packed, self.group)
+            head = self.network.get_output_embeddings()
+            divided = (self.temperature if temperature is None else temperature) / self.scale
+            scores = self.scorer(
+                hidden_NH,
+                token_ids_N
+                if self.group is None
+                else token_ids_N[self.group.mine(packed.trained_N, len(packed.token_ids_T))],
+                head=head,
+                temperature=divided,
+                entropy=asks.entropy,
+                logits_bytes=self.logits_bytes,
+                collision=asks.collision,
+            )
+            if self.group is not None:
+                gather = partial(self.group.gather, trained_N=packed.trained_N, tokens=len(packed.token_ids_T))
+                others = (None if each is None else gather(each) for each in scores[1:])
+                scores = Scores(gather(scores.logprobs_N), *others)
+            if asks.divergence is not None:  # refused with a group
+                divergence_N = self.divergence(
+                    hidden_NH,
+                    asks.divergence.teacher(packed),
+                    head=head,
+                    temperature=divided,
+                    beta=asks.divergence.beta,
+                    logits_bytes=self.logits_bytes,
+                )
+                scores = scores._replace(divergence_N=divergence_N)
+        if asks.values:
+            assert self.critic is not None, "there is no critic to ask for values"
+            scores = scores._replace(values_N=self.critic(packed, self.group))
+        return scores
 
     def logprobs(self, packed: Packed) -> Tensor:
         """Log p of each trained token, [N]."""
         scores: Scores = self(packed)
         return scores.logprobs_N
+
+    @torch.no_grad()
+    def distributions(self, packed: Packed) -> Whole:
+        """The whole distribution of each trained token, without a gradient."""
+        head = self.network.get_output_embeddings()
+        return Whole(states(self.network.get_decoder(), packed), head, self.temperature / self.scale)
+
+
+class Whole(NamedTuple):
+    """Distributions over the whole vocabulary, computed when asked for."""
+
+    hidden_NH: Tensor
+    head: nn.Module
+    temperature: float
+
+    @torch.no_grad()
+    def rows(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Logprobs of these tokens, float32 [C, V]; the None is for token ids."""
+        logits_CV: Tensor = self.head(self.hidden_NH[start:end]).float() / self.temperature
+        return logits_CV.log_softmax(-1), None
 
 
 @torch.no_grad()
@@ -368,8 +428,48 @@ def load_policy(
     Raises:
         ConfigError: it cannot be loaded.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+
+    network = _network(AutoModelForCausalLM, options, tokenizer, seed)
+    if options.lora is not None:
+        add_adapter(network, options.lora)
+    return Policy(network, temperature)
+
+
+def load_reward_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> RewardModel:
+    """The network of the recipe with a scalar head; `seed` initializes the head, unless the folder has one.
+
+    Raises:
+        ConfigError: it cannot be loaded, or transformers has no sequence classification for it.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    network = _network(AutoModelForSequenceClassification, options, tokenizer, seed, num_labels=1)
+    if not isinstance(getattr(network, "score", None), nn.Linear):
+        raise ConfigError(
+            f"model.path: {type(network).__name__} does not score the last token of a text; choose a decoder model"
+        )
+    network.config.get_text_config().pad_token_id = _pad_id(tokenizer)
+    if options.lora is not None:
+        add_adapter(network, options.lora)
+        network.score.requires_grad_(True)
+    return RewardModel(network)
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The pad token's id; None if conversations end with it, because transformers scores the last other token."""
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = str(tokenizer.apply_chat_template(said, tokenize=False))
+    last = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+    pad: int | None = tokenizer.pad_token_id
+    return None if pad == last else pad
+
+
+def _network(
+    kind: Any, options: ModelOptions, tokenizer: PreTrainedTokenizerBase, seed: int, **config: Any
+) -> PreTrainedModel:
+    """kind: an AutoModel class. config: keys of the model's config that differ from its folder's."""
+    from safetensors import SafetensorError
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import logging
 
@@ -377,18 +477,37 @@ def load_policy(
     ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.packed_attention)
     torch.manual_seed(seed)
     how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+    network: PreTrainedModel
     if options.from_scratch is not None:
-        return Policy(AutoModelForCausalLM.from_config(_qwen3(options.from_scratch, tokenizer), **how), temperature)
+        network = kind.from_config(_qwen3(options.from_scratch, tokenizer, **config), **how)
+        return network
     try:
-        network = AutoModelForCausalLM.from_pretrained(str(options.path), **how, **SAFE)
+        _check_whole(str(options.path))
+        network = kind.from_pretrained(str(options.path), **how, **SAFE, **config)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path: no model can be loaded from {options.path}: {_first_line(error)}") from error
-    if options.lora is not None:
-        add_adapter(network, options.lora)
-    return Policy(network, temperature)
+    return network
 
 
-def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase) -> object:
+def _check_whole(name: str) -> None:
+    """Raise ConfigError if the weights of this folder or model are quantized, as for QLoRA. transformers turns those of
+    gpt-oss into whole ones.
+    """
+    from transformers import AutoConfig
+
+    quantization = getattr(AutoConfig.from_pretrained(name, trust_remote_code=False), "quantization_config", None)
+    if quantization is None:
+        return
+    told = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = told.get("quant_method", "an unknown method")
+    if method != "mxfp4":
+        raise ConfigError(
+            f"model.path: the weights of {name} are quantized ({method}), and ng_train trains whole ones or adapters on "
+            "them (no QLoRA); name the model that it was made from, and set model.lora and engine.precision=bf16"
+        )
+
+
+def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase, **config: Any) -> object:
     from transformers import Qwen3Config
 
     fields = shape.model_dump(exclude={"rope_theta"})
@@ -400,6 +519,7 @@ def _qwen3(shape: Qwen3Shape, tokenizer: PreTrainedTokenizerBase) -> object:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
+        **config,
     )
 
 

@@ -10,6 +10,7 @@
 | simpo | 2405.14734 | mean log p without a reference, beta 2, target margin 1 |
 | orpo | 2403.07691 | odds ratio without a reference, plus the likelihood of the chosen side |
 | kto | 2402.01306 | single answers with a label |
+| reward_model | 2203.02155 | a scalar head, on pairs (Bradley-Terry) or labels (cross-entropy) |
 | grpo | 2402.03300 | advantage group_std; its aggregation is DAPO's (token), and it has no reference |
 | dr_grpo | 2503.20783 | group_mean, aggregation fixed (needs loss.fixed_length) |
 | dapo | 2503.14476 | clip_high 0.28, truncated rollouts are not trained |
@@ -21,7 +22,8 @@
 | reinforce_pp_baseline | 2501.03262 | group_mean, whitened over the step, KL in the loss |
 | gdpo | 2601.05242 | each component of the reward normalized separately |
 | ppo | 1707.06347 | GAE with a critic |
-| distillation | 2306.13649 | reverse KL to a teacher on each sampled token |
+| distillation | 2306.13649 | reverse KL to a teacher on each sampled token; or a divergence of whole distributions |
+| online_dpo | 2402.04792 | DPO on the best and the worst rollout of each live group |
 
 `name: my_package.my_module:MyOptions` or `name: my_file.py:MyOptions` is a custom algorithm: a subclass of one of these
 classes. Does not import torch.
@@ -58,6 +60,7 @@ from .objective import (
     Refusal,
     SftAggregation,
     SftWeight,
+    Supervision,
     TargetMargin,
     Teacher,
     Weighted,
@@ -180,6 +183,29 @@ class KtoOptions(AlgorithmOptions):
     undesirable_weight: NotNegative = Field(default=1.0, description="Weight of answers with the label false.")
 
 
+class RewardModelOptions(AlgorithmOptions):
+    """A reward model (arXiv 2203.02155): a scalar head that scores answers, learned from pairs or labels."""
+
+    implementation = "reward_model"
+    name: Literal["reward_model"] = "reward_model"
+    supervision: Supervision = Field(
+        default="pairs",
+        description="What the rows have: chosen and rejected answers, a label for an answer, or one for each of its turns.",
+    )
+    margin_coef: NotNegative = Field(
+        default=0.0,
+        description="Factor of a pair's own `margin`, by which the chosen score should be higher; 1 as in TRL.",
+    )
+    center_coef: NotNegative = Field(
+        default=0.0, description="Weight of the squared sum of a pair's scores: keeps scores near 0."
+    )
+
+    def refusals(self) -> list[Refusal]:
+        coefs = {"margin_coef": self.margin_coef, "center_coef": self.center_coef}
+        reason = f"labels have no pairs, which it belongs to; set 0, or supervision pairs, not {self.supervision}"
+        return [Refusal(key, reason) for key, coef in coefs.items() if coef and self.supervision != "pairs"]
+
+
 class SoftOverlong(Record):
     """A penalty on the reward: from 0 at limit - buffer sampled tokens to -weight at the limit."""
 
@@ -242,7 +268,7 @@ class PolicyGradientOptions(AlgorithmOptions):
         if self.shaping.skip_equal_groups:
             reason = "a teacher's scores are a learning signal in groups of equal rewards, too; set it to false"
             yield Refusal("shaping.skip_equal_groups", reason)
-        if self.loss.ratio != "token":
+        if self.loss.ratio != "token" and teacher.beta is None:
             reason = "a teacher makes advantages differ within a rollout; use ratio token"
             yield Refusal("loss.ratio", reason)
         if teacher.url is not None and self.temperature != 1:
@@ -340,6 +366,24 @@ class DistillationOptions(PolicyGradientOptions):
         return super().refusals() + (missing if self.teacher is None else [])
 
 
+class OnlineDpoOptions(PolicyGradientOptions):
+    """Online DPO (arXiv 2402.04792): pairs of the best and the worst rollout of each group, live."""
+
+    implementation = "online_dpo"
+    name: Literal["online_dpo"] = "online_dpo"
+    preference: Preference = Preference()
+
+    def refusals(self) -> list[Refusal]:
+        found = [Refusal(f"preference.{key}", reason) for key, reason in preference_refusals(self.preference)]
+        unused = ("advantage", "loss", "kl", "correction", "critic", "teacher", "shaping", "max_mismatch")
+        default = type(self)()
+        return found + [
+            Refusal(key, "online_dpo learns from pairs and does not use it; remove it")
+            for key in unused
+            if getattr(self, key) != getattr(default, key)
+        ]
+
+
 class PpoOptions(PolicyGradientOptions):
     """Proximal policy optimisation (arXiv 1707.06347, eq. 7) with GAE (arXiv 1506.02438, eq. 16) and a critic."""
 
@@ -358,6 +402,7 @@ BuiltIn = (
     | SimpoOptions
     | OrpoOptions
     | KtoOptions
+    | RewardModelOptions
     | GrpoOptions
     | DrGrpoOptions
     | DapoOptions
@@ -370,6 +415,7 @@ BuiltIn = (
     | GdpoOptions
     | PpoOptions
     | DistillationOptions
+    | OnlineDpoOptions
 )
 ALGORITHMS: dict[str, type[AlgorithmOptions]] = {each.model_fields["name"].default: each for each in get_args(BuiltIn)}
 

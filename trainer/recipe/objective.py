@@ -224,7 +224,19 @@ class Teacher(_Record):
     )
     model: str | None = Field(default=None, description="The model's name there; null: the server's only one.")
     api_key_env: str | None = Field(default=None, description="The environment variable with the server's key.")
-    coef: float = Field(default=1.0, gt=0, description="Weight of log p of the teacher - log p of the policy.")
+    coef: float = Field(
+        default=1.0, gt=0, description="Weight of log p of the teacher - log p of the policy, or of the divergence."
+    )
+    beta: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Loss on whole distributions: 0 forward KL, 1 reverse KL, between them generalized Jensen-Shannon. "
+        "null: the reverse KL of the sampled tokens, as advantages.",
+    )
+    top_k: Positive = Field(
+        default=20, description="With beta and url: the teacher's likeliest tokens; the others count as one."
+    )
     reward_coef: NotNegative = Field(
         default=0.0, description="Weight of the advantages of the rewards, which are added; 0: rewards have no effect."
     )
@@ -269,6 +281,9 @@ SftAggregation = Annotated[
     Literal["pair", "token"],
     Field(description="That likelihood is a mean over pairs of the mean over tokens, or a mean over all tokens."),
 ]
+
+
+Supervision = Literal["pairs", "outcomes", "steps"]
 
 
 class Preference(_Record):

@@ -285,19 +285,49 @@ class DataOptions(Record):
         return (existing(made_by[0]), *made_by[1:]) if made_by else made_by
 
 
-class OptimizerOptions(Record):
-    """AdamW for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases."""
+# names of torch and transformers -> ours
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"} | {
+    name: name for name in ("adamw", "adam", "sgd", "muon")
+}
 
-    name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="Which optimizer; muon trains matrices with Muon and the rest with AdamW."
+
+class OptimizerOptions(Record):
+    """One optimizer for all weights, or Muon for matrices and AdamW for the rest. No weight decay on norms and biases."""
+
+    name: Literal["adamw", "adam", "sgd", "muon"] = Field(
+        default="adamw",
+        description="Which optimizer; muon trains matrices with Muon and the rest with AdamW. torch's and transformers' "
+        "names (AdamW, adamw_torch) mean the same.",
     )
-    lr: float = Field(gt=0, description="The full learning rate of AdamW.")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="Decay rates of AdamW's two moments.")
-    eps: float = Field(default=1e-8, gt=0, description="Epsilon of AdamW.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
+    lr: float = Field(gt=0, description="The full learning rate, with muon that of AdamW.")
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="Decay rates of Adam's and AdamW's moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Epsilon of Adam and AdamW.")
+    momentum: Share = Field(default=0.0, description="Momentum of sgd.")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight decay: decoupled and times the learning rate, or added to the gradient (adam, sgd).",
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: no clipping.")
     muon_lr: float = Field(default=0.02, gt=0, description="The full learning rate of Muon.")
     muon_momentum: Share = Field(default=0.95, description="Momentum of Muon.")
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _by_other_names(cls, value: Any) -> Any:
+        if isinstance(value, str) and ("8bit" in value.lower() or "bnb" in value.lower()):
+            raise ValueError(
+                "8-bit states cannot be resumed under another ZeRO stage, which checkpoints promise; use adamw, and "
+                "engine.offload.optimizer=cpu if its states do not fit"
+            )
+        return OPTIMIZERS.get(value.lower(), value) if isinstance(value, str) else value
+
+    @field_validator("momentum")
+    @classmethod
+    def _of_sgd(cls, value: float, info: ValidationInfo) -> float:
+        if value and info.data.get("name") in ("adamw", "adam", "muon"):
+            raise ValueError(f"{info.data['name']} does not use it; use betas or muon_momentum, or optimizer.name=sgd")
+        return value
 
 
 class ScheduleOptions(Record):
@@ -430,6 +460,8 @@ class Recipe(Record):
             raise ValueError(
                 "muon needs whole matrices, but ZeRO shards them: set zero_stage 0, or optimizer.name=adamw"
             )
+        if optimizer is not None and optimizer.name == "sgd" and value.zero_stage > 0:
+            raise ValueError("DeepSpeed's ZeRO does not shard sgd: set zero_stage 0, or optimizer.name=adamw")
         return value
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .algorithms import PolicyGradientOptions
+from .algorithms import OnlineDpoOptions, PolicyGradientOptions, RewardModelOptions
 from .objective import UNCOMPARED, Refusal
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ def _micro_batches(recipe: Recipe, tokens: float, longest: int, launch: Launch) 
 
 def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
     schedule, optimizer = recipe.schedule, recipe.optimizer
-    rates = f"adamw {optimizer.lr:.3g}"
+    rates = f"{optimizer.name} {optimizer.lr:.3g}"
     if optimizer.name == "muon":
-        rates = f"muon {optimizer.muon_lr:.3g} for matrices, {rates} for the rest"
+        rates = f"muon {optimizer.muon_lr:.3g} for matrices, adamw {optimizer.lr:.3g} for the rest"
     warm = schedule.warmup(steps)
     up = f", up to it in {warm:,} steps" if warm else ""
     after = "constant" if schedule.name == "constant" else f"{schedule.name}, down to {schedule.final:.3g} of it"
@@ -107,7 +107,8 @@ def _rates(recipe: Recipe, steps: int) -> Iterator[str]:
 def refusals(recipe: Recipe) -> list[Refusal]:
     """All invalid combinations of a recipe."""
     found = [Refusal(f"algorithm.{key}", reason) for key, reason in recipe.algorithm.refusals()]
-    return [*found, *_of_teacher(recipe), *_of_single_attempts(recipe), *_of_adapters(recipe), *_of_shared_gpus(recipe)]
+    parts = (_of_teacher, _of_single_attempts, _of_adapters, _of_heads, _of_shared_gpus)
+    return [*found, *(refusal for part in parts for refusal in part(recipe))]
 
 
 def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
@@ -128,7 +129,12 @@ def _of_single_attempts(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _of_teacher(recipe: Recipe) -> Iterator[Refusal]:
-    if recipe.live is None or not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
+    if not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.teacher:
+        return
+    if recipe.algorithm.teacher.beta is not None and recipe.engine.together > 1:
+        key = "engine.sequence_parallel" if recipe.engine.sequence_parallel > 1 else "engine.tensor_parallel"
+        yield Refusal(key, "whole distributions are not shared between ranks; set it to 1, or teacher.beta to null")
+    if recipe.live is None:
         return
     if recipe.live.dynamic_sampling > 1:
         reason = "it replaces groups of equal rewards, in which a teacher has a learning signal; set it to 1"
@@ -152,6 +158,11 @@ def _of_adapters(recipe: Recipe) -> Iterator[Refusal]:
         yield Refusal("engine.tensor_parallel", "a layer with an adapter is not cut; set it to 1")
 
 
+def _of_heads(recipe: Recipe) -> Iterator[Refusal]:
+    if isinstance(recipe.algorithm, RewardModelOptions) and recipe.engine.tensor_parallel > 1:
+        yield Refusal("engine.tensor_parallel", "the head of a reward model is not cut; set it to 1")
+
+
 def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.live is None or not recipe.live.colocated:
         return
@@ -167,3 +178,12 @@ def _of_shared_gpus(recipe: Recipe) -> Iterator[Refusal]:
     if isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coef > 0 and recipe.model.lora is None:
         reason = "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set 0"
         yield Refusal("algorithm.kl.coef", reason)
+    if (
+        isinstance(algorithm, OnlineDpoOptions)
+        and not algorithm.preference.reference_free
+        and recipe.model.lora is None
+    ):
+        reason = (
+            "a reference policy would stay on the GPU while colocated servers sample; train an adapter, or set true"
+        )
+        yield Refusal("algorithm.preference.reference_free", reason)

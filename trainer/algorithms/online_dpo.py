@@ -1,0 +1,77 @@
+"""Online DPO: pairs from the policy's own rollouts, the best of each group against its worst (arXiv 2402.04792).
+
+    rollouts -> groups with different rewards -> (best, worst) -> the loss of algorithms/dpo.py
+
+The reference is the policy at the start of the run, as a second network or as the one without its adapter. It scores
+both sides of each pair when the rollouts arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from ..data.samples import Rollout, Sample, grouped, read_rollouts
+from ..engine.engine import score
+from ..losses.advantages import all_equal
+from ..model.chunked_logprobs import Asks
+from ..model.packing import Packed
+from ..recipe.algorithms import OnlineDpoOptions
+from . import Setup, StepLoss
+from .dpo import Dpo, PairSample, Side, with_reference
+from .policy_gradient import initial_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..engine.engine import Engine
+
+
+class OnlineDpo:
+    """reference: logprobs [N] of a micro-batch under the policy at the start; None for a loss without a reference."""
+
+    def __init__(self, options: OnlineDpoOptions, reference: Callable[[Packed], Tensor] | None) -> None:
+        self._options = options
+        self._dpo = Dpo(options.preference)
+        self._reference = reference
+
+    @property
+    def asks(self) -> Asks:
+        return self._dpo.asks
+
+    def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """Rollouts with sampled tokens; failed and unscored ones are left out."""
+        return [rollout for rollout in read_rollouts(path, self._options.temperature).rollouts if rollout.trained]
+
+    def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
+        """A pair of each group with different rewards, with the reference's log p of both sides."""
+        rollouts = [rollout for rollout in cast(Sequence[Rollout], samples) if rollout.trained]
+        groups = [group for group in grouped(rollouts) if not all_equal([rollout.reward for rollout in group])]
+        pairs = [_pair(group) for group in groups]
+        if self._reference is None or not pairs:
+            return list(self._dpo.prepare(pairs, engine, budget))
+        scores = score(pairs, self._reference, engine, budget)
+        return [with_reference(pair, logprobs) for pair, logprobs in zip(pairs, scores, strict=True)]
+
+    def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
+        return self._dpo.step_loss(samples)
+
+
+def create(setup: Setup) -> OnlineDpo:
+    """Online DPO with the options of a recipe."""
+    options = setup.recipe.algorithm
+    assert isinstance(options, OnlineDpoOptions)
+    return OnlineDpo(options, None if options.preference.reference_free else initial_policy(setup, options.temperature))
+
+
+def _pair(group: Sequence[Rollout]) -> PairSample:
+    best, worst = (choose(group, key=lambda rollout: rollout.reward) for choose in (max, min))
+    sides = [
+        Side(segment.token_ids, segment.spans, chosen=rollout is best)
+        for rollout in (best, worst)
+        for segment in rollout.segments
+    ]
+    return PairSample(tuple(sides))
