@@ -134,7 +134,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             check_live(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
-        from .algorithms import Setup
+        from .algorithms import Algorithm, Setup
         from .checkpoints import Saver
         from .engine import engine, optimizer
         from .engine.checks import Guard, Untrained
@@ -165,7 +165,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             make_room(recipe, services)
             wait_for_all()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
-        algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
+        algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
         source = LiveSource(parts, services, _say) if recipe.live else FileSource(parts, _say)
         shown = launch.rank == 0

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -30,26 +30,13 @@ from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.request_bodies import json_body, validated
 from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import refusals
-from ngym.services.models.server import ModelOptions
+
+from .options import Options
 
 if TYPE_CHECKING:
     from .engine import Classifier
 
 Json = dict[str, Any]
-
-
-class Options(ModelOptions):
-    model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
-    served_name: str | None = Field(
-        default=None, description="The model's name in answers; default: the service's name."
-    )
-    device: str = Field(default="cpu", description="As torch names it.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of the weights.")
-    threads: int = Field(
-        default=1, ge=1, description="torch's threads on a CPU; more than 1 make a tiny model much slower."
-    )
-    context: int | None = Field(default=None, ge=1, description="In tokens; default: the model's own.")
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
 
 
 @dataclass(frozen=True)

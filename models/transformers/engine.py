@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from transformers.utils import logging
 from ngym.dialogue import Finish, Sampled, Sampling
 from ngym.errors import NotReady
 
-if TYPE_CHECKING:
-    from .app import Options
+from .options import Options
 
 NO_LIMIT = 1 << 20  # for a model that does not state its context length
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,34 +12,7 @@ from ngym.config.service_config import Config, ReplicaRange, Resources, Stanza
 from ngym.errors import ConfigError
 from ngym.supervise.launcher import Launcher
 from ngym.supervise.placement import VISIBLE, Machine, gpu_slices, spare_gpus, this_machine
-from ngym.supervise.service import listen, url_of
-
-
-class Running(Protocol):
-    """A started process: its pid on its machine, and its exit code once it has ended (negative: a signal's number)."""
-
-    pid: asyncio.Future[int]
-    exit_code: asyncio.Future[int]
-
-    def signal(self, number: signal.Signals) -> None: ...
-
-
-class Place(Protocol):
-    """Where one process of a service runs. url: where it listens; it changes if the process moves to another node.
-
-    node: the machine's name in the cluster; "": this machine.
-    """
-
-    url: str
-    node: str
-
-    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> Running:
-        """Start the process. log: the descriptor for its output, closed here."""
-        ...
-
-    async def shut(self) -> None:
-        """Let go of the listening socket: once the process stops listening, connections are refused."""
-        ...
+from ngym.supervise.service import Place, Running, listen, url_of
 
 
 class Engine(Protocol):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.runtime.live_region import harmless
@@ -23,9 +23,6 @@ from ngym.schema import Kind
 from ngym.supervise.head_file import health
 from ngym.supervise.venvs import Venv, find_uv, make
 from ngym.telemetry.log_format import Redactor, from_text, is_json, to_text
-
-if TYPE_CHECKING:
-    from ngym.supervise.engine import Place, Running
 
 STATUS_PREFIX = "ngym-status: "
 KEPT_LINES = 200
@@ -323,6 +320,33 @@ class Deaths:
     @property
     def backoff_s(self) -> float:
         return min(BACKOFF_S * 2.0 ** max(0, self.short - 1), MAX_BACKOFF_S)
+
+
+class Running(Protocol):
+    """A started process: its pid on its machine, and its exit code once it has ended (negative: a signal's number)."""
+
+    pid: asyncio.Future[int]
+    exit_code: asyncio.Future[int]
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+
+class Place(Protocol):
+    """Where one process of a service runs. url: where it listens; it changes if the process moves to another node.
+
+    node: the machine's name in the cluster; "": this machine.
+    """
+
+    url: str
+    node: str
+
+    async def start(self, title: str, spec: dict[str, Any], log: int, python: Path | None) -> Running:
+        """Start the process. log: the descriptor for its output, closed here."""
+        ...
+
+    async def shut(self) -> None:
+        """Let go of the listening socket: once the process stops listening, connections are refused."""
+        ...
 
 
 class Process(Watched):

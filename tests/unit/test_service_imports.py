@@ -1,7 +1,8 @@
-"""What a service folder may import: its own files, libraries, and the parts of ngym that services use."""
+"""What a service folder may import: its own files, libraries, and the parts of ngym that services use. No circles."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,33 @@ def test_a_service_imports_only_its_own_files_libraries_and_the_part_of_ngym_for
             if leaves or names_another:
                 wrong.append(f"{file.relative_to(ROOT)}: {'.' * level}{name}")
     assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle_not_even_within_functions_or_for_types() -> None:
+    folders = ("agents", "gym_servers", "models", "ngym", "trainer")
+    modules = {
+        _module(file): file for folder in folders for file in (ROOT / folder).rglob("*.py") if "data" not in file.parts
+    }
+    graph = {}
+    for name, file in modules.items():
+        package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+        found = (
+            _known(".".join([*package[: len(package) - level + 1], wanted]) if level else wanted, modules)
+            for level, wanted in imports_of(file)
+        )
+        graph[name] = {each for each in found if each and each != name}
+    assert len(graph) > 300 and graph["ngym.trainer.train"] > {"ngym.trainer.loop"}
+    TopologicalSorter(graph).prepare()  # CycleError names a circle
+
+
+def _module(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = ("ngym", *parts) if parts[0] == "trainer" else parts  # ngym/trainer is a link
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _known(name: str, modules: dict[str, Path]) -> str:
+    """The module of an imported name: the longest part of it that is one."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name

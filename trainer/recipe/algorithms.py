@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -68,9 +68,6 @@ from .objective import (
     refusals,
 )
 
-if TYPE_CHECKING:
-    from ..algorithms import Algorithm, Setup
-
 
 class AlgorithmOptions(Record):
     """The base class of every algorithm's options.
@@ -90,10 +87,15 @@ class AlgorithmOptions(Record):
         defaults = {key: field.default for key, field in cls.model_fields.items()}
         return {key: _merged(defaults.get(key), value) for key, value in given.items()}
 
-    def create(self, setup: Setup) -> Algorithm:
-        """The algorithm with these options. Override it for a custom algorithm."""
+    def create(self, setup: Any) -> Any:
+        """The algorithm with these options. Override it for a custom algorithm.
+
+        Args:
+            setup: what it may need, a `trainer.algorithms.Setup`. That module imports PyTorch, so its types are not named
+                here; neither is that of the result, a `trainer.algorithms.Algorithm`.
+        """
         module = importlib.import_module(f"..algorithms.{self.implementation}", __package__)
-        return cast("Algorithm", module.create(setup))
+        return module.create(setup)
 
     def refusals(self) -> list[Refusal]:
         """Every invalid combination, with its key below `algorithm` and the reason."""

@@ -1,0 +1,23 @@
+"""The options of the service: apart from app.py, because engine.py needs them, too."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ngym.services.models.server import ModelOptions
+
+
+class Options(ModelOptions):
+    model: str = Field(description="A Hugging Face folder (relative to the config file), or a name on the hub.")
+    served_name: str | None = Field(
+        default=None, description="The model's name in answers; default: the service's name."
+    )
+    device: str = Field(default="cpu", description="As torch names it.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="Of the weights.")
+    threads: int = Field(
+        default=1, ge=1, description="torch's threads on a CPU; more than 1 make a tiny model much slower."
+    )
+    context: int | None = Field(default=None, ge=1, description="In tokens; default: the model's own.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
