@@ -3,8 +3,8 @@
 .PHONY: help install quickstart offline test test-fast soak audit check bench docs schemas lock clean
 
 BIN := .venv/bin
-# A worker more than cores, because tests wait for processes, and five at most; each takes whole files. One process: make test ARGS="-n 0".
-WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 5))) --dist loadfile --no-loadscope-reorder
+# Two workers more than cores, because tests wait for processes, and five at most; each takes whole files. One process: make test ARGS="-n 0".
+WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 2 : 5))) --dist loadfile --no-loadscope-reorder
 # Without its bytecode vLLM takes twice as long to start, each time.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -28,16 +28,7 @@ from ngym.supervise import zygote
 from ngym.supervise.launcher import Launcher
 
 TRAINER = forkserver.ForkServer()
-TRAINER.set_forkserver_preload(
-    [
-        "deepspeed.runtime.engine",
-        "deepspeed.runtime.zero.stage_1_and_2",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.qwen3.modeling_qwen3",
-        "ngym.cli.train",
-    ]
-)
+TRAINER.set_forkserver_preload(["trainer_imported"])
 MODEL_SERVER = forkserver.ForkServer()
 MODEL_SERVER.set_forkserver_preload(["vllm_imported"])
 _starting = Lock()

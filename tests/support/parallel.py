@@ -1,6 +1,7 @@
 """Runs of the suite on several workers (pytest-xdist): slow folders first, and tests that need the whole machine alone.
 
-Each worker gets whole files, so that a file's fixtures start once. `@pytest.mark.alone` is for a test whose verdict depends
+Each worker gets whole files, so that a file's fixtures start once, and files that fork from the same process (forked.py) go
+to one worker, so that it imports once. `@pytest.mark.alone` is for a test whose verdict depends
 on what else runs on the machine, such as its free memory: while it runs, no other worker runs a test.
 """
 
@@ -12,11 +13,16 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
 FOLDERS = ("system", "trainer", "services", "unit")  # by the time that a file takes: the last ones fill the gaps
+FORKING = {
+    "vllm": ("families", "letters", "model_vllm", "push_transports", "token_exact", "vllm_arguments", "weight_push"),
+    "trainer": ("distillation", "dpo", "heldout", "kto", "online", "parallel", "ppo", "resume", "trainer_data",
+                "trainer_engine", "trainer_faults", "trainer_tracing"),
+}  # fmt: skip
 LOCKS = pytest.StashKey[tuple[IO[bytes], IO[bytes]]]()
 
 
@@ -37,6 +43,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for file in config.stash.get(LOCKS, ()):
         file.close()
         Path(str(file.name)).unlink(missing_ok=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, where the files of FORKING count as two."""
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.getoption("dist") != "loadfile":
+        return None
+    together = {f"test_{name}.py": group for group, names in FORKING.items() for name in names}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return together.get(Path(file).name, file)
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -191,6 +192,7 @@ def told(model: type) -> dict[str, str]:
     return found
 
 
+@cache  # a record is asked for with every other one that has it
 def _beside(model: type) -> dict[str, str]:
     """The comments that end the lines of its fields."""
     try:

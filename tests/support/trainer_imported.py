@@ -1,0 +1,35 @@
+"""What `ng_train` imports on its way, imported once for the processes that forked.py forks."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+for _module in (
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "matplotlib.style",
+    "ngym.cli.train",
+    "ngym.export",
+    "ngym.plot.picture",
+    "ngym.trainer.algorithms.policy_gradient",
+    "ngym.trainer.algorithms.sft",
+    "ngym.trainer.engine.engine",
+    "ngym.trainer.evaluation.heldout_loss",
+    "ngym.trainer.evaluation.live_eval",
+    "ngym.trainer.loop",
+    "ngym.trainer.online.live_batches",
+    "ngym.trainer.online.services",
+    "ngym.trainer.sweep",
+    "ngym.trainer.train",
+    "ngym.trainer.weights.publisher",
+    "omegaconf.grammar_parser",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+):
+    importlib.import_module(_module)
+gc.collect()
+gc.freeze()
