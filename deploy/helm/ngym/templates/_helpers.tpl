@@ -1,0 +1,25 @@
+{{/* The name of an object of a service, such as RELEASE-calculator-agent-0; (list $ NAME INDEX) */}}
+{{- define "ngym.name" -}}
+{{- $root := index . 0 -}}
+{{- printf "%s-%s-%d" $root.Release.Name (index . 1 | replace "_" "-" | lower) (int (index . 2)) | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "ngym.labels" -}}
+app.kubernetes.io/name: ngym
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{/* Number of replicas of a stanza; (list NAME STANZA) */}}
+{{- define "ngym.replicas" -}}
+{{- $replicas := (index . 1).replicas | default 1 -}}
+{{- if not (regexMatch "^[1-9][0-9]*$" (toString $replicas)) -}}
+{{- fail (printf "config.%s.replicas: must be a number here; got %v" (index . 0) $replicas) -}}
+{{- end -}}
+{{- $replicas -}}
+{{- end -}}
+
+{{- define "ngym.secret" -}}
+{{- .Values.existingSecret | default (printf "%s-tokens" .Release.Name) -}}
+{{- end -}}
