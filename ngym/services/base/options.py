@@ -90,10 +90,14 @@ def parse_options(
     tree = Tree(dict(values), lines, root, default_where=where)
     options = parse(model, tree)
     services = list(services)
-    for name, info in model.model_fields.items():
-        value = getattr(options, name)
-        if _is_reference(info) and value is not None and value not in services:
-            raise ConfigError(f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}")
+    references = {name: getattr(options, name) for name, info in model.model_fields.items() if _is_reference(info)}
+    mistakes = [
+        f"{tree.where(name)}: no service named {value!r}{did_you_mean(value, services)}"
+        for name, value in references.items()
+        if value is not None and value not in services
+    ]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
     return options
 
 
