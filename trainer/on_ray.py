@@ -161,11 +161,11 @@ class _Run:
         """The variables of all ranks; with those by which rank 0 finds the services, if there are any."""
         environment = {name: value for name, value in os.environ.items() if name.partition("_")[0] in OF_RANKS}
         live = self._recipe.live
-        if live is None or live.services is None:
+        if live is None or live.config is None:
             yield environment, asyncio.Event().wait
             return
         agents = agents_of(self._recipe, live)
-        config = config_for(Path(live.services), live.policy, live.policy_app, serving_options(self._recipe))
+        config = config_for(live.config, live.policy, live.policy_app, serving_options(self._recipe))
         engine = RayEngine(_say)
         config = engine.reachable(needed(config, agents, live.policy))
         async with Supervisor(config, _failures, engine=engine) as stack:

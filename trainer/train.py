@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -134,6 +135,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             check_live(recipe, recipe.live)
         services = stack.enter_context(_services(recipe)) if recipe.live and launch.rank == 0 else None
         _say("loading torch, transformers and deepspeed")
+        gc.disable()  # a fifth of the imports' time would go into looking for garbage among objects that stay
         from .algorithms import Algorithm, Setup
         from .checkpoints import Saver
         from .engine import engine, optimizer
@@ -144,6 +146,8 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
         from .reporting.metrics import Metrics
 
+        gc.freeze()
+        gc.enable()
         stack.enter_context(joined(launch))
         if recipe.data is not None and launch.rank == 0:
             offline.make(recipe.data, _say)
@@ -261,8 +265,8 @@ def check_live(recipe: Recipe, rollouts: RolloutOptions) -> None:
     from .online.services import needed
     from .online.task_sampler import TaskSource
 
-    if rollouts.services is not None:
-        needed(load_config([Path(rollouts.services)]), agents_of(recipe, rollouts), rollouts.policy)
+    if rollouts.config is not None:
+        needed(load_config([rollouts.config]), agents_of(recipe, rollouts), rollouts.policy)
     TaskSource(rollouts, recipe.seed)
     if recipe.evaluation is not None:
         read_held_out(recipe.evaluation, rollouts)
@@ -283,11 +287,10 @@ def _services(recipe: Recipe) -> Services:
     options = recipe.live
     assert options is not None
     agents = agents_of(recipe, options)
-    if options.services is None or HEAD in os.environ:
-        return Services(partial(running, Path.cwd(), agents, options.policy))
-    file = Path(options.services)
+    if options.config is None or HEAD in os.environ:
+        return Services(partial(running, Path(options.services or Path.cwd()), agents, options.policy))
     serving = serving_options(recipe)
-    return Services(partial(started, file, agents, options.policy, serving, _say, options.policy_app))
+    return Services(partial(started, options.config, agents, options.policy, serving, _say, options.policy_app))
 
 
 def _draw(metrics: Metrics, image: Path) -> None:

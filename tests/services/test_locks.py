@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
+import os
+import sys
 from pathlib import Path
 
 import httpx
@@ -15,6 +19,8 @@ from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, Guarded, Lock, Visitors, hosts
 from ngym.peers import Peers
 from ngym.supervise.head_file import find_running
 from ngym.supervise.supervisor import Supervisor
+from ngym.trainer.online import services
+from ngym.trainer.recipe.recipe import read_recipe
 
 TOKEN, ADMIN = "the-token-of-this-run", "the-token-of-the-trainer"
 SERVICES = {
@@ -114,6 +120,28 @@ async def test_a_locked_runs_services_reach_one_another(tmp_path: Path, tokens: 
         finally:
             await peers.close()
     assert done["reward"] == 1.0
+
+
+async def test_collector_and_trainer_find_a_locked_run_by_its_folder(tmp_path: Path, tokens: None) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    row = {"responses_create_params": {"input": "Count to 7.", "tools": []}, "target": 0}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row))
+    words = ["collect_rollouts", "--head", "there", "--agent", "counter_agent", "--input", "tasks.jsonl"]
+    recipe, _ = read_recipe(["grpo.yaml"], [f"model.path={tmp_path}", f"rollouts.services={there}"])
+    assert recipe.live is not None and recipe.live.config is None
+    async with Supervisor(config_in(there)) as stack:
+        environment = {name: value for name, value in os.environ.items() if name != RUN_TOKEN}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "ngym", *words, "--output", "out.jsonl"), cwd=tmp_path, env=environment
+        )
+        assert await process.wait() == 0
+        async with services.running(Path(str(recipe.live.services)), ["counter_agent"], "policy") as reached:
+            assert reached.token == ADMIN and reached.peers.urls == stack.urls
+    assert json.loads((tmp_path / "out.jsonl").read_text())["reward"] == 1.0
+    with pytest.raises(UsageError, match=f"no services run in {there}"):
+        async with services.running(there, ["counter_agent"], "policy"):
+            pass
 
 
 async def test_the_runs_token_goes_to_nobody_elses_service(tmp_path: Path, tokens: None) -> None:

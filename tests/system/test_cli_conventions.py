@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -394,6 +395,80 @@ def test_a_step_of_a_walk_hears_of_what_the_walk_alone_was_told(
         assert process.wait() == code and (tmp_path / "stopped").exists()
 
 
+BESIDE = """
+import sys
+from pathlib import Path
+from ngym.cli.shell.main import command
+from ngym.cli.shell.walkthrough import Walk
+
+@command("ng_x")
+def main():
+    walk = Walk(1)
+    with walk.background(Path("log"), "run", "--config", sys.argv[1]):
+        walk.python("step.py", "0")
+
+sys.exit(main([]))
+"""
+
+
+@contextmanager
+def walking_beside(folder: Path, config: str) -> Iterator[subprocess.Popen[str]]:
+    """A walk with `ng_run` in the background and a step that has begun. At the end none of the services is left."""
+    (folder / "step.py").write_text(STEP)
+    (folder / "walk.py").write_text(BESIDE)
+    (folder / "global_config.yaml").write_text(config)
+    call = [sys.executable, "walk.py", "global_config.yaml"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(call, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            _read_until(process, "begun")
+            yield process
+            wait_until(lambda: not _left(folder))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for left in _left(folder):
+                left.kill()
+
+
+def _left(folder: Path) -> list[psutil.Process]:
+    """The processes of `ng_run`: it, its zygote and the services, each in the folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if (
+                process.cwd() == str(folder)
+                and "step.py" not in process.cmdline()
+                and "walk.py" not in process.cmdline()
+            ):
+                found.append(process)
+    return found
+
+
+ONE_GYM = "counter: {kind: gym_server, app: gym_servers/counter}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -signal.SIGKILL)],
+)
+def test_services_beside_a_walk_end_with_it(tmp_path: Path, number: int, to_all: bool, code: int) -> None:
+    with walking_beside(tmp_path, ONE_GYM) as process:
+        wait_until(lambda: "ready in" in (tmp_path / "log").read_text())
+        assert _left(tmp_path)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        assert process.wait() == code
+
+
+def test_services_beside_a_walk_that_cannot_run_end_it(tmp_path: Path) -> None:
+    with walking_beside(tmp_path, ONE_GYM + "counter_agent: {kind: agent}\n") as process:
+        assert process.wait() == 2 and (tmp_path / "stopped").exists()
+        assert process.stderr is not None
+        *lines, last = process.stderr.read().splitlines()
+        assert last == "ng_run ended with exit code 2; its last lines are above, all in log"
+        assert any("global_config.yaml:2" in line for line in lines)
+
+
 def test_the_documented_exit_codes_are_the_ones_there_are(root: Path) -> None:
     table = re.findall(r"^\| ([\d, ]+) \|", (root / "docs" / "commands.md").read_text(), re.MULTILINE)
     documented = {int(code) for row in table for code in row.split(",")}
@@ -480,8 +555,10 @@ def test_a_dry_run_tells_and_does_nothing(root: Path, here: Path, name: str) -> 
 def test_a_dry_run_of_a_walk_tells_its_commands(here: Path) -> None:
     plan = json.loads(said("quickstart", "--dry-run", "--json", "--seed", "7").stdout)
     assert plan["folder"] == "runs/quickstart"
-    assert [line.split()[0] for line in plan["commands"]] == ["python", "ng_train", "ng_collect_rollouts", "ng_train"]
-    assert all("7" in plan["commands"][place] for place in (0, 1, 3))
+    names = [line.split()[0] for line in plan["commands"]]
+    assert names == ["python", "ng_run", "ng_train", "ng_collect_rollouts", "ng_train", "kill"]
+    assert plan["commands"][1].endswith(" &") and "rollouts.services=runs/quickstart" in plan["commands"][4]
+    assert all("7" in plan["commands"][place] for place in (0, 2, 4))
 
 
 def test_a_dry_run_says_what_would_be_started_where(here: Path) -> None:

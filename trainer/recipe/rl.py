@@ -67,7 +67,8 @@ class RolloutOptions(Record):
     )
     services: ExistingPath | None = Field(
         default=None,
-        description="The config file whose services are started; null: the services of an `ng_run` in this folder.",
+        description="The config file whose services are started; a folder: the services of the `ng_run` that runs "
+        "there; null: of the one in this folder.",
     )
     policy: str = Field(default="policy", description="The name of the model service to train.")
     policy_app: str | None = Field(
@@ -154,6 +155,11 @@ class RolloutOptions(Record):
     @classmethod
     def _in_step(cls, value: bool | None, info: ValidationInfo) -> bool:
         return info.data.get("max_lag") == 0 if value is None else value
+
+    @property
+    def config(self) -> Path | None:
+        """The config whose services the run starts; None: it uses those of an `ng_run`."""
+        return None if self.services is None or Path(self.services).is_dir() else Path(self.services)
 
     @property
     def sources(self) -> tuple[EnvironmentOptions, ...]:

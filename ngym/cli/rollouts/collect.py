@@ -97,8 +97,10 @@ class CollectCommand(Command):
 @count("--max-attempts", "Attempts per rollout, for failures that a retry can fix.", 3)
 @config_files("Start the services of this config, and stop them at the end; repeat it.")
 @click.option(
-    "--head", metavar="URL", help="The run to use, such as http://127.0.0.1:11000.  [default: the run in this folder]"
-)
+    "--head", metavar="URL|FOLDER",
+    help="The run to use: its URL, such as http://127.0.0.1:11000, or the folder of its config.  "
+    "[default: the run in this folder]",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; collect nothing.")
 @click.option("--by", metavar="FIELD", help="Also print a table by the values of this field, such as level.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to standard error.")

@@ -73,8 +73,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite contradict each other; keep one")
-        if self.head and (problem := wrong_url(self.head)):
-            raise UsageError(f"--head {problem}")
+        if self.head_url and (problem := wrong_url(self.head_url)):
+            raise UsageError(f"--head {problem}, or the folder of its config")
         if self.configs and self.head:
             raise UsageError("--config starts services here and --head uses running ones; keep one")
         misplaced = next((text for text in self.overrides if "=" not in text), None)
@@ -87,6 +87,16 @@ class Options:
         for text in self.settings:
             _setting(text)
         _mapping(self.mapped)
+
+    @property
+    def head_url(self) -> str | None:
+        """--head, if it is not a folder."""
+        return None if self.head is None or Path(self.head).is_dir() else self.head
+
+    @property
+    def root(self) -> Path:
+        """The folder that the run is looked for in: --head, if it is one, else this one."""
+        return Path.cwd() if self.head is None or self.head_url else Path(self.head)
 
     @cached_property
     def inputs(self) -> tuple[Path, ...]:
@@ -267,11 +277,11 @@ def _known(options: Options, config: Config | None) -> Known:
     if config is not None:
         return Known.of(shown_config(config))
     url = head_of(
-        Path.cwd(),
-        options.head,
+        options.root,
+        options.head_url,
         "name a run with --head URL, or add --config FILE and they are started and stopped here",
     )
-    known = event_loop.run(discover(url, token_of(url, Path.cwd())))
+    known = event_loop.run(discover(url, token_of(url, options.root)))
     if options.agent is not None and options.agent not in known.agents:
         raise UsageError(
             f"--agent: no agent named {options.agent!r} in the run at {url}{did_you_mean(options.agent, known.agents)}; "
@@ -363,7 +373,7 @@ class Command:
         """The services: started here, or those of a running head."""
         if config is None:
             known = self.known
-            token = token_of(known.head_url, Path.cwd()) if known.head_url else None
+            token = token_of(known.head_url, self.options.root) if known.head_url else None
             async with Peers(known.urls, known.head_url, token, owner=OWNER, others=known.others) as peers:
                 yield Reached(peers)
             return

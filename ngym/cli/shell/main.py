@@ -27,7 +27,7 @@ from ngym import __version__
 from ngym.cli.shell.completion_names import overrides
 from ngym.errors import NgymError, UsageError
 from ngym.extras import needed
-from ngym.runtime.event_loop import ignore_interrupts
+from ngym.runtime.event_loop import ignore_interrupts, leave
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -272,7 +272,10 @@ class Command(click.Command):
         if not standalone_mode:
             return run()
         is_process = not args and extra.get("args") is None  # not a test runner
-        sys.exit(exit_code(run, self.name or "ng") if is_process else ended(run, self.name or "ng"))
+        code = exit_code(run, self.name or "ng") if is_process else ended(run, self.name or "ng")
+        if is_process and "torch" in sys.modules:
+            leave(code)
+        sys.exit(code)
 
 
 class CommandList(Command, click.Group):
