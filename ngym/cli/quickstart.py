@@ -84,7 +84,7 @@ class Places:
         self.data = shipped_path("data/calculator")
 
     def prepare(self) -> None:
-        """Write the config, and remove an earlier policy: vLLM would load it instead of waiting for the new one.
+        """Write the config, and put an earlier policy aside: vLLM would load it instead of waiting for the new one.
 
         Raises:
             UsageError: services run in the folder, with that policy.
@@ -98,8 +98,10 @@ class Places:
             )
         with writing(self.config):
             self.config.write_text(CONFIG.format(file=self.config))
-        if self.taught.parent.exists():
-            shutil.rmtree(self.taught.parent)
+        if self.taught.exists():
+            aside = self.taught.with_name("policy.old")  # `ng_train --overwrite` keeps it, with the rest of that run
+            shutil.rmtree(aside, ignore_errors=True)
+            self.taught.rename(aside)
 
 
 def _walk(walk: Walk, places: Places, limit: int, repeats: int, seed: int) -> None:

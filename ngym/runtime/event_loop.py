@@ -176,8 +176,8 @@ def raise_file_limit() -> None:
 def leave(code: int) -> NoReturn:
     """End this process now, after its exit handlers.
 
-    Python would first destroy everything that it has imported, object by object: 1.4 CPU seconds with DeepSpeed, 3 with vLLM. On a
-    busy machine that is longer than a supervisor waits.
+    Python would first destroy everything that it has imported, object by object: 1.4 CPU seconds with DeepSpeed, 3 with
+    vLLM. On a busy machine that is longer than a supervisor waits.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
