@@ -54,6 +54,7 @@ GPU_TRANSFERS = ("nccl", "ipc", "sparse_nccl", "nccl_m2n", "sharded_rdt", "model
 ADAPTERS = ("enable_lora", "lora_modules", "max_lora_rank", "max_loras", "max_cpu_loras")
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
 NOBODYS = ("config", "help", "api_server_count", "headless", "tool_server")
+SEVERAL_MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
 SERVERS = (  # of vLLM's HTTP server, which ours replaces
     "allow_credentials",
     "allowed_headers",
@@ -179,6 +180,8 @@ def _refuse_what_is_not_theirs(service: str, key: str, name: str, known: dict[st
         raise ConfigError(f"{where}: this is the service's own option {OURS[name]!r}; set it there")
     if name in NOBODYS or name in SERVERS:
         raise ConfigError(f"{where}: ngym decides this itself; remove it")
+    if name in SEVERAL_MACHINES:
+        raise ConfigError(f"{where}: a replica runs on one machine; remove it (docs/scale.md)")
     if name not in known:
         raise ConfigError(f"{where}: vLLM has no argument {key!r}{did_you_mean(name, list(known))}")
 
