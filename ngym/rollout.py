@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.schema import TOKEN_FIELDS, Json, Segment
+from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json, Segment
 
 Turn = tuple[int, ...]
 OURS: Turn = ()
 """Stands for one or more consecutive turns that the policy sampled; their contents are not compared."""
 LABEL_WIDTH = 11
+_TOKEN_DATA = frozenset({*TOKEN_FIELDS, ROUTED_EXPERTS})
 
 
 class ModelCall(NamedTuple):
@@ -80,7 +81,7 @@ def extend(segments: list[Segment], call: ModelCall) -> None:
 def without_tokens(items: list[Any]) -> list[Any]:
     """The items without their token data; items that carry none are not copied."""
     return [
-        {key: value for key, value in item.items() if key not in TOKEN_FIELDS} if "prompt_token_ids" in item else item
+        {key: value for key, value in item.items() if key not in _TOKEN_DATA} if "prompt_token_ids" in item else item
         for item in items
     ]
 

@@ -19,6 +19,8 @@ StopReason = Literal["answer", "max_steps", "context", "length", "user_done"]
 FinishReason = Literal["stop", "tool_calls", "length", "context", "content_filter"]
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+# Beside them on the items of NeMo Gym's models, often null; its servers refuse it without them.
+ROUTED_EXPERTS = "routed_experts"
 
 
 def token_fields(item: Mapping[str, Any]) -> dict[str, Any]:

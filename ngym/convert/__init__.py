@@ -53,9 +53,11 @@ from ngym.convert.chat_requests import (
     finish_reason,
     new_response,
     overflow_response,
+    refuse_token_ids,
     response_from_chat,
     usage_from_chat,
     usage_to_chat,
+    with_token_ids,
     without_allowed_tools,
 )
 from ngym.convert.reasoning import ReasoningStyle, join_think, split_think
@@ -93,11 +95,13 @@ __all__ = [
     "new_response",
     "output_text",
     "overflow_response",
+    "refuse_token_ids",
     "response_events",
     "response_from_chat",
     "split_think",
     "sse",
     "usage_from_chat",
     "usage_to_chat",
+    "with_token_ids",
     "without_allowed_tools",
 ]

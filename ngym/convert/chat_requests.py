@@ -11,6 +11,7 @@ under the same name (PASSED), or refused.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import orjson
@@ -43,6 +44,8 @@ PASSED = (
 )
 """Fields with the same name and meaning on both sides."""
 LOGPROBS = "message.output_text.logprobs"
+ASKS_FOR_TOKENS = ("return_token_ids", "return_tokens_as_token_ids")
+"""Fields of vLLM's Chat API that also other back ends support, if their answers have TOKEN_FIELDS."""
 MaxTokensField = Literal["max_completion_tokens", "max_tokens"]
 
 
@@ -85,10 +88,8 @@ def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
     Raises:
         BadRequest: a field has no form in the Responses API.
     """
-    unsupported = sorted(name for name in VLLM_CHAT.keys() & request.keys() if (name, request[name]) != ("n", 1))
-    if unsupported:
-        why = "is not supported by this model's back end (models/vllm supports it); leave it out"
-        raise refused(Problem(name, why) for name in unsupported)
+    unsupported = VLLM_CHAT.keys() & request.keys() - {*ASKS_FOR_TOKENS}  # these: with_token_ids, or refuse_token_ids
+    _refuse(sorted(name for name in unsupported if (name, request[name]) != ("n", 1)))
     params = {name: request[name] for name in (*PASSED, "thinking") if request.get(name) is not None}
     params["input"] = items_from_messages(request["messages"], style=style)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -110,6 +111,39 @@ def create_params(request: Json, *, style: ReasoningStyle = "field") -> Json:
     if choice is not None:
         params["tool_choice"] = choice if isinstance(choice, str) else _responses_choice(choice)
     return params
+
+
+def with_token_ids(completion: Json, request: Json) -> Json:
+    """The completion, with the model's tokens also in vLLM's form if the request asks for it.
+
+    Raises:
+        BadRequest: it asks, but the model gave no tokens.
+    """
+    if not any(request.get(name) for name in ASKS_FOR_TOKENS):
+        return completion
+    choice = completion["choices"][0]
+    tokens = token_fields(choice["message"])
+    if not tokens:
+        refuse_token_ids(request)
+    prompt, ids, logprobs = (tokens[name] for name in TOKEN_FIELDS)
+    if request.get("return_tokens_as_token_ids") and request.get("logprobs"):
+        entries = zip(ids, logprobs, strict=True)
+        content = [{"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in entries]
+        choice = {**choice, "logprobs": {"content": content, "refusal": None}}
+    if request.get("return_token_ids"):
+        completion, choice = {**completion, "prompt_token_ids": prompt}, {**choice, "token_ids": ids}
+    return {**completion, "choices": [choice]}
+
+
+def refuse_token_ids(request: Json) -> None:
+    """Raise a BadRequest if the request asks for tokens in vLLM's form: of a stream, or of a model without tokens."""
+    _refuse(name for name in ASKS_FOR_TOKENS if request.get(name))
+
+
+def _refuse(names: Iterable[str]) -> None:
+    why = "is not supported by this model's back end (models/vllm supports it); leave it out"
+    if problems := [Problem(name, why) for name in names]:
+        raise refused(problems)
 
 
 def without_allowed_tools(request: Json) -> Json:

@@ -80,6 +80,9 @@ def global_config_dict_yaml(config: Config, urls: Mapping[str, Sequence[str]], h
     for stanza in config.services.values():
         implementation = Path(stanza.app).stem if stanza.app else stanza.name
         tree[stanza.name] = {TYPES[stanza.kind]: {implementation: _nemo_server(stanza, urls[stanza.name][0])}}
+    for stanza in config.services.values():
+        if stanza.kind == "agent":
+            tree.setdefault(f"{stanza.name}_environment_server", _relay(stanza.name, urls[stanza.name][0]))
     return json.dumps(yaml.safe_dump(tree, sort_keys=False))
 
 
@@ -89,13 +92,7 @@ def server_instances(states: Sequence[State], uptime_seconds: Mapping[str, float
 
 
 def _nemo_server(stanza: Stanza, url: str) -> dict[str, Any]:
-    address = urlsplit(url)
-    server = {
-        "host": address.hostname,
-        "port": address.port or (443 if address.scheme == "https" else 80),
-        "entrypoint": "app.py",
-        **redacted(stanza.options),
-    }
+    server = {**_address(url), **redacted(stanza.options)}
     if stanza.kind == "gym_server":
         server.setdefault("domain", "other")
     if stanza.kind == "agent":
@@ -103,6 +100,21 @@ def _nemo_server(stanza: Stanza, url: str) -> dict[str, Any]:
             if option in stanza.options:
                 server[reference] = {"type": TYPES[kind], "name": stanza.options[option]}
     return server
+
+
+def _relay(agent: str, url: str) -> dict[str, Any]:
+    """The environment server of an agent, through which NeMo Gym's collector reaches it since version 0.7.
+
+    Theirs passes `/run` and `/aggregate_metrics` on to the agent unchanged, so the agent itself can take its place.
+    """
+    reference = {"type": TYPES["agent"], "name": agent}
+    return {"environment_servers": {"legacy_agent": {**_address(url), "agent_server": reference}}}
+
+
+def _address(url: str) -> dict[str, Any]:
+    address = urlsplit(url)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    return {"host": address.hostname, "port": port, "entrypoint": "app.py"}
 
 
 def _instance(state: State, uptime_seconds: float) -> dict[str, Any]:

@@ -182,6 +182,26 @@ async def test_token_data_makes_one_segment_of_a_whole_rollout():
     assert all(logprob < 0 for logprob in segment["logprobs"])
 
 
+async def test_chat_answers_have_tokens_in_vllms_form_on_request_and_a_model_without_tokens_refuses():
+    asked = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    body = {"messages": [{"role": "user", "content": "hey"}], "logprobs": True, "top_logprobs": 0, **asked}
+    async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        stream = await client.post("/v1/chat/completions", json=body | {"stream": True})
+    (choice,) = answer["choices"]
+    sampled = choice["message"]["generation_token_ids"]
+    assert bytes(sampled) == b"hey\xfe" and choice["token_ids"] == sampled
+    assert answer["prompt_token_ids"] == choice["message"]["prompt_token_ids"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in sampled]
+    assert [entry["logprob"] for entry in content] == choice["message"]["generation_log_probs"]
+    async with scripted() as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        refused = await client.post("/v1/chat/completions", json=body)
+    for response in (stream, refused):
+        assert response.status_code == 400
+        assert {error["field"] for error in response.json()["errors"]} == {*asked}
+
+
 async def test_a_conversation_sent_back_without_its_token_data_still_begins_with_the_same_ids():
     async with scripted(tokens=True) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         first = (await client.post("/v1/responses", json={"input": "one"})).json()

@@ -184,6 +184,9 @@ async def test_nemo_gyms_tools_find_our_services(project: Project) -> None:
             server = tree[name][kind][implementation]
             assert f"http://{server.host}:{server.port}" == urls[0]
         assert tree.env_agent.responses_api_agents.simple.resources_server.name == "env"
+        relay = tree.env_agent_environment_server.environment_servers.legacy_agent  # what its collector calls since 0.7
+        assert relay.agent_server.name == "env_agent"
+        assert f"http://{relay.host}:{relay.port}" == stack.urls["env_agent"][0]
         instances = json.loads((await get(f"{stack.head_url}/server_instances", PATIENCE_S)).body)
         assert {instance["process_name"] for instance in instances} == {"policy", "env", "env_agent"}
         assert {instance["status"] for instance in instances} == {"success"}

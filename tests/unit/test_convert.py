@@ -650,7 +650,7 @@ def test_token_data_goes_onto_an_item_whole_or_not_at_all():
 
 
 def test_fields_of_vllms_chat_api_are_refused_by_name_where_the_back_end_speaks_responses():
-    request = {"messages": [USER], "n": 2, "return_token_ids": True}
-    with pytest.raises(BadRequest, match=r"field 'n': .*models/vllm.*field 'return_token_ids'"):
+    request = {"messages": [USER], "n": 2, "prompt_logprobs": 1}
+    with pytest.raises(BadRequest, match=r"field 'n': .*models/vllm.*field 'prompt_logprobs'"):
         create_params(check_chat_request(request))
     assert create_params(check_chat_request({"messages": [USER], "n": 1}))["input"]

@@ -66,6 +66,8 @@ def test_token_data_is_all_or_nothing():
 def test_items_are_shown_to_verifiers_without_their_token_data():
     item = {"type": "message", "prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-1.0]}
     assert without_tokens([item, {"type": "reasoning"}]) == [{"type": "message"}, {"type": "reasoning"}]
+    of_nemo_gym = {**item, "routed_experts": None}  # which its servers refuse on an item without token ids
+    assert without_tokens([of_nemo_gym]) == [{"type": "message"}]
 
 
 def test_of_a_conversation_only_the_last_token_data_are_sent_back():

@@ -31,8 +31,10 @@ from ngym.convert import (
     create_params,
     create_params_from_messages_api,
     messages_api_from_chat,
+    refuse_token_ids,
     response_events,
     response_from_chat,
+    with_token_ids,
 )
 from ngym.errors import ServiceError
 from ngym.schema import Json
@@ -126,6 +128,12 @@ def _include_usage(request: Json) -> bool:
     return bool((request.get("stream_options") or {}).get("include_usage"))
 
 
+def _without_token_ids(request: Json) -> bool:
+    """Whether the chunks end with usage; a request for token ids in vLLM's form is refused."""
+    refuse_token_ids(request)
+    return _include_usage(request)
+
+
 def _through(converter: Converter, events: Iterable[Json]) -> Iterator[Json]:
     for event in events:
         yield from converter.take(event)
@@ -193,11 +201,11 @@ _OF_RESPONSES = (
     ),
     _chat(
         request=lambda body, style: create_params(body),
-        answer=lambda response, body, style: chat_from_response(response),
+        answer=lambda response, body, style: with_token_ids(chat_from_response(response), body),
         events=lambda response, body, style: chat_chunks(
-            chat_from_response(response), include_usage=_include_usage(body)
+            chat_from_response(response), include_usage=_without_token_ids(body)
         ),
-        converter=lambda body, model, style: ChunkStream(model, _include_usage(body)),
+        converter=lambda body, model, style: ChunkStream(model, _without_token_ids(body)),
     ),
     _messages(
         request=lambda body, style: create_params_from_messages_api(body),

@@ -27,7 +27,7 @@ from ngym.convert import finish_reason
 from ngym.errors import BadRequest
 from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import added
-from ngym.schema import TOKEN_FIELDS, FinishReason, Json
+from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, FinishReason, Json
 from ngym.schema import Segment as SegmentJson
 
 TEXTS = frozenset({"text", "input_text", "output_text"})
@@ -61,7 +61,7 @@ def take_seen(items: Any) -> SeenCall | None:
     last = None
     for index, item in enumerate(items):
         if TOKEN_FIELDS[0] in item:
-            prompt, sampled, _ = (item.pop(name, None) for name in TOKEN_FIELDS)
+            prompt, sampled, *_ = (item.pop(name, None) for name in (*TOKEN_FIELDS, ROUTED_EXPERTS))
             last = (index, prompt, sampled)
     if last is None:
         return None
