@@ -133,6 +133,7 @@ MEASURED = {
     "is_oob_ratio": "Share of tokens whose weight was outside the bounds.",
     "is_dropped_ratio": "Share of tokens whose weight became 0.",
     "is_dropped_sequences": "Share of rollouts whose weights all became 0.",
+    "teacher_divergence": "Distillation with teacher.beta: mean divergence from the teacher, over sampled tokens.",
     "teacher_kl": "Distillation: mean of log p of the policy - log p of the teacher, over sampled tokens.",
     "teacher_tokens": "Distillation: tokens that the teacher scored for an optimizer step, prompts included.",
     # the critic's
@@ -145,15 +146,23 @@ MEASURED = {
     # preferences
     "preference_loss": "DPO: the loss of the pairs without `sft_weight`.",
     "sft_loss": "DPO: the negative log-likelihood of the chosen side, a mean over its tokens.",
-    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side; KTO: of answers with the label true.",
-    "rewards/rejected": "DPO: the same of the rejected side; KTO: of answers with the label false.",
+    "rewards/chosen": "DPO: beta times the gain in log p of the chosen side; KTO: of answers with the label true. "
+    "Reward models: mean score of the chosen side, or of the label true.",
+    "rewards/rejected": "DPO: the same of the rejected side; KTO: of answers with the label false. "
+    "Reward models: mean score of these.",
     "kl": "KTO: the mean gain in log p of mismatched answers, at least 0.",
     "rewards/margins": "DPO: the difference of both.",
-    "rewards/accuracies": "DPO: share of pairs in which the chosen side gained more.",
+    "rewards/accuracies": "DPO: share of pairs in which the chosen side gained more. Reward models: has the higher "
+    "score; with labels, share of scores with the right sign.",
     "logps/chosen": "DPO: log p of the chosen side, a sum over its tokens.",
     "logps/rejected": "DPO: log p of the rejected side.",
     # held-out tasks and files
     "time/eval": "Seconds of an evaluation.",
+    "length_correlation": "Reward models: correlation of score and tokens of the answer, over the step.",
+    "calibration_error": "Reward models: mean of abs(accuracy - confidence) over bins of confidence.",
+    "val/calibration/{bin}/accuracy": "Reward models, held-out: share that is right, in a bin of confidence.",
+    "val/calibration/{bin}/confidence": "Mean confidence there.",
+    "val/calibration/{bin}/share": "The bin's share of all.",
     "val/accuracy": "Mean of avg@k over the environments.",
     "val/{metric}": "On a held-out file: each of the algorithm's own metrics.",
     "val/perplexity": "On a held-out file, SFT: exp of the loss.",

@@ -23,6 +23,7 @@ MODULES = (
     "ngym.grading.number_match",
     "ngym.grading.reward_parts",
     "ngym.grading.llm_judge",
+    "ngym.grading.reward_model",
     "ngym.stats.score_summary",
     "ngym.sandbox",
     "ngym.workers",

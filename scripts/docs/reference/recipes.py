@@ -45,7 +45,10 @@ def _model(kind: object) -> type[BaseModel] | None:
 def _algorithm(name: str, options: type[BaseModel], base: type[BaseModel]) -> str:
     """base: the options whose keys others have, too, with defaults of their own."""
     if options is not base and issubclass(options, base.__bases__[0]):
-        return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{_setting(options, base)}"
+        further = options.model_fields.keys() - base.model_fields.keys()
+        own = [key for key in keys(options, "algorithm.") if key.name.split(".")[1] in further]
+        shown = f"Its own keys:\n\n{keys_table(own)}" if own else _setting(options, base)
+        return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{shown}"
     found = [key if key.name != "algorithm.name" else _named(key, name) for key in keys(options, "algorithm.")]
     return f"## algorithm: {name} {{#{name}}}\n\n{words(said(options))}\n\n{keys_table(found)}"
 
