@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ngym.config.service_config import Config, Resources, Stanza
 from ngym.errors import ConfigError, NgymError, UsageError
-from ngym.supervise.engine import check_port
 from ngym.supervise.launcher import Child, Launcher
+from ngym.supervise.placement import check_port
 from ngym.supervise.service import LOST, Place, Running, listen, url_of
 
 LEAST_CPU = 0.1  # of a process whose stanza asks for none: a bundle cannot be empty

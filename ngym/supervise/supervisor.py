@@ -17,10 +17,10 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.peers import FOLLOW_S, Peers
-from ngym.supervise.engine import Engine, LocalEngine
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, Running
 from ngym.supervise.launcher import Launcher
+from ngym.supervise.placement import Engine, LocalEngine
 from ngym.supervise.scaling import Load, follow_load
 from ngym.supervise.service import READY_POLL_S, Limits, Place, Process, State, Watched, called_urls
 from ngym.supervise.service_metrics import load_of
