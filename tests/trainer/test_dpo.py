@@ -397,5 +397,5 @@ def test_an_unknown_algorithm_lists_all_with_a_line_each() -> None:
     first, *listed = result.stderr.splitlines()
     assert result.exit_code == 2 and first.endswith("there is no algorithm 'dqo' (did you mean 'dpo'?); known:")
     assert [line.split()[0] for line in listed] == list(algorithms.ALGORITHMS)
-    assert result.stderr.endswith("on the policy's own rollouts\n")
+    assert result.stderr.endswith("pairs of the best and the worst rollout of each group, live\n")
     assert "  orpo                   ORPO (arXiv 2403.07691): the likelihood of the chosen answer" in result.stderr
