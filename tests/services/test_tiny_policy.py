@@ -58,7 +58,8 @@ def test_the_shipped_tasks_are_what_their_script_writes(calculator: Path, tmp_pa
 
 def test_the_shipped_tokenizer_is_what_its_script_writes(root: Path, calculator: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    run_script(calculator / "generate.py", "demonstrations", "--output", corpus, "--count", "4000", "--seed", "1")
+    which = ("--count", "4000", "--seed", "1", "--larger", "0")
+    run_script(calculator / "generate.py", "demonstrations", "--output", corpus, *which)
     run_script(root / "data" / "tiny_policy" / "generate.py", corpus, "--folder", tmp_path / "tokenizer")
     shipped = root / "data" / "tiny_policy" / "tokenizer"
     for file in shipped.iterdir():
@@ -81,9 +82,14 @@ def test_the_expected_answers_are_right(calculator: Path) -> None:
         assert int(row["expected_answer"]) in (a + b, a - b, b - a, a * b)
 
 
-def test_of_the_demonstrations_38_in_100_calculate_rightly_and_57_guess(demonstrations: list[Row]) -> None:
+def test_a_fifth_of_the_demonstrations_has_larger_numbers_and_57_in_100_of_the_others_guess(
+    demonstrations: list[Row],
+) -> None:
     guesses = [row for row in demonstrations if len(row["messages"]) == 2]
-    assert len(guesses) / len(demonstrations) == pytest.approx(0.57, abs=0.03)
+    larger = [row for row in demonstrations if re.search(r"\d{3}", row["messages"][0]["content"])]
+    assert len(larger) / len(demonstrations) == pytest.approx(0.2, abs=0.03)
+    assert len(guesses) / (len(demonstrations) - len(larger)) == pytest.approx(0.57, abs=0.03)
+    assert not [row for row in larger if row in guesses]
     for row in demonstrations:
         if row in guesses:
             continue

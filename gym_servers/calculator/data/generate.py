@@ -1,11 +1,13 @@
 """Word problems for the calculator, and demonstrations of how to solve them or not; a seed always gives the same bytes.
 
     python data/calculator/generate.py tasks                        # rewrites the shipped files beside this script
-    python data/calculator/generate.py demonstrations --output runs/demonstrations.jsonl --count 9600
+    python data/calculator/generate.py demonstrations --output runs/demonstrations.jsonl --count 7200
 
-The demonstrations are a deliberate mixture: 38 % call the tool rightly, 57 % guess a number near the answer without the
-tool, 5 % call the tool with the wrong operation. A policy trained on them can do everything that the task needs and
-prefers a bad habit, so that reinforcement learning has something to discover.
+The demonstrations are a deliberate mixture. Of those with numbers of two digits, as all tasks have, 38 % call the tool
+rightly, 57 % guess a number near the answer without the tool, 5 % call the tool with the wrong operation. A policy
+trained on them can do everything that the task needs and prefers a bad habit, so that reinforcement learning has
+something to discover. A fifth has numbers of three digits and always calls the tool: results of up to six digits teach
+to copy a result digit by digit.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ TASKS_SEED = 2026
 VALIDATION, TRAIN, EXAMPLES = 256, 512, 5
 
 USES_TOOL, GUESSES = 0.38, 0.57
+LARGER = 0.2
+DIGITS_2, DIGITS_3 = (10, 99), (100, 999)
 
 PARAMETERS = {
     "type": "object",
@@ -55,7 +59,7 @@ PHRASINGS = {
 
 
 class Sum(NamedTuple):
-    """What a problem asks for."""
+    """What a problem asks for: two numbers of two digits, or two of three."""
 
     a: int
     operation: str
@@ -76,17 +80,21 @@ class Sum(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A sum of two two-digit numbers and the words around it."""
+    """A sum of two numbers and the words around it."""
 
     sum: Sum
     question: str
 
 
-def problems(rng: random.Random, without: frozenset[Sum] = frozenset()) -> Iterator[Problem]:
-    """Random problems without end, none of them on the sums `without`, however they are phrased."""
+def problems(rng: random.Random, without: frozenset[Sum] = frozenset(), larger: float = 0.0) -> Iterator[Problem]:
+    """Random problems without end, none of them on the sums `without`, however they are phrased.
+
+    larger: the share with numbers of three digits; the others have two.
+    """
     while True:
         operation = rng.choice("+-*")
-        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        numbers = DIGITS_3 if larger and rng.random() < larger else DIGITS_2
+        a, b = rng.randint(*numbers), rng.randint(*numbers)
         if operation == "-" and b > a:
             a, b = b, a
         words = rng.choice(PHRASINGS[operation])
@@ -126,7 +134,7 @@ def task(problem: Problem) -> dict[str, Any]:
 def demonstration(problem: Problem, rng: random.Random) -> dict[str, Any]:
     """One conversation of the mixture (wire format, section 5)."""
     fate = rng.random()
-    if fate < USES_TOOL:
+    if fate < USES_TOOL or problem.sum.a >= DIGITS_3[0]:
         said = _with_tool(problem.sum)
     elif fate < USES_TOOL + GUESSES:
         near = max(1, abs(problem.sum.value) // 5)
@@ -136,10 +144,10 @@ def demonstration(problem: Problem, rng: random.Random) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": problem.question}, *said], "tools": [CHAT_TOOL]}
 
 
-def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def demonstrations(count: int, seed: int, larger: float = LARGER) -> Iterator[dict[str, Any]]:
     """Conversations on problems whose sums are in no validation task."""
     rng = random.Random(f"{seed} demonstrations")
-    for problem in take(count, problems(rng, held_out_sums())):
+    for problem in take(count, problems(rng, held_out_sums(), larger)):
         yield demonstration(problem, rng)
 
 
@@ -182,13 +190,14 @@ def main() -> None:
     tasks.add_argument("--folder", type=Path, default=HERE)
     shown = commands.add_parser("demonstrations", help="write conversations for supervised fine-tuning")
     shown.add_argument("--output", type=Path, required=True)
-    shown.add_argument("--count", type=int, default=9600)
+    shown.add_argument("--count", type=int, default=7200)
     shown.add_argument("--seed", type=int, default=0)
+    shown.add_argument("--larger", type=float, default=LARGER, help="the share with numbers of three digits")
     arguments = parser.parse_args()
     if arguments.command == "tasks":
         write_tasks(arguments.folder)
     else:
-        write(arguments.output, demonstrations(arguments.count, arguments.seed))
+        write(arguments.output, demonstrations(arguments.count, arguments.seed, arguments.larger))
 
 
 if __name__ == "__main__":
