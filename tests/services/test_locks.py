@@ -248,14 +248,18 @@ async def test_the_head_documents_its_routes(tmp_path: Path, tokens: None) -> No
     async with Supervisor(config_in(tmp_path)) as stack, httpx.AsyncClient(timeout=60) as client:
         headers = {"authorization": f"Bearer {TOKEN}"}
         document = (await client.get(f"{stack.head_url}/openapi.json", headers=headers)).json()
+        of_trainers = "/servers/{name}/weights"
         named = {"/logs/{label}": "/logs/policy", "/running/{agent}/{rollout_id}": "/running/counter_agent/0"}
-        assert {named.get(path, path) for path in document["paths"]} == {*HEADS, "/health"}
+        assert {named.get(path, path) for path in document["paths"]} == {*HEADS, "/health", of_trainers}
         assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
         refused = await client.post(
             f"{stack.head_url}/servers", headers=headers, json={"name": "policy", "url": "http://h:1"}
         )
         assert refused.status_code == 403 and "needs its admin token" in refused.text
-        for path in document["paths"].keys() - {"/running/{agent}/{rollout_id}"}:  # none runs
+        weights = f"{stack.head_url}/servers/policy/weights"
+        refused = await client.put(weights, headers=headers, json={"version": 1, "urls": []})
+        assert refused.status_code == 403 and "needs its admin token" in refused.text
+        for path in document["paths"].keys() - {"/running/{agent}/{rollout_id}", of_trainers}:  # none runs
             answer = await client.get(f"{stack.head_url}{named.get(path, path)}", headers=headers)
             (media_type,) = document["paths"][path]["get"]["responses"]["200"]["content"]
             assert answer.headers["content-type"].startswith(media_type), path
