@@ -26,7 +26,9 @@ Values = dict[str, Any]
 RESOLVED = "seed: 1\noptimizer: {lr: 0.5, betas: [0.9, 0.95]}\nrollouts: null\n"
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
-needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
+needs_mlflow = pytest.mark.skipif(
+    not (find_spec("mlflow") and find_spec("sqlalchemy")), reason="mlflow with SQLAlchemy is not installed"
+)
 
 
 def log(folder: Path, options: Values, capsys: pytest.CaptureFixture[str], steps: int = 3, close_s: float = 60) -> str:
@@ -290,6 +292,18 @@ def test_an_mlflow_server_that_is_down_holds_nothing_up(tmp_path: Path, capsys: 
         said = log(tmp_path, options, capsys, close_s=0.1)
     assert "logging.mlflow: 4 of 4 entries were not written; metrics.jsonl has them" in said
     assert len(rows(tmp_path)) == 4
+
+
+def test_a_database_that_mlflow_skinny_cannot_open_is_said_when_the_recipe_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe, "find_spec", lambda package: None if package == "sqlalchemy" else object())
+    database = "logging.mlflow={uri: 'sqlite:///mlflow.db', experiment: e}"
+    said = CliRunner().invoke(main, ["sft.yaml", "--dry-run", database])
+    assert said.exit_code == 2
+    assert "'sqlite:///mlflow.db' is a database, which the package mlflow-skinny cannot open" in said.stderr
+    server = recipe.MlflowOptions(uri="http://127.0.0.1:5000", experiment="e")
+    assert recipe.LoggingOptions(mlflow=server).mlflow == server
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ OF_A_FILE = {
     "epochs": (1, "live rollouts have no epochs, they end after max_steps"),
     "batch_size": (32, "the size of a live step is rollouts.tasks_per_step x group_size / updates_per_step"),
 }
+DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
+"""How the `uri` of MLflow begins if it is a database, which needs SQLAlchemy."""
 SWEEP = "NGYM_SWEEP"  # environment variable: the folder of the sweep that a run belongs to
 
 
@@ -106,6 +108,11 @@ class LoggingOptions(Record):
     @field_validator("mlflow")
     @classmethod
     def _has_mlflow(cls, value: MlflowOptions | None) -> MlflowOptions | None:
+        if value and find_spec("mlflow") and value.uri.startswith(DATABASES) and find_spec("sqlalchemy") is None:
+            raise ValueError(
+                f"uri {value.uri!r} is a database, which the package mlflow-skinny cannot open; `pip install mlflow`, "
+                "or give the address of a server"
+            )
         return _with_package(value, "mlflow")
 
 
