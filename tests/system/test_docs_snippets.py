@@ -266,7 +266,7 @@ def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) 
     base = base or (f"{algorithm}.yaml" if algorithm else "sft.yaml" if learns_from_a_file else "grpo.yaml")
     (scratch / "part.yaml").write_text(text)
     short = ["rollouts.agent=null", "rollouts.tasks=null"] if "environments" in (values.get("rollouts") or {}) else []
-    several = [*short, "evaluation=null"] if short and "evaluation" not in values else short
+    several = short if "evaluation" in values else [*short, "evaluation=null"]
     try:
         from ngym.trainer.recipe import recipe as trainer_recipe
 

