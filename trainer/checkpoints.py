@@ -277,7 +277,7 @@ class Saver:
         Raises:
             NotFinite: the weights must not be saved. KeyboardInterrupt: `end` was called.
         """
-        last = self._learner.share(self._last)
+        last = self._learner.broadcast(self._last)
         self._due |= last or self._checkpoints.due(step, self._steps)
         if not self._due or self._guard.skipping:
             return

@@ -57,7 +57,7 @@ def train(
     algorithm: Algorithm,
     batches: Iterable[Batch],
     budget: int,
-    factor: Callable[[int], float],
+    lr_multiplier: Callable[[int], float],
     guard: checks.Guard,
     report: Callable[[int, dict[str, float]], None],
     done: int = 0,
@@ -66,7 +66,7 @@ def train(
 
     Args:
         budget: tokens that a rank computes at once.
-        factor: step (from 0) -> factor of the learning rates.
+        lr_multiplier: step (from 0) -> multiplier of the learning rates.
         guard: checks every optimizer step and counts the skipped ones.
         report: called after each batch (from 1) with its metrics.
         done: number of batches that were trained before.
@@ -79,7 +79,7 @@ def train(
         taken: list[Step] = []
         with tracing.span("train step") as span:
             for samples in batch.updates:
-                step = take_step(engine, algorithm, samples, budget, factor(number - 1))
+                step = take_step(engine, algorithm, samples, budget, lr_multiplier(number - 1))
                 if guard.passes(number, samples, step.means["loss"], step.update.grad_norm):
                     taken.append(step)
             values = _values(batch, taken, guard.skipped, time.monotonic() - began) | engine.peak_memory()
@@ -89,7 +89,9 @@ def train(
         report(number, {**batch.values, **values})
 
 
-def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, factor: float) -> Step:
+def take_step(
+    engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], budget: int, lr_multiplier: float
+) -> Step:
     """One optimizer step. Every rank gets all samples and computes its share of them."""
     step_loss = algorithm.step_loss(samples)
     micro_batches = engine.micro_batches(samples, budget)
@@ -105,14 +107,14 @@ def take_step(engine: Engine, algorithm: Algorithm, samples: Sequence[Sample], b
         for name, mean in loss.metrics.items():
             sums[name][0] += counted * mean.total
             sums[name][1] += counted * mean.count
-    update = engine.step(factor)
+    update = engine.step(lr_multiplier)
     return Step(step_loss.derived(_means(engine, sums), bins=False), update)
 
 
 def _means(engine: Engine, sums: dict[str, list[float]]) -> dict[str, float]:
     """Each metric over all micro-batches and ranks; the names are the same on every rank."""
     names = sorted(sums)
-    added = engine.add_up([value for name in names for value in sums[name]])
+    added = engine.all_reduce([value for name in names for value in sums[name]])
     return {name: total / max(count, 1.0) for name, total, count in zip(names, added[::2], added[1::2], strict=True)}
 
 

@@ -140,7 +140,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
         from .checkpoints import Saver
         from .engine import engine, optimizer
         from .engine.checks import Guard, Untrained
-        from .engine.distributed import joined, wait_for_all
+        from .engine.distributed import barrier, joined
         from .evaluation.heldout_loss import HeldOutNotFinite
         from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
         from .model.policy import CriticNetwork, Trained, load_policy, load_reward_model, load_tokenizer
@@ -153,7 +153,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             offline.make(recipe.data, _say)
         if new is not None and launch.rank == 0:
             _begin(new, Path(str(recipe.model.path)), recipe.seed)
-        wait_for_all()
+        barrier()
 
         tokenizer = load_tokenizer(recipe.model)
         policy: Trained
@@ -167,7 +167,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             policy.eval()  # no dropout: the ratio to the sampling policy must come from the weights alone
         if recipe.live and recipe.live.colocated:
             make_room(recipe, services)
-            wait_for_all()
+            barrier()
         learner = engine.Engine(policy, launch, recipe.engine, recipe.optimizer)
         algorithm: Algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
         parts = Parts(recipe, learner, algorithm, tokenizer)
@@ -186,7 +186,7 @@ def _run(recipe: Recipe, launch: Launch, resume: bool, begin: Callable[[], None]
             recipe.micro_batch_tokens,
         )
         signal.signal(signal.SIGUSR1, lambda *_: saver.end())
-        earlier = learner.share(checkpoints.newest() if resume and shown else None)
+        earlier = learner.broadcast(checkpoints.newest() if resume and shown else None)
         history: list[dict[str, float]] = []
         if earlier is None:
             begin()

@@ -36,7 +36,7 @@ class NoRollout(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class ScoredRollout:
     """A scored rollout. task: the id and index that its group shares, for rollouts with the same prompt."""
 
     task: tuple[str, int]
@@ -46,7 +46,7 @@ class Rollout:
     response: Json
 
 
-def parse(row: Json) -> Rollout | Reason:
+def parse(row: Json) -> ScoredRollout | Reason:
     """Parse a row (reference/rows.md), or one of NeMo Gym's collector, which has no `ng`.
 
     Raises:
@@ -70,7 +70,7 @@ def parse(row: Json) -> Rollout | Reason:
             f"'_ng_task_index' must be a whole number, not {index!r:.60}; it identifies the rollout's group"
         )
     task = (str(trace.get("task_id", "")), index)
-    return Rollout(task, reward, _ending(trace, response), params, response)
+    return ScoredRollout(task, reward, _ending(trace, response), params, response)
 
 
 def _record(row: Json, name: str) -> Json:

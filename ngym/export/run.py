@@ -18,7 +18,7 @@ from ngym.export.choose import Candidate, Pair, Place, Reason, Row, Tally, choos
 from ngym.export.conversation import (
     Conversation,
     NoRollout,
-    Rollout,
+    ScoredRollout,
     Shapes,
     Unsayable,
     check_prompt,
@@ -142,7 +142,7 @@ class Renderer:
             rollout = parse(orjson.loads(self._bytes(candidate.place)))
         except (orjson.JSONDecodeError, NoRollout):
             rollout = None
-        if not isinstance(rollout, Rollout):
+        if not isinstance(rollout, ScoredRollout):
             raise self._changed(candidate.place)
         return conversation(rollout.params, rollout.response, reasoning=self._options.keep_reasoning)
 
@@ -237,7 +237,7 @@ class Scan:
             self.tally.cannot_say(f"{path}:{line.number}: {error}")
             return None
 
-    def _unfit(self, rollout: Rollout) -> Reason | None:
+    def _unfit(self, rollout: ScoredRollout) -> Reason | None:
         """Why the format cannot represent the rollout truthfully, or why it is filtered out."""
         options = self.options
         good = rollout.reward >= options.threshold
@@ -250,7 +250,7 @@ class Scan:
             return Reason.TRUNCATED
         return Reason.LOW if options.imitated and not good else None
 
-    def _candidate(self, place: Place, rollout: Rollout, row: Json) -> Candidate | Reason:
+    def _candidate(self, place: Place, rollout: ScoredRollout, row: Json) -> Candidate | Reason:
         """The candidate, or DUPLICATE. Raises Unsayable."""
         if self.options.format == "rollouts":  # copied unchanged: needs only an identity
             if self.options.dedupe and self._seen(_identity(rollout)):
@@ -270,7 +270,7 @@ class Scan:
             shape=self._shapes.number([said.prompt, said.completion, said.tools]),
         )
 
-    def _sayable(self, rollout: Rollout) -> Conversation:
+    def _sayable(self, rollout: ScoredRollout) -> Conversation:
         """The conversation; raises Unsayable if Chat or the format cannot represent it."""
         said = conversation(rollout.params, rollout.response, reasoning=self.options.keep_reasoning)
         if self.options.format == "sharegpt":
@@ -279,7 +279,7 @@ class Scan:
             check_prompt(said)
         return said
 
-    def _task(self, rollout: Rollout, prompt: bytes = b"") -> int:
+    def _task(self, rollout: ScoredRollout, prompt: bytes = b"") -> int:
         """The number of its group. Rollouts of one task with different prompts or tools are different groups."""
         return self._tasks.setdefault((*rollout.task, prompt), len(self._tasks))
 
@@ -289,7 +289,7 @@ class Scan:
         return known
 
 
-def _identity(rollout: Rollout) -> bytes:
+def _identity(rollout: ScoredRollout) -> bytes:
     try:
         said = conversation(rollout.params, rollout.response, reasoning=True)
     except Unsayable:

@@ -107,10 +107,10 @@ def main(data: Path, output: Path, stages: list[int]) -> None:
             hashes.append(digest(learner.policy))
             told[str(stage)] = {"hashes": hashes, "skipped": skipped, "ended": ended}
         (output / f"rank-{launch.rank}.json").write_text(json.dumps(told))
-        distributed.wait_for_all()
+        distributed.barrier()
         if launch.rank == RANK:
             os.kill(os.getpid(), signal.SIGKILL)
-        distributed.wait_for_all()
+        distributed.barrier()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main(data: Path, output: Path, every: list[dict[str, Any]], again: bool) -> 
             held_out = heldout_loss.HeldOutData(batches[0], sft.Sft(), learner, BUDGET, 1, print).means()["loss"]
             weights = learner.weights()
             if again:
-                distributed.wait_for_all()
+                distributed.barrier()
                 learner = new(options)
                 learner.load_state(state, told)
                 steps += take(learner, batches[1:])

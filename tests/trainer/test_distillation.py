@@ -71,7 +71,7 @@ def rollout(reward: float, group: str, *spans: list[tuple[int, int]]) -> Any:
         for each in spans
     )
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.Rollout(segments=segments, group=group, reward=reward, **told)
+    return samples.RolloutSample(segments=segments, group=group, reward=reward, **told)
 
 
 @pytest.mark.parametrize(("coef", "reward_coef"), [(1.0, 0.0), (0.5, 2.0)])
@@ -132,7 +132,7 @@ def said(prompt: list[int], token: int, logprob: float) -> Any:
     """A rollout of one sampled token."""
     segment = samples.Said([*prompt, token], [(4, 5)], sampler=[logprob])
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.Rollout(segments=(segment,), group=str(prompt), reward=0.0, **told)
+    return samples.RolloutSample(segments=(segment,), group=str(prompt), reward=0.0, **told)
 
 
 # --- a teacher behind a URL ------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def rollout(reward: float, group: str, token: int, turns: int = 1) -> Any:
         samples.Said([20, 21, 22, token, token + 1, turn], [(3, 6)], sampler=[-1.0] * 3) for turn in range(turns)
     )
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return samples.Rollout(segments=segments, group=group, reward=reward, **told)
+    return samples.RolloutSample(segments=segments, group=group, reward=reward, **told)
 
 
 def test_the_best_of_each_group_is_preferred_to_its_worst_and_the_first_loss_is_ln_2(

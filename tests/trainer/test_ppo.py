@@ -79,7 +79,7 @@ def rollout(group: int, reward: float, *spans: list[tuple[int, int]], draw: rand
         for of_segment in spans
     )
     told = {"components": {}, "truncated": False, "turns": 1, "tool_calls": 0, "tool_errors": 0}
-    return rollout_samples.Rollout(segments=segments, group=str(group), reward=reward, **told)
+    return rollout_samples.RolloutSample(segments=segments, group=str(group), reward=reward, **told)
 
 
 def batch(seed: int = 0, count: int = 12) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from ..data.samples import Rollout, Sample, grouped, read_rollouts
+from ..data.samples import RolloutSample, Sample, grouped, read_rollouts
 from ..engine.engine import score
 from ..losses.advantages import all_equal
 from ..model.chunked_logprobs import Asks
@@ -48,7 +48,7 @@ class OnlineDpo:
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """A pair of each group with different rewards, with the reference's log p of both sides."""
-        rollouts = [rollout for rollout in cast(Sequence[Rollout], samples) if rollout.trained]
+        rollouts = [rollout for rollout in cast(Sequence[RolloutSample], samples) if rollout.trained]
         groups = [group for group in grouped(rollouts) if not all_equal([rollout.reward for rollout in group])]
         pairs = [_pair(group) for group in groups]
         if self._reference is None or not pairs:
@@ -67,7 +67,7 @@ def create(setup: Setup) -> OnlineDpo:
     return OnlineDpo(options, None if options.preference.reference_free else initial_policy(setup, options.temperature))
 
 
-def _pair(group: Sequence[Rollout]) -> PairSample:
+def _pair(group: Sequence[RolloutSample]) -> PairSample:
     best, worst = (choose(group, key=lambda rollout: rollout.reward) for choose in (max, min))
     sides = [
         Side(segment.token_ids, segment.spans, chosen=rollout is best)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..data.samples import Rollout, Said, Sample, filled, grouped, read_rollouts
+from ..data.samples import RolloutSample, Said, Sample, filled, grouped, read_rollouts
 from ..engine.engine import score
 from ..losses.advantages import (
     advantages,
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from ..model.packing import Packed
 
 
-def credited(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
+def credited(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with `advantages`; with estimator gae, which reads their `values`, also with `returns`."""
     rollouts = _rewarded(options, rollouts)
     return rollouts if options.teacher is None else _taught(options.teacher, rollouts)
 
 
-def _taught(options: Teacher, rollouts: Sequence[Rollout]) -> list[Rollout]:
+def _taught(options: Teacher, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with the teacher's part of their advantages: of each token, minus a sample of the reverse KL. A
     divergence of whole distributions has no part in them.
     """
@@ -67,7 +67,7 @@ def _taught(options: Teacher, rollouts: Sequence[Rollout]) -> list[Rollout]:
     return filled(rollouts, "advantages", by_rollout)
 
 
-def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> list[Rollout]:
+def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
     """The rollouts with the advantages of their rewards."""
     objective, lengths = options.objective, [rollout.trained for rollout in rollouts]
     advantage = objective.advantage
@@ -93,14 +93,16 @@ def _rewarded(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> li
     return filled(rollouts, "advantages", _by_segment(rollouts, advantages_N))
 
 
-def teaches(options: PolicyGradientOptions, group: Sequence[Rollout]) -> bool:
+def teaches(options: PolicyGradientOptions, group: Sequence[RolloutSample]) -> bool:
     """Whether a group has a learning signal: its rewards, or one of its separate components, are not all equal."""
     if options.advantage.components == "sum":
         return informative([rollout.reward for rollout in group])
     return informative_components([rollout.components for rollout in group])
 
 
-def _of_rollouts(options: PolicyGradientOptions, rollouts: Sequence[Rollout], kl_N: Tensor, coef: float) -> list[float]:
+def _of_rollouts(
+    options: PolicyGradientOptions, rollouts: Sequence[RolloutSample], kl_N: Tensor, coef: float
+) -> list[float]:
     """The advantage of each rollout, or its reward if the estimator spreads it over its tokens later, [B]."""
     groups = [rollout.group for rollout in rollouts]
     if options.advantage.components == "normalise_then_sum":
@@ -117,7 +119,7 @@ def _of_rollouts(options: PolicyGradientOptions, rollouts: Sequence[Rollout], kl
     return advantages(options.advantage, rewards, groups)
 
 
-def _kl(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> Tensor:
+def _kl(options: PolicyGradientOptions, rollouts: Sequence[RolloutSample]) -> Tensor:
     """The KL estimate of each token, rollout after rollout, [N]."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     said = torch.tensor([value for segment in segments for value in segment.old or segment.sampler])
@@ -125,7 +127,7 @@ def _kl(options: PolicyGradientOptions, rollouts: Sequence[Rollout]) -> Tensor:
     return kl_estimate(said, reference, options.kl.estimator)
 
 
-def _by_segment(rollouts: Sequence[Rollout], values_N: Tensor) -> list[list[list[float]]]:
+def _by_segment(rollouts: Sequence[RolloutSample], values_N: Tensor) -> list[list[list[float]]]:
     """values_N as nested lists: by rollout, by segment, by token."""
     pieces = iter(values_N.split([segment.trained for rollout in rollouts for segment in rollout.segments]))
     return [[next(pieces).tolist() for _ in rollout.segments] for rollout in rollouts]
@@ -195,7 +197,7 @@ class PolicyGradient:
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """The rollouts that have a learning signal, with their advantages."""
-        rollouts = self._teaching(cast(Sequence[Rollout], samples))
+        rollouts = self._teaching(cast(Sequence[RolloutSample], samples))
         if not rollouts:
             return []
         asked: dict[str, Callable[[Packed], Tensor]] = {}
@@ -214,7 +216,7 @@ class PolicyGradient:
         return [rollout for rollout in rollouts if not (dropped and rollout.truncated)]
 
     def step_loss(self, samples: Sequence[Sample]) -> StepLoss:
-        rollouts = cast(Sequence[Rollout], samples)
+        rollouts = cast(Sequence[RolloutSample], samples)
         weights = weigh(
             self._objective.loss.aggregation,
             [rollout.trained for rollout in rollouts],
@@ -302,14 +304,14 @@ class PolicyGradient:
         objective = self._objective
         return self._updates != 1 and (objective.loss.anchor == "trainer" or objective.correction.kind != "none")
 
-    def _teaching(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def _teaching(self, rollouts: Sequence[RolloutSample]) -> list[RolloutSample]:
         groups = grouped(rollout for rollout in rollouts if rollout.trained)
         if self._options.shaping.skip_equal_groups:
             groups = [group for group in groups if teaches(self._options, group)]
         return [rollout for group in groups for rollout in group]
 
 
-def _explained(rollouts: Sequence[Rollout]) -> float:
+def _explained(rollouts: Sequence[RolloutSample]) -> float:
     """The share of the returns' variance that the critic explained before this optimizer step."""
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     values_N = torch.tensor([value for segment in segments for value in segment.values or ()])

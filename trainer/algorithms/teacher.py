@@ -72,7 +72,7 @@ def opened(setup: Setup, options: Teacher, temperature: float) -> OpenTeacher:
         top_k = 0 if options.beta is None else options.top_k
         teacher = Server(options.url, options.model, os.environ.get(options.api_key_env or ""), top_k)
     # the other ranks wait for the result of rank 0
-    if found := engine.share(_problem(teacher, tokenizer, engine) if engine.rank == 0 else None):
+    if found := engine.broadcast(_problem(teacher, tokenizer, engine) if engine.rank == 0 else None):
         raise ConfigError(f"{key}: {found}")
     return teacher
 

@@ -106,7 +106,7 @@ class Said(Segment):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout(Sample):
+class RolloutSample(Sample):
     """One attempt at a task, with only the segments that have sampled tokens; there may be none.
 
     group: the task. truncated: it was cut off. id: of the row.
@@ -127,7 +127,7 @@ class Rollout(Sample):
 class Read:
     """The usable rollouts, and the counts of the others."""
 
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: list[RolloutSample] = field(default_factory=list)
     unscored: int = 0
     failed: int = 0
 
@@ -228,14 +228,14 @@ def _segment_problem(segment: Any) -> str | None:
     return None
 
 
-def _rollout(row: Json) -> Rollout:
+def _rollout(row: Json) -> RolloutSample:
     trace = row["ng"]
     segments = tuple(
         Said(segment["token_ids"], [(start, end) for start, end in segment["mask"]], sampler=segment["logprobs"])
         for segment in trace["segments"]
         if segment["mask"]
     )
-    return Rollout(
+    return RolloutSample(
         segments=segments,
         group=f"{trace.get('task_id')} {row.get('_ng_task_index')}",
         reward=float(row["reward"]),
@@ -248,7 +248,9 @@ def _rollout(row: Json) -> Rollout:
     )
 
 
-def filled(rollouts: Sequence[Rollout], name: str, values: Sequence[Sequence[list[float]]]) -> list[Rollout]:
+def filled(
+    rollouts: Sequence[RolloutSample], name: str, values: Sequence[Sequence[list[float]]]
+) -> list[RolloutSample]:
     """The rollouts with this field of their segments. values: by rollout, by segment, by token."""
     named: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
     return [
@@ -260,9 +262,9 @@ def filled(rollouts: Sequence[Rollout], name: str, values: Sequence[Sequence[lis
     ]
 
 
-def grouped(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+def grouped(rollouts: Iterable[RolloutSample]) -> list[list[RolloutSample]]:
     """The rollouts grouped by task, in the order of each task's first."""
-    groups: dict[str, list[Rollout]] = {}
+    groups: dict[str, list[RolloutSample]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
     return list(groups.values())

@@ -108,7 +108,7 @@ def _is_the_sampler(
         if mine:
             total += float(difference_N.abs().exp().sum())
             count += len(difference_N)
-    total, count = engine.add_up([total, count])
+    total, count = engine.all_reduce([total, count])
     error = total / max(count, 1)
     if not error < bound:
         raise CheckFailed(
@@ -178,7 +178,7 @@ class Guard:
                 f"the last {self._in_a_row} optimizer steps were skipped, because their loss or gradient was not finite: the "
                 f"weights may be what is wrong with them, {NOT_SAVED}"
             )
-        overflown = [name for found in engine.everyones(engine.overflown()) for name in found]
+        overflown = [name for found in engine.all_gather(engine.overflown()) for name in found]
         if overflown:
             raise NotFinite(
                 f"{overflown[0]}: not finite, or too large to compute with, after step {engine.steps}, {NOT_SAVED}"
@@ -191,7 +191,7 @@ class Guard:
                 what, wrong = "the scores", _wrong_scores(engine.values(packed))
             else:
                 what, wrong = "the policy's logprobs", _wrong(engine.logprobs(packed), engine.policy.vocabulary)
-        if problem := next(filter(None, engine.everyones(wrong)), ""):
+        if problem := next(filter(None, engine.all_gather(wrong)), ""):
             raise NotFinite(f"{what} after step {engine.steps} are {problem}, {NOT_SAVED}")
 
     def _dump(self, step: int, samples: Sequence[Sample]) -> str:

@@ -152,7 +152,7 @@ class Seen(NamedTuple):
     look: int
 
 
-class Company:
+class Heartbeat:
     """This rank's membership in the process group, from rendezvous to exit.
 
     Raises:
@@ -321,16 +321,16 @@ def watched(rank: int, ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    company, last = Company(rank, ranks), FAILED
+    heartbeat, last = Heartbeat(rank, ranks), FAILED
     try:
         yield
         last = DONE
     except RuntimeError as error:
-        if gone := company.gone():
+        if gone := heartbeat.gone():
             raise RankGone(gone) from error
         raise
     finally:
-        company.part(last)
+        heartbeat.part(last)
 
 
 def _key(rank: int) -> str:
@@ -365,6 +365,6 @@ def _leave() -> None:
         distributed.destroy_process_group()
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Return when every rank has called this."""
     distributed.barrier()

@@ -2,7 +2,7 @@
 
     engine.scores(packed, asks)                      # with a graph behind them; engine.logprobs is the short form
     engine.backward(loss_sum, weight, last=False)    # once for each micro-batch, `last` on the last one
-    engine.step(factor)                              # the learning rates, scaled by the schedule
+    engine.step(lr_multiplier)                       # the learning rates, scaled by the schedule
     engine.save(folder, tokenizer)
 
 All but scores are collective: every rank calls them, in the same order.
@@ -47,10 +47,10 @@ from ..recipe.recipe import EngineOptions, Launch, LoraOptions, OptimizerOptions
 from . import optimizer
 from .distributed import (
     CUT_SIZES,
+    barrier,
     mark_shards,
     parameter_shapes,
     tensor_parallel_settings,
-    wait_for_all,
     whole_parameters,
 )
 from .optimizer import gather_state, generator_states, load_state, restore_generators, steps_of, write_state
@@ -96,8 +96,8 @@ def _score(
             place = places[id(segment)]
             found[place : place + segment.trained] = values[start : start + segment.trained]
             start += segment.trained
-    everyones = engine.add_up(found)
-    return [[everyones[places[id(segment)] :][: segment.trained] for segment in sample.segments] for sample in samples]
+    summed = engine.all_reduce(found)
+    return [[summed[places[id(segment)] :][: segment.trained] for segment in sample.segments] for sample in samples]
 
 
 def imported() -> Any:
@@ -234,16 +234,16 @@ class Engine:
         averaged = self.ranks // self._options.tensor_parallel
         self._deepspeed.backward(loss_sum * (averaged / weight), scale_wrt_gas=False)
 
-    def step(self, factor: float) -> Update:
-        """Clip, update and clear the gradients; learning rates are scaled by `factor`.
+    def step(self, lr_multiplier: float) -> Update:
+        """Clip, update and clear the gradients; learning rates are scaled by `lr_multiplier`.
 
         Policy and critic are clipped separately; ZeRO knows only their joint norm and clips by that.
 
         A gradient that is not finite changes nothing on any rank; grad_norm shows it.
         """
         for group in self._deepspeed.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        lr = self._optimizing.lr * factor
+            group["lr"] = group["base_lr"] * lr_multiplier
+        lr = self._optimizing.lr * lr_multiplier
         if self._options.zero_stage > 0:  # then DeepSpeed skips such a step itself
             self._deepspeed.step()
             norm = float(self._deepspeed.get_global_grad_norm())
@@ -287,7 +287,7 @@ class Engine:
         parts = ((name, getattr(one, "ds_tensor", one).detach()) for name, one in trainable)  # under ZeRO-3, its shard
         return [name for name, part in parts if not part.norm(dtype=torch.float32).isfinite()]
 
-    def share(self, value: Shared) -> Shared:
+    def broadcast(self, value: Shared) -> Shared:
         """Rank 0's value, on every rank."""
         if self.ranks == 1:
             return value
@@ -295,7 +295,7 @@ class Engine:
         distributed.broadcast_object_list(box, device=self.device)
         return box[0]
 
-    def everyones(self, value: Shared) -> list[Shared]:
+    def all_gather(self, value: Shared) -> list[Shared]:
         """The value of each rank, on every rank."""
         values = [value] * self.ranks
         if self.ranks > 1:
@@ -308,10 +308,10 @@ class Engine:
         if self.device.type == "cuda":
             peaks["memory/peak_gpu"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             torch.cuda.reset_peak_memory_stats(self.device)
-        of_ranks = self.everyones(peaks)
+        of_ranks = self.all_gather(peaks)
         return {name: max(peak[name] for peak in of_ranks) for name in peaks}
 
-    def add_up(self, values: list[float]) -> list[float]:
+    def all_reduce(self, values: list[float]) -> list[float]:
         """Each value summed over all ranks; values of ranks that compute together count once."""
         if self.ranks == 1:
             return values
@@ -350,7 +350,7 @@ class Engine:
                 self.policy.network.save_pretrained(aside, state_dict=weights, save_original_format=False)
                 tokenizer.save_pretrained(aside)
                 _let_all_read(aside)
-        wait_for_all()
+        barrier()
 
     def save_adapter(self, folder: Path, options: LoraOptions, base: str | None) -> None:
         """Commit the adapter alone, in PEFT's format; `base` is the model that it belongs to. Every rank calls it."""
@@ -359,7 +359,7 @@ class Engine:
             with whole_folder(folder) as aside:
                 write_adapter(aside, tensors, options, base)
                 _let_all_read(aside)
-        wait_for_all()
+        barrier()
 
     def save_state(self, folder: Path) -> Json:
         """Write the trained weights and the optimizer's state; returns what else `load_state` needs, as JSON.
@@ -371,7 +371,7 @@ class Engine:
         return {
             "steps": self.steps,
             "optimizer_steps": steps_of(self._deepspeed, self.policy),
-        } | {name: self.everyones(state) for name, state in generator_states(self.device).items()}
+        } | {name: self.all_gather(state) for name, state in generator_states(self.device).items()}
 
     def load_state(self, folder: Path, told: Json) -> None:
         """Load what `save_state` wrote; every rank reads it. ZeRO stage, number of ranks and precision may differ.

@@ -100,7 +100,7 @@ class HeldOutData:
             for start in range(0, len(self._samples), PLANNED_AT_ONCE):
                 self._add(self._samples[start : start + PLANNED_AT_ONCE], sums, counts)
         names = sorted(sums)  # the same on every rank
-        totals = self._engine.add_up([*(sums[name] for name in names), *(counts[name] for name in names)])
+        totals = self._engine.all_reduce([*(sums[name] for name in names), *(counts[name] for name in names)])
         means = {name: totals[place] / max(totals[len(names) + place], 1.0) for place, name in enumerate(names)}
         return self._algorithm.step_loss(self._samples[:1]).derived(means, bins=True)
 

@@ -34,7 +34,7 @@ def states(decoder: nn.Module, packed: Packed, group: SequenceParallelGroup | No
     places_N, token_ids_T, positions_T = packed.trained_N - 1, packed.token_ids_T, packed.positions_T
     if group is not None:
         places_N = places_N[group.mine(packed.trained_N, len(token_ids_T))] - group.first(len(token_ids_T))
-        token_ids_T, positions_T = group.share(token_ids_T), group.share(positions_T)
+        token_ids_T, positions_T = group.shard(token_ids_T), group.shard(positions_T)
     hidden_TH: Tensor = decoder(
         input_ids=token_ids_T.unsqueeze(0),
         position_ids=positions_T.unsqueeze(0),

@@ -44,7 +44,7 @@ class SequenceParallelGroup(NamedTuple):
         place_N = trained_N - 1 - self.first(tokens)
         return ((place_N >= 0) & (place_N < math.ceil(tokens / self.ranks))).nonzero().squeeze(1)
 
-    def share(self, values_T: Tensor) -> Tensor:
+    def shard(self, values_T: Tensor) -> Tensor:
         """This rank's part, [ceil(T / n)], padded with zeros."""
         return self._padded(values_T).chunk(self.ranks)[self.rank]
 

@@ -22,7 +22,7 @@ from ngym.errors import UsageError
 from ngym.schema import Json
 
 from ..algorithms import Algorithm
-from ..data.samples import Batch, Read, Rollout, Sample, described, problem, take
+from ..data.samples import Batch, Read, RolloutSample, Sample, described, problem, take
 from ..engine.engine import Engine
 from ..losses.advantages import informative, informative_components
 from ..recipe.algorithms import PolicyGradientOptions
@@ -120,7 +120,7 @@ class Live:
         means = {
             rollout.id: round(fmean(chain.from_iterable(segment.advantages or () for segment in rollout.segments)), 6)
             for rollout in samples
-            if isinstance(rollout, Rollout) and rollout.trained
+            if isinstance(rollout, RolloutSample) and rollout.trained
         }
         with (self._recipe.output / ADVANTAGES).open("ab") as file:
             file.write(orjson.dumps({"step": step, "advantages": means}) + b"\n")
@@ -173,7 +173,7 @@ class Live:
         """The rollouts of this step, on every rank."""
         while True:
             taken = self._services.call(self._stream.take()) if self._services and self._stream else None
-            shared = self._engine.share(_read(taken, self._temperature) if taken else None)
+            shared = self._engine.broadcast(_read(taken, self._temperature) if taken else None)
             if shared is not None:
                 return shared
             self._push(step)  # a server came back with other weights, or joins

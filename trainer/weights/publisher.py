@@ -19,7 +19,7 @@ from torch import Tensor
 from ngym.telemetry import tracing
 
 from ..data.samples import Sample, Segment
-from ..engine.distributed import wait_for_all
+from ..engine.distributed import barrier
 from ..engine.engine import Engine
 from ..model.packing import pack
 from ..recipe.recipe import Recipe
@@ -47,23 +47,23 @@ class Colocated:
         """Put the servers to sleep and load all states of the trainer."""
         if self._pusher:
             self._pusher.sleep()
-        wait_for_all()
+        barrier()
         self._engine.reload()
 
     def push(self) -> None:
         """Make the weights available on both sides, so that they can be gathered here and loaded there."""
         if self._pusher:
             self._pusher.sleep()
-        wait_for_all()
+        barrier()
         self._engine.offload(weights=False)
-        wait_for_all()
+        barrier()
         if self._pusher:
             self._pusher.wake("weights")
 
     def sample(self) -> None:
         """Offload the trainer and let the servers generate."""
         self._engine.offload(weights=True)
-        wait_for_all()
+        barrier()
         if self._pusher:
             self._pusher.wake("weights", "kv_cache")
 
@@ -121,7 +121,7 @@ class Publisher:
             PushFailed: the servers cannot serve them.
         """
         learned = self._pushed_steps != self._engine.steps
-        served, joining = self._engine.share(self._look(learned))
+        served, joining = self._engine.broadcast(self._look(learned))
         current = not learned and set(served) == {self.version}
         if current:
             joining = self._without_later(joining)
