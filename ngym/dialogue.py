@@ -304,7 +304,7 @@ class Dialogue:
     Args:
         model: the model's name, for answers.
         context: the context length in tokens, prompt and answer together.
-        can: optional features of the engine (names in engine.NEUTRAL).
+        can: optional features of the engine (names in NEUTRAL).
     """
 
     def __init__(

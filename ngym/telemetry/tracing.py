@@ -1,6 +1,6 @@
 """Spans for the parts of a rollout: `with span("verify"):` exports one to an OpenTelemetry collector, if configured.
 
-A rollout is one trace. Its id follows from the rollout's id (`correlation.trace_ids`), so a row identifies its trace,
+A rollout is one trace. Its id follows from the rollout's id (`request_context.trace_ids`), so a row identifies its trace,
 and a call that carries only the rollout's id, as those of SDKs do, still belongs to it.
 """
 
