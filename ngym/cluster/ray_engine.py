@@ -263,7 +263,7 @@ def nodes_for(stanza: Stanza) -> int:
     """The number of nodes that have what one process of this stanza asks for.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no node has it.
     """
     asked = bundle_of(stanza)
     count = sum(

@@ -266,7 +266,9 @@ def _recipe(base: str | None, text: str, values: dict[str, Any], scratch: Path) 
     base = base or (f"{algorithm}.yaml" if algorithm else "sft.yaml" if learns_from_a_file else "grpo.yaml")
     (scratch / "part.yaml").write_text(text)
     short = ["rollouts.agent=null", "rollouts.tasks=null"] if "environments" in (values.get("rollouts") or {}) else []
-    several = short if "evaluation" in values else [*short, "evaluation=null"]
+    # the project of the tests has no held-out pairs
+    without = "evaluation" not in values and (short or base == "reward_model.yaml")
+    several = [*short, "evaluation=null"] if without else short
     try:
         from ngym.trainer.recipe import recipe as trainer_recipe
 
