@@ -25,8 +25,8 @@ from ngym.config.service_config import model_problem
 from ngym.convert import check_chat_request
 from ngym.dialogue import Dialogue, Template, turn_ends
 from ngym.errors import BadRequest, ConfigError
+from ngym.net.json_limits import ROW_BYTES
 from ngym.services.base.app import JsonResponse, add_route
-from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.request_bodies import json_body, validated
 from ngym.services.models.api_dialects import openai_refusal
 from ngym.services.models.request_handler import refusals

@@ -20,8 +20,8 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from ngym import ServiceContext, model_server
 from ngym.errors import ConfigError, NotReady
+from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, object_of
-from ngym.services.base.dispatch import CALL_BYTES, ROW_BYTES
 
 from .engine import Engine
 from .options import PushOptions

@@ -15,7 +15,7 @@ import orjson
 
 from ngym.errors import ServiceError, boundary
 from ngym.files.jsonl import read
-from ngym.net.json_limits import BULK_WEIGHT, NODE_WEIGHT, json_weight
+from ngym.net.json_limits import BULK_WEIGHT, NODE_WEIGHT, ROW_BYTES, json_weight
 from ngym.peers import Peer
 from ngym.schema import Json
 from ngym.stats.pass_at_k import Rewards, Values
@@ -27,7 +27,7 @@ MOST_FIELD_BYTES = 16 << 10
 NOT_SENT = frozenset({"responses_create_params", "response", "ng", "agent_ref"})
 
 
-MOST_ROLLOUTS, MOST_BYTES = 50_000, 64 << 20  # per agent; the environment receives only the first rollouts
+MOST_ROLLOUTS, MOST_BYTES = 50_000, ROW_BYTES * 3 // 4  # per agent; the environment receives only the first rollouts
 ASKED_S, TIMEOUT_S = 10.0, 120.0
 
 

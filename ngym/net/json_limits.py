@@ -25,6 +25,8 @@ OBJECT = (
 )
 MAX_DEPTH = 250
 ORJSON_WRITES = 254
+CALL_BYTES = 16 << 20  # of a request body: a tool's arguments, and all that is not the next
+ROW_BYTES = 32 << 20  # rows and conversations, images included; parsing one long text takes 0.12 s
 BULK_WEIGHT = 4_000_000  # of a request with many rows
 NODE_WEIGHT = 8  # of an object, a list, and a member of an object; other values have weight 1
 BYTES_OF_WEIGHT = 16  # bytes that add a weight of 1, for long numbers

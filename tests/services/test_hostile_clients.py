@@ -30,7 +30,7 @@ from ngym.net.connection_limits import BODY_BYTES, BODY_S, MAX_HEAD_BYTES, Conne
 from ngym.peers import Peers
 from ngym.schema import Json
 from ngym.services.base.app import JsonResponse, add_route, service_app
-from ngym.services.base.dispatch import BULK_BYTES, CALL_BYTES, ROW_BYTES
+from ngym.net.json_limits import CALL_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body
 from ngym.services.base.runner import Stall, Watchdog
@@ -316,12 +316,12 @@ ROUTES = {
         "/seed_session": ROW_BYTES,
         "/verify": ROW_BYTES,
         "/sleep": CALL_BYTES,
-        "/aggregate_metrics": BULK_BYTES,
+        "/aggregate_metrics": ROW_BYTES,
         "/mcp": CALL_BYTES,
         "/nowhere": 0,
     },
     "model": {"/v1/responses": ROW_BYTES, "/v1/chat/completions": ROW_BYTES, "/rollouts/r/v1/messages": ROW_BYTES},
-    "agent": {"/run": ROW_BYTES, "/v1/responses": ROW_BYTES, "/aggregate_metrics": BULK_BYTES},
+    "agent": {"/run": ROW_BYTES, "/v1/responses": ROW_BYTES, "/aggregate_metrics": ROW_BYTES},
 }
 
 
@@ -565,7 +565,7 @@ async def test_a_service_that_runs_out_of_file_descriptors_refuses_and_goes_on(r
 
 async def test_a_service_that_runs_out_of_memory_refuses_and_goes_on(root: Path) -> None:
     async with asyncio.timeout(PATIENCE_S), limited(root, "RLIMIT_AS", 1 << 30) as (process, _, client):
-        bomb = b'{"responses_create_params":{},"response":{"output":[' + b"[]," * (12 << 20) + b"[]]}}"
+        bomb = b'{"responses_create_params":{},"response":{"output":[' + b"[]," * (10 << 20) + b"[]]}}"
         before = process.memory_info().rss
         for count in (1, 8):
             for answer in await asyncio.gather(*(client.post("/verify", content=bomb) for _ in range(count))):

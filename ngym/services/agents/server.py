@@ -24,13 +24,13 @@ from starlette.responses import Response
 from ngym.errors import BadRequest, NotFound, PeerTimeout, ServiceError, boundary
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
-from ngym.net.json_limits import by_size, serialized
+from ngym.net.json_limits import ROW_BYTES, by_size, serialized
 from ngym.peers import ToolErrors
 from ngym.rollout import without_tokens
 from ngym.schema import TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
-from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES, invoke_agent
+from ngym.services.base.dispatch import invoke_agent
 from ngym.services.base.options import ServiceContext, ServiceName, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
 
@@ -196,8 +196,8 @@ def agent(
     for path, handler, summary, body, answer, most_bytes in (
         ("/run", invoke_agent(run), "One whole rollout: seed, act, verify", row_schema, scored, ROW_BYTES),
         ("/v1/responses", invoke_agent(responses), "The trajectory, unscored", _ANY, _TRAJECTORY, ROW_BYTES),
-        ("/aggregate_metrics", aggregate, "Passed to the gym server", _ANY, _ANY, BULK_BYTES),
-        (ROUTE, verify_group, "Passed to the gym server", _ANY, _ANY, BULK_BYTES),
+        ("/aggregate_metrics", aggregate, "Passed to the gym server", _ANY, _ANY, ROW_BYTES),
+        (ROUTE, verify_group, "Passed to the gym server", _ANY, _ANY, ROW_BYTES),
     ):
         add_route(app, "POST", path, handler, summary=summary, body=body, answer=answer, most_bytes=most_bytes)
     add_route(app, "GET", "/running", list_running, summary="The rollouts that run here now")

@@ -39,8 +39,9 @@ from ngym.errors import (
     refused,
 )
 from ngym.net import request_context
+from ngym.net.json_limits import CALL_BYTES
 from ngym.schema import SESSION_HEADER, Json, Kind
-from ngym.services.base.dispatch import CALL_BYTES, OF_A_ROLLOUT, Edge, Handler, Served, Serving
+from ngym.services.base.dispatch import OF_A_ROLLOUT, Edge, Handler, Served, Serving
 from ngym.services.base.options import ServiceContext, ServiceOptions, context_from_environment
 
 log = logging.getLogger("ngym.services")

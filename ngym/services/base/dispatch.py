@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ngym.errors import BadRequest, NotReady, Overloaded, PeerTimeout
 from ngym.net import request_context
 from ngym.net.connection_limits import OWN_PACE
-from ngym.net.json_limits import is_room_for
+from ngym.net.json_limits import CALL_BYTES, is_room_for
 from ngym.schema import DEADLINE_HEADER, Json
 from ngym.telemetry import tracing
 
@@ -40,9 +40,6 @@ LOOKS_AFTER_S = 0.25  # seconds; faster answers are not watched for a disconnect
 CLIENT_CLOSED_REQUEST = 499
 HEADERS = {"cache-control": "no-cache"}
 MEDIA_TYPE = "text/event-stream"
-CALL_BYTES = 16 << 20  # arguments of a tool, and all that is not one of the next two
-ROW_BYTES = 64 << 20  # a row or a conversation, images included
-BULK_BYTES = 256 << 20  # many rows
 OF_A_ROLLOUT = "/rollouts/{rollout_id}"
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -38,7 +38,7 @@ class ServiceOptions(BaseModel):
     max_body_mib: int | None = Field(
         default=None,
         ge=1,
-        description="Limit of a request body in MiB. null: 64 for rows and conversations, 256 for many rows, else 16.",
+        description="Limit of a request body in MiB. null: 32 for rows and conversations, else 16. Parsing a text of 64 MiB takes 0.25 s, in which the service answers no other request.",
     )
     max_json_weight: int | None = Field(
         default=None,

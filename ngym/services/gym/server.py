@@ -19,11 +19,10 @@ from starlette.routing import Route
 from ngym.errors import BadRequest, ServiceError, boundary
 from ngym.grading.answers import TEXT_LIMIT, last_text
 from ngym.grading.group_rewards import ROUTE
-from ngym.net.json_limits import BULK_WEIGHT
+from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.schema import SESSION_HEADER, Json
 from ngym.services.base import dispatch
 from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
-from ngym.services.base.dispatch import BULK_BYTES, ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp import McpRoute
@@ -313,7 +312,7 @@ def gym_server(
         summary="Metrics over verify responses",
         body=OBJECT,
         answer=object_of({"group_level_metrics": _OBJECTS, "agent_metrics": OBJECT, "key_metrics": OBJECT}),
-        most_bytes=BULK_BYTES,
+        most_bytes=ROW_BYTES,
     )
     add_route(app, "GET", "/tools", list_tools, summary="The tools as Responses-API function tools", answer=_OBJECTS)
     add_route(app, "DELETE", "/session", end_session, summary="End a session", answer=object_of({"ended": _BOOLEAN}))
@@ -360,7 +359,7 @@ def _add_group_route(app: FastAPI, author: Author, rewarded: Json, reward_range:
 
     schema, summary = author.body.model_json_schema(), "Score the rollouts of a task by comparing them"
     answer = object_of({"rollouts": {"type": "array", "items": rewarded}})
-    add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, answer=answer, most_bytes=BULK_BYTES)
+    add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, answer=answer, most_bytes=ROW_BYTES)
 
 
 def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Json:

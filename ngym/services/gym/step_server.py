@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from ngym.convert import message_item, output_text
 from ngym.errors import ServiceError, ToolError, boundary
+from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
-from ngym.services.base.dispatch import ROW_BYTES
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validated
 from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, RewardRange, VerifyRequest, gym_server

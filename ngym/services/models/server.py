@@ -17,9 +17,10 @@ from starlette.responses import Response
 
 from ngym.convert import ReasoningStyle
 from ngym.errors import BadRequest, ConfigError, NotFound
+from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, context_of, object_of, service_app
-from ngym.services.base.dispatch import MEDIA_TYPE, ROW_BYTES, Admission
+from ngym.services.base.dispatch import MEDIA_TYPE, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, openai_refusal, tongues
 from ngym.services.models.request_handler import (

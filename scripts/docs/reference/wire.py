@@ -9,8 +9,7 @@ from typing import Any
 
 from ngym import schema
 from ngym.net import request_context
-from ngym.net.json_limits import BULK_WEIGHT, BYTES_OF_WEIGHT, NODE_WEIGHT
-from ngym.services.base.dispatch import BULK_BYTES, CALL_BYTES, ROW_BYTES
+from ngym.net.json_limits import BULK_WEIGHT, BYTES_OF_WEIGHT, CALL_BYTES, NODE_WEIGHT, ROW_BYTES
 from ngym.services.base.request_bodies import CALL_WEIGHT, ROW_WEIGHT
 
 from .markup import code, fence, json_text, shortened, table, words
@@ -134,7 +133,7 @@ def _bounds() -> str:
     rows: list[tuple[str, str, str]] = [
         ("a tool's arguments", _mebibytes(CALL_BYTES), f"{CALL_WEIGHT:,}"),
         ("a row, a conversation", _mebibytes(ROW_BYTES), f"{ROW_WEIGHT:,}"),
-        ("many rows: `/aggregate_metrics`, `/verify_group`", _mebibytes(BULK_BYTES), f"{BULK_WEIGHT:,}"),
+        ("many rows: `/aggregate_metrics`, `/verify_group`", _mebibytes(ROW_BYTES), f"{BULK_WEIGHT:,}"),
         ("all else", _mebibytes(CALL_BYTES), f"{ROW_WEIGHT:,}"),
     ]
     told = (
